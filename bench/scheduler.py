@@ -2,9 +2,11 @@
 
     python bench/scheduler.py [--quick]
 
-The scheduler process and the NATS server are real. Two other processes play gateways, workers and stores on real gRPC
-streams: they report, send heartbeats and obey, but compute nothing (``scheduling/peers.py``). Only the CPU time of the
-scheduler's process counts, so slow peers on a machine with few cores do not matter to it; latencies include the peers.
+Costs of single calls in overload and of the repair of copies are measured in this process (``scheduling/overload.py``).
+For all else, the scheduler process and the NATS server are real. Two other processes play gateways, workers and stores
+on real gRPC streams: they report, send heartbeats and obey, but compute nothing (``scheduling/peers.py``). Only the CPU
+time of the scheduler's process counts, so slow peers on a machine with few cores do not matter to it; latencies include
+the peers.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from bench.processes import cpu_s
 from bench.report import Check, finish, parser_of, progress
 from bench.scheduling.fleet import CLUSTER_KEY, Fleet
 from bench.scheduling.gateway import Placed, bench_gateway, scheduler_token
+from bench.scheduling.overload import NUM_STARVING, overload_times, repair_times
 from tests.support.brokers import nats_server
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.message_pace import EVERY_S
@@ -181,6 +184,9 @@ async def main() -> None:
     gc.freeze()  # collections delay the measurement; allow no more of them than in a gateway
     gc.set_threshold(GC_THRESHOLD)
     seconds = 3.0 if quick else 20.0
+    repair = repair_times(1250, 1000, 12.0)
+    smaller, larger = (overload_times(number, seconds / 3) for number in (1000, 2000))
+    progress(f"overload: {larger}; repair: {repair}")
     dense = await throughput(DENSE, seconds)
     wide = await throughput(WIDE, seconds)
     wakes = await wake_times(seconds)
@@ -192,6 +198,14 @@ async def main() -> None:
         Check("relay_p99_ms", wakes.relay_p99_ms, "ms", against="the first command of a wake"),
         Check("idle_cpu_fraction", wide.idle_cpu_fraction, "", 0.2, "1,000 workers report"),
         Check("refused", dense.num_refused + wide.num_refused, "", 0),
+    ]
+    starving = f"{NUM_STARVING} models wait, and all slots are in use"
+    ticks = "turns and ticks take {:.0%} of a core"
+    checks += [
+        Check("decide_ms_1000_starving5", smaller.decide_ms, "ms", against=f"1,000 instances; {starving}"),
+        Check("decide_ms_2000_starving5", larger.decide_ms, "ms", 15, ticks.format(larger.ticks_fraction)),
+        Check("longest_call_ms", larger.longest_ms, "ms", 10, f"2,000 instances; the longest is {larger.longest}"),
+        Check("repair_ms_1250x1000_disks", repair.longest_tick_ms, "ms", 10, ticks.format(repair.ticks_fraction)),
     ]
     conditions = {
         "seconds": seconds,

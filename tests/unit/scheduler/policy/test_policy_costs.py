@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.autoscaling import instance_eviction
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placement
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
-from torchrelay.scheduler.policy.effects import Placed
+from torchrelay.scheduler.policy.effects import Placed, RetainCommand
 from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, StoreReported, Tick, WorkerBeat
-from torchrelay.scheduler.policy.transitions import reserved_slots
+from torchrelay.scheduler.policy.transitions import replication, reserved_slots
 
 MODEL = a_model("acme/m0")
 
@@ -161,3 +162,106 @@ def test_long_queue_is_cheap_while_settling() -> None:
 
     fewer, more = tick_cost(200), tick_cost(1200)
     assert (more - fewer) / 1000 < 100
+
+
+def num_exchanges(monkeypatch: pytest.MonkeyPatch, num_busy: int) -> int:
+    """Exchanges that a tick computes while a model waits and ``num_busy`` models use all slots."""
+    scene = PaperCluster(PolicyConfig(replicate=False))
+    models = [a_model(f"acme/m{number}") for number in range(num_busy)]
+    scene.settle(
+        a_store("s0", "h0", map(a_copy, models)), *(a_worker(f"w{number}", "h0") for number in range(num_busy))
+    )
+    for number in range(100):
+        scene.admit(models[number % num_busy], f"r{number}")
+        scene.finish_loads()
+        scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+        scene.pass_time(0.1)
+    waiting = a_model("acme/waiting")
+    scene.admit(waiting, "waits")
+    scene.pass_time(1.5)
+    assert scene.policy.state.queues.versions == (waiting.version_id,)
+    exchange, num = instance_eviction._exchange, 0
+
+    def count_exchange(*args: Any, **options: Any) -> Any:
+        nonlocal num
+        num += 1
+        return exchange(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(instance_eviction, "_exchange", count_exchange)
+        scene.pass_time(0.1)
+    return num
+
+
+def test_search_for_slot_evaluates_few_busy_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the 50 decisions in a second computed what every busy model would lose, for each waiting model."""
+    assert num_exchanges(monkeypatch, 10) <= 4
+
+
+def longest_replication(num_stores: int) -> int:
+    """Cost of the longest of the ticks that decide on the copies of many packs in RAM and on disk."""
+    scene, models = PaperCluster(PolicyConfig()), [a_model(f"acme/m{number}") for number in range(num_stores)]
+    on_disk = frozenset(model.pack_id for model in models[:100])
+    scene.settle(
+        *(
+            replace(a_store(f"s{number}", f"h{number}", [a_copy(model)]), disk_pack_ids=on_disk)
+            for number, model in enumerate(models)
+        )
+    )
+    scene.obedient = False
+    state = scene.policy.state
+    for model in models:
+        state.replication_state.recent_packs.note(model, scene.now)
+    costs = []
+    for _ in range(30):
+        scene.now += 0.1
+        costs.append(num_bytecodes(lambda: replication.replicate(state, scene.now)))
+    assert any(isinstance(command, RetainCommand) for command in state.effects.commands)
+    return max(costs)
+
+
+def test_replication_of_many_copies_is_spread_over_ticks() -> None:
+    """One tick looked at all copies in RAM and on disk: 80 ms with 1,250 stores and 1,000 packs."""
+    assert longest_replication(400) < 1.3 * longest_replication(200)
+
+
+def test_too_large_requests_are_not_placed_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call for their model tried to place all of them, until its instances changed."""
+    scene = PaperCluster(PolicyConfig(replicate=False)).settle(
+        a_store("s1", "host-1"), a_worker("small", kv_pool_bytes=1 << 20), a_worker("large", kv_pool_bytes=1 << 26)
+    )
+    scene.kill("large")
+    for number in range(20):
+        scene.admit(MODEL, f"large {number}", num_prompt_tokens=2000, max_tokens=100)
+    scene.admit(MODEL, "small", max_tokens=10)
+    scene.finish_loads()
+    assert scene.placement("small") is not None
+    num_tries = 0
+
+    def try_to_place(*args: Any, **options: Any) -> Placement | NoPlacement:
+        nonlocal num_tries
+        num_tries += 1
+        return place(*args, **options)
+
+    monkeypatch.setattr(scene.policy.state, "strategies", replace(scene.policy.state.strategies, place=try_to_place))
+    scene.release("small")
+    scene.pass_time(1.0)
+    assert num_tries == 0
+    scene.settle(a_worker("large", kv_pool_bytes=1 << 26, incarnation="large second"))
+    scene.finish_loads()
+    scene.pass_time(0.2)
+    assert scene.placement("large 0") is not None, "the model has an instance that is large enough"
+
+
+def search_for_model_of_pack(num_models: int) -> int:
+    state = PaperCluster(PolicyConfig(replicate=False)).policy.state
+    for number in range(num_models):
+        state.note_model(a_model(f"acme/m{number}"), 1000.0)
+    last = a_model(f"acme/m{num_models - 1}")
+    assert state.model_of_pack(last.pack_id) == last
+    return num_bytecodes(lambda: state.model_of_pack(last.pack_id))
+
+
+def test_model_of_pack_is_not_searched() -> None:
+    """Each event of a transfer looked at up to all 16,384 remembered versions."""
+    assert search_for_model_of_pack(1000) == search_for_model_of_pack(10)

@@ -9,7 +9,7 @@ from torchrelay.scheduler.planning import REMOTE, TransferEdge
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
-from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan
+from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
 from torchrelay.scheduler.policy.strategies import Strategies
 
 
@@ -54,7 +54,8 @@ def test_another_plan_names_the_sources() -> None:
 def test_another_replicator_is_asked_instead() -> None:
     asked: list[ReplicationInput] = []
 
-    def copies_nothing(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
+    def copies_nothing(replication_input: ReplicationInput, config: PolicyConfig) -> Steps[ReplicationPlan]:
+        yield 1
         asked.append(replication_input)
         return ReplicationPlan()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchrelay.scheduler.planning import REMOTE, TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan
+from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
 
 
 def from_disk(
@@ -35,6 +35,7 @@ def _edge(target: str, source: str, whole: Sequence[str], receiving: Sequence[st
     return TransferEdge(target, sources, already_there=is_whole or target in receiving, whole=is_whole)
 
 
-def no_copies(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
+def no_copies(replication_input: ReplicationInput, config: PolicyConfig) -> Steps[ReplicationPlan]:
     """Plans no copies: packs stay in RAM where instances were loaded, until their space is needed."""
+    yield from ()
     return ReplicationPlan()

@@ -112,6 +112,15 @@ def test_removed_or_parked_request_is_not_next() -> None:
     assert order_of(queues) == ["b", "c"] and len(queues) == 0 and queues.versions == ()
 
 
+def test_parked_late_request_stays_late() -> None:
+    queues = queues_with(of("t", "late"), of("t", "in time"))
+    assert queues.fall_late(AttemptKey("late", 1), 5.0)
+    queues.park(AttemptKey("late", 1))
+    queues.unpark(AttemptKey("late", 1))
+    assert not queues.fall_late(AttemptKey("late", 1), 1.0)
+    assert order_of(queues) == ["in time", "late"]
+
+
 def test_parked_request_can_be_removed() -> None:
     queues = queues_with(of("t", "a"))
     queues.park(AttemptKey("a", 1))

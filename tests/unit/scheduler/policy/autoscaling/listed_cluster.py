@@ -6,7 +6,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import ClusterLoad, Demand, InstanceLoad
-from torchrelay.scheduler.policy.core import Instance, StoreStatus
+from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,28 @@ class ListedLoad(ClusterLoad):
     def of_all(self) -> Sequence[InstanceLoad]:
         return self.loads
 
-    def unused(self) -> Sequence[InstanceLoad]:
-        return [load for load in self.loads if not load.num_open]
+    @property
+    def least_losses(self) -> LeastLosses:
+        """All unknown, so that each exact loss is computed."""
+        losses = LeastLosses(away_s=0.0)
+        for load in self.loads:
+            losses.changed(load.instance.version_id, has_instances=True)
+        return losses
+
+    def load(self, instance_id: str) -> InstanceLoad:
+        return next(load for load in self.loads if load.instance.instance_id == instance_id)
+
+    def on_host(self, host_id: str) -> Sequence[Instance]:
+        return [load.instance for load in self.loads if load.instance.host_id == host_id]
+
+    def draining(self) -> Sequence[Instance]:
+        return [load.instance for load in self.loads if load.instance.phase is InstancePhase.DRAINING]
+
+    def unused(self) -> Sequence[Instance]:
+        unused = (load for load in self.loads if not load.busy)
+        return [
+            load.instance for load in sorted(unused, key=lambda load: (load.last_active, load.instance.instance_id))
+        ]
 
     def drain_s(self, instance: Instance) -> float:
         return 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
 from tests.unit.scheduler.policy.replication.simulated_hosts import GB, Host, transfer
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.config import TICK_S, PolicyConfig
 from torchrelay.scheduler.policy.core import REMOTE, Model
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand
 from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, Input, StoreGone, StoreReported, Tick
@@ -75,7 +75,8 @@ class Simulation:
         for host in self.hosts.values():
             if host.up:
                 self._apply(StoreReported(replace(host.report(self.now), seen_at=self.now), streamed=True))
-        self._apply(Tick())
+        for _ in range(round(STEP_S / TICK_S)):  # a decision on all copies takes several
+            self._apply(Tick())
         self._watch_bounds()
         self._watch_copies()
 

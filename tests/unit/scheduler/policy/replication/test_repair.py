@@ -45,7 +45,13 @@ def decide(
     stores: Iterable[StoreStatus], *packs: PackDemand, config: PolicyConfig = RULES, **known: object
 ) -> ReplicationPlan:
     by_id = {store.store_id: store for store in stores}
-    return repair(ReplicationInput(NOW, by_id, packs, **known), config)  # type: ignore[arg-type]
+    steps = repair(ReplicationInput(NOW, by_id, packs, **known), config)  # type: ignore[arg-type]
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            plan: ReplicationPlan = end.value
+            return plan
 
 
 def orders(decided: ReplicationPlan) -> list[tuple[str, str, CopyCause]]:

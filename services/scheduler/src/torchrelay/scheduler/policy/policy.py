@@ -277,6 +277,8 @@ class Policy:
         state.queues.forget_debts(now)
         for version_id in state.slot_lost_at.keys() - set(state.queues.versions):
             del state.slot_lost_at[version_id]
+        for version_id in state.too_large.keys() - set(state.queues.versions):
+            del state.too_large[version_id]
         scaling.retry_unloads(state, now)
         state.load_failures.prune(now)
         for instance, reason in stalled_loads.detect(state, now):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
@@ -11,6 +11,7 @@ from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessio
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.admission.retry_times import RetryTimes
 from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
+from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
@@ -25,6 +26,7 @@ from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
 from torchrelay.scheduler.policy.dispatch.roster_cache import RosterCache
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
@@ -58,6 +60,7 @@ class State:
     gateways: GatewaySessions
     membership: Membership
     scale_turns: VersionTurns  # of models without a change
+    least_losses: LeastLosses
     strategies: Strategies = field(default_factory=Strategies)
     idle_deadlines: DueTimes = field(default_factory=DueTimes)  # when versions may have been idle for their timeouts
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -82,6 +85,7 @@ class State:
     replication_state: ReplicationState = field(default_factory=ReplicationState)
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
+    version_of_pack: dict[str, str] = field(default_factory=dict)  # the last noted of ``models`` that has the pack
     minimums: Minimums = field(default_factory=Minimums)
     pool_targets: dict[int, PoolTarget] = field(default_factory=dict)  # by devices of a slot
     # The same of the workers that can play only this role, as a launcher of such workers needs it.
@@ -97,6 +101,8 @@ class State:
     returning: ReturningPrompts = field(default_factory=ReturningPrompts)  # recalled from loading instances
     # By loading instance and worker that took prompts over: their number, and the computation that it need not do.
     prompt_moves: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    # By version: the roster that its parked requests are too large for, and these.
+    too_large: dict[str, tuple[Sequence[RosterEntry], set[AttemptKey]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns
@@ -112,12 +118,28 @@ class State:
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         links = Links(config.link_cap_bytes_per_s)
         failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
+        losses = LeastLosses(config.turn_s)
         state = cls(
-            config, new_id, now, queues, failures, progress, gateways, membership, turns, strategies, links=links
+            config,
+            new_id,
+            now,
+            queues,
+            failures,
+            progress,
+            gateways,
+            membership,
+            turns,
+            losses,
+            strategies,
+            links=links,
         )
-        state.instances = Instances(on_change=state.roster_cache.forget)
+        state.instances = Instances(on_change=state._instances_changed)
         state.attempts = OpenAttempts(on_change=state.roster_cache.work_changed)
         return state
+
+    def _instances_changed(self, version_id: str) -> None:
+        self.roster_cache.forget(version_id)
+        self.least_losses.changed(version_id, has_instances=len(self.instances.of_version(version_id)) > 0)
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()
@@ -144,11 +166,14 @@ class State:
         self.models.pop(model.version_id, None)
         is_own = model.max_instances == max_instances
         self.models[model.version_id] = model if is_own else replace(model, max_instances=max_instances)
+        self.version_of_pack[model.pack_id] = model.version_id
         if len(self.models) > MAX_VERSIONS:
             others = (version_id for version_id in self.models if version_id != model.version_id)
             unused = next((version_id for version_id in others if not self._is_used(version_id)), None)
             if unused is not None:
-                del self.models[unused]
+                pack_id = self.models.pop(unused).pack_id
+                if self.version_of_pack.get(pack_id) == unused:
+                    del self.version_of_pack[pack_id]
 
     def _is_used(self, version_id: str) -> bool:
         if version_id in self.minimums:
@@ -175,9 +200,8 @@ class State:
 
     def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
         """The model of a pack, named by the start of the pack's id until an admission names it."""
-        for model in self.models.values():
-            if model.pack_id == pack_id:
-                return model
+        if (version_id := self.version_of_pack.get(pack_id)) is not None:
+            return self.models[version_id]
         if pack_id in self.replication_state.recent_packs:
             return self.replication_state.recent_packs.use(pack_id).model
         name = next((instance.model for instance in self.instances if instance.pack_id == pack_id), pack_id[:12])

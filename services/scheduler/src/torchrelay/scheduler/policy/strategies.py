@@ -18,7 +18,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
-from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, repair
+from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps, repair
 
 
 class Place(Protocol):
@@ -71,7 +71,7 @@ class ChooseLate(Protocol):
 
 
 # Decides which copies are kept and made; see ``replication/repair.py``.
-Repair: TypeAlias = Callable[[ReplicationInput, PolicyConfig], ReplicationPlan]
+Repair: TypeAlias = Callable[[ReplicationInput, PolicyConfig], Steps[ReplicationPlan]]
 # Rank of a late request, with its prompt time, in their order of service; see ``admission/late_requests.py``.
 LateRank: TypeAlias = Callable[[Admission, float], float]
 

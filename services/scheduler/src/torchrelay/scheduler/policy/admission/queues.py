@@ -27,11 +27,14 @@ class _Waiting:
     admission: Admission
     sequence: int
     fair_queue: DeadlineQueue | None = None  # the queue in which it waits for its turn; None: it is parked
+    late_rank: float | None = None  # None: its deadline can be met
 
     def join(self, fair_queue: DeadlineQueue) -> None:
         self.leave()
         fair_queue.push(self.admission, self.sequence)
         self.fair_queue = fair_queue
+        if self.late_rank is not None:
+            fair_queue.fall_late(self.admission, self.late_rank)
 
     def leave(self) -> None:
         if self.fair_queue is not None:
@@ -50,7 +53,7 @@ class _VersionQueue:
     num_prefill_tokens: int = 0
 
     def enter(self, request: _Waiting) -> None:
-        request.join(self.fair_queue_of(request.admission))
+        request.join(self.fair_queue_of(request.admission) if request.late_rank is None else self.timely)
 
     def fair_queue_of(self, admission: Admission) -> DeadlineQueue:
         return self.batch if admission.service_class is ServiceClass.BATCH else self.timely
@@ -161,7 +164,11 @@ class AdmissionQueues:
         if request.fair_queue is queue.batch:
             request.join(queue.timely)
         assert request.fair_queue is not None
-        return request.fair_queue.fall_late(request.admission, rank)
+        is_new = request.late_rank is None
+        if is_new:
+            request.late_rank = rank
+            request.fair_queue.fall_late(request.admission, rank)
+        return is_new
 
     def timely_beside(self, key: AttemptKey, number: int) -> tuple[list[Admission], float]:
         """Timely requests of the same tenant and version, up to ``number`` with the earliest deadlines, and the

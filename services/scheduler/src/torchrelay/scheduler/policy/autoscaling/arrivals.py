@@ -106,8 +106,11 @@ class ArrivalHistory:
         """Requests expected per second: the recent rate, or the long-run mean if that is higher, because a pause
         between bursts does not mean that no more requests will come.
         """
-        mean = self._mean.requests_per_s(now) if self._mean is not None else 0.0
-        return max(self.rate(now).requests_per_s, mean)
+        return max(self.rate(now).requests_per_s, self.mean_per_s(now))
+
+    def mean_per_s(self, now: float) -> float:
+        """Long-run mean of the requests per second."""
+        return self._mean.requests_per_s(now) if self._mean is not None else 0.0
 
 
 class Arrivals:

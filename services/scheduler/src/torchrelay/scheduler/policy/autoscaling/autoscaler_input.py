@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
+from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, reserved_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
@@ -133,6 +134,14 @@ class ClusterLoad(ABC):
     def occupied_workers(self) -> Container[str]:
         """Workers that have an instance."""
 
+    @property
+    @abstractmethod
+    def least_losses(self) -> LeastLosses:
+        """The least that each version that has instances loses with a slot."""
+
+    @abstractmethod
+    def load(self, instance_id: str) -> InstanceLoad: ...
+
     @abstractmethod
     def of_version(self, version_id: str) -> Sequence[InstanceLoad]: ...
 
@@ -141,8 +150,14 @@ class ClusterLoad(ABC):
         """All instances, oldest first."""
 
     @abstractmethod
-    def unused(self) -> Sequence[InstanceLoad]:
-        """Instances without open attempts."""
+    def on_host(self, host_id: str) -> Sequence[Instance]: ...
+
+    @abstractmethod
+    def draining(self) -> Sequence[Instance]: ...
+
+    @abstractmethod
+    def unused(self) -> Iterable[Instance]:
+        """Instances that no request uses, longest unused first."""
 
     @abstractmethod
     def drain_s(self, instance: Instance) -> float:
@@ -207,17 +222,16 @@ class AutoscalerInput:
         return reserved_instances(self.minimums, of_version)
 
     @cached_property
-    def idle(self) -> Sequence[InstanceLoad]:
+    def idle(self) -> Sequence[Instance]:
         """Instances that no request uses or waits for, longest idle first."""
-        idle = [
-            load
-            for load in self.cluster_load.unused()
-            if load.instance.staying
-            and load.instance.instance_id not in self.reserved
-            and load.instance.version_id not in self.waited_for
-            and load.is_idle_since(self.now)
+        return [
+            instance
+            for instance in self.cluster_load.unused()
+            if instance.staying
+            and instance.accepted
+            and instance.instance_id not in self.reserved
+            and instance.version_id not in self.waited_for
         ]
-        return sorted(idle, key=lambda load: (load.last_active, load.instance.instance_id))
 
     @property
     def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:

@@ -249,8 +249,8 @@ def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
     pack_id, workers = demand.model.pack_id, autoscaler_input.workers
     is_held = any(True for _ in autoscaler_input.holder_index.holders(pack_id))
     tiers = []
-    for load in autoscaler_input.idle:
-        worker, store = workers.get(load.instance.worker_id), autoscaler_input.stores.get(load.instance.host_id)
+    for instance in autoscaler_input.idle:
+        worker, store = workers.get(instance.worker_id), autoscaler_input.stores.get(instance.host_id)
         if worker is not None and store is not None and worker.num_devices == demand.model.num_devices:
             tiers.append(tier_of(pack_id, store, is_held))
     return min(tiers, default=Tier.PEER)

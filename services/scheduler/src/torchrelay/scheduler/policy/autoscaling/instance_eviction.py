@@ -47,8 +47,9 @@ def _drains(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
     overdue_tenant = _overdue_tenant(demand, claims, config)
-    exchanges = {load.instance.instance_id: _exchange(load, demand, claims) for load in claims.idle}
-    idle = [load for load in claims.idle if overdue_tenant or exchanges[load.instance.instance_id].pays]
+    idle = claims.idle_up_to(math.inf if overdue_tenant else demand.num_gained(0.0))
+    exchanges = {load.instance.instance_id: _exchange(load, demand, claims) for load in idle}
+    idle = [load for load in idle if overdue_tenant or exchanges[load.instance.instance_id].pays]
     idle.sort(key=lambda load: exchanges[load.instance.instance_id].num_lost)
     if victims := _enough_of(idle, demand, missing, claims):
         waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
@@ -61,6 +62,8 @@ def _drains(
         return []
     if shared := _share_slots(demand, missing, autoscaler_input, claims, config):
         return shared
+    if not overdue_tenant and not _any_turn_pays(demand, autoscaler_input, claims, config):
+        return []
     return _end_turn(demand, missing, autoscaler_input, claims, config, overdue_tenant)
 
 
@@ -110,7 +113,7 @@ def evict_to_grow(
         missing = +(missing - Counter(frozenset(missing)))
         idle = [
             load
-            for load in claims.idle
+            for load in claims.idle_loads
             if load.instance.version_id != demand.model.version_id
             and load.reload_s <= _idle_s(load, autoscaler_input)
             and _growth_exchange(load, demand, gain, autoscaler_input, claims) is not None
@@ -219,30 +222,81 @@ def _share_slots(
 
     A prefill instance goes first: its work ends soon, and decoding is not disturbed.
     """
+    most_lost = math.inf if demand.slot_wait_s >= config.turn_s else demand.num_gained(config.turn_s)
+    best: _SharedSlot | None = None
+    losses, now = autoscaler_input.cluster_load.least_losses, autoscaler_input.now
+    for version_id in losses.others(now):
+        shared = _shared_slot(version_id, demand, missing, autoscaler_input, claims, config)
+        best = min(filter(None, (best, shared)), default=None)
+    if best is not None and best.cost[:2] < _WHOLE:
+        return best.actions
+    for least_lost, version_id in losses.whole_up_to(most_lost, now):
+        if best is not None and best.cost[:2] == _WHOLE and least_lost > best.cost[2]:
+            break
+        shared = _shared_slot(version_id, demand, missing, autoscaler_input, claims, config)
+        best = min(filter(None, (best, shared)), default=None)
+    return best.actions if best is not None else []
+
+
+_WHOLE = (False, True)  # of an instance that plays both roles, as the others of its model do
+
+
+class _SharedSlot(NamedTuple):
+    """A slot that a model can do without. ``cost``: whether roles change, whether it decodes, its lost requests, its
+    open requests; and its id.
+    """
+
+    cost: tuple[bool, bool, float, int, str]
+    actions: list[SetRoles | Drain]
+
+
+def _shared_slot(
+    version_id: str,
+    demand: Demand,
+    missing: Roles,
+    autoscaler_input: AutoscalerInput,
+    claims: SlotClaims,
+    config: PolicyConfig,
+) -> _SharedSlot | None:
+    """The version's slot that costs it least."""
     model, held_since = demand.model, autoscaler_input.now - config.turn_s
+    if version_id == model.version_id or version_id in claims.versions:
+        return None
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)} for a slot, and this model can do without one"
-    candidates: list[tuple[tuple[bool, bool, float, int, str], list[SetRoles | Drain]]] = []
-    for version_id, loads in autoscaler_input.staying.items():
-        if version_id == model.version_id or version_id in claims.versions:
+    loads = autoscaler_input.staying_of(version_id)
+    is_served = cover_both_roles(load.instance for load in loads)
+    candidates: list[_SharedSlot] = []
+    for victim in loads:
+        instance = victim.instance
+        if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.reserved:
             continue
-        is_served = cover_both_roles(load.instance for load in loads)
-        for victim in loads:
-            instance = victim.instance
-            if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.reserved:
-                continue
-            if not claims.roles(demand, instance.worker_id, without=[victim]) >= missing:
-                continue
-            exchange = _exchange(victim, demand, claims, config.turn_s, is_spared=True)
-            is_over = instance.since <= held_since and demand.slot_wait_s >= config.turn_s
-            if is_served and not is_over and not exchange.pays:
-                continue
-            drain = _drain(victim, "share", waited, model, exchange.figures)
-            changes = _role_takeover(loads, victim, autoscaler_input, drain.reason)
-            if changes is not None:
-                is_decode = instance.plays(Role.DECODE)
-                cost = (bool(changes), is_decode, exchange.num_lost, victim.num_open, instance.instance_id)
-                candidates.append((cost, [*changes, drain]))
-    return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else []
+        exchange = _exchange(victim, demand, claims, config.turn_s, is_spared=True)
+        is_over = instance.since <= held_since and demand.slot_wait_s >= config.turn_s
+        if is_served and not is_over and not exchange.pays:
+            continue
+        if not claims.roles(demand, instance.worker_id, without=[victim]) >= missing:
+            continue
+        drain = _drain(victim, "share", waited, model, exchange.figures)
+        changes = _role_takeover(loads, victim, autoscaler_input, drain.reason)
+        if changes is not None:
+            is_decode = instance.plays(Role.DECODE)
+            cost = (bool(changes), is_decode, exchange.num_lost, victim.num_open, instance.instance_id)
+            candidates.append(_SharedSlot(cost, [*changes, drain]))
+    return min(candidates, default=None)
+
+
+def _any_turn_pays(demand: Demand, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig) -> bool:
+    """Whether any slot that was held for a turn is worth more to the waiting model than to its own."""
+    held_since, spared = autoscaler_input.now - config.turn_s, {demand.model.version_id, *claims.versions}
+    least_losses = autoscaler_input.cluster_load.least_losses
+    return any(
+        load.instance.phase is InstancePhase.READY
+        and load.instance.since <= held_since
+        and _exchange(load, demand, claims, config.turn_s).pays
+        for version_id in least_losses.up_to(demand.num_gained(config.turn_s), autoscaler_input.now)
+        if version_id not in spared
+        for load in autoscaler_input.cluster_load.of_version(version_id)
+    )
 
 
 def _end_turn(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
@@ -13,8 +14,17 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     SetRoles,
     Wake,
 )
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
+
+
+@dataclass
+class _HostPacks:
+    """The packs of a host's instances. ``held``: by instance that stays; ``leaving``: of idle and leaving instances."""
+
+    held: dict[str, str] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
 
 
 class SlotClaims:
@@ -23,12 +33,8 @@ class SlotClaims:
     """
 
     def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, decided: Iterable[Action]) -> None:
-        self._input = autoscaler_input
-        self._loads = {load.instance.instance_id: load for load in autoscaler_input.loads}
-        begun_after = autoscaler_input.now - config.longest_drain_s
-        self._unclaimed: dict[str, Instance] = {}
-        self._held = defaultdict[str, dict[str, str]](dict)  # packs of instances that stay: by host, by instance
-        self._leaving = defaultdict[str, set[str]](set)  # packs of instances that are idle or leave, by host
+        self._input, self._config = autoscaler_input, config
+        self._on_host: dict[str, _HostPacks] = {}
         self._fits: dict[tuple[str, str], bool] = {}  # by pack and host
         self._drained: set[str] = set()  # instances that this decision drains
         self.overdue_tenants = {  # tenants that got a slot for an overdue model less than a turn ago
@@ -37,18 +43,9 @@ class SlotClaims:
             if at > autoscaler_input.now - config.turn_s
         }
         self.idle = autoscaler_input.idle
-        idle_ids = {load.instance.instance_id for load in self.idle}
-        for instance_id, load in self._loads.items():
-            instance = load.instance
-            worker = autoscaler_input.workers.get(instance.worker_id)
-            is_kept = worker is not None and not worker.is_leaving
-            leaves = instance.phase is InstancePhase.DRAINING and instance.since > begun_after and is_kept
-            if leaves:
-                self._unclaimed[instance_id] = instance
-            if leaves or instance_id in idle_ids:
-                self._leaving[instance.host_id].add(instance.pack_id)
-            else:
-                self._held[instance.host_id][instance_id] = instance.pack_id
+        self._idle_ids = {instance.instance_id for instance in self.idle}
+        draining = sorted(autoscaler_input.cluster_load.draining(), key=lambda instance: instance.created_at)
+        self._unclaimed = {instance.instance_id: instance for instance in draining if self._leaves(instance)}
         self.versions: set[str] = set()  # versions that lose or claim a slot in this decision; they lose no other
         self.add(decided)
 
@@ -66,18 +63,47 @@ class SlotClaims:
         for action in actions:
             if isinstance(action, Wake):
                 continue
-            instance = self._loads[action.instance_id].instance
+            instance = self._input.cluster_load.load(action.instance_id).instance
             self.versions.add(instance.version_id)
             if isinstance(action, SetRoles):  # each of the others may be the last that plays a role
-                self.idle = [load for load in self.idle if load.instance.version_id != instance.version_id]
+                self.idle = [idle for idle in self.idle if idle.version_id != instance.version_id]
             else:
                 if action.overdue_tenant:
                     self.overdue_tenants.add(action.overdue_tenant)
-                self.idle = [load for load in self.idle if load.instance is not instance]
+                self.idle = [idle for idle in self.idle if idle is not instance]
                 self._drained.add(instance.instance_id)
-                self._held[instance.host_id].pop(instance.instance_id, None)
-                self._leaving[instance.host_id].add(instance.pack_id)
+                self._on_host.pop(instance.host_id, None)
                 self._fits.clear()
+
+    @property
+    def idle_loads(self) -> Iterator[InstanceLoad]:
+        return (self._input.cluster_load.load(instance.instance_id) for instance in self.idle)
+
+    def idle_up_to(self, num_gained: float) -> list[InstanceLoad]:
+        """The idle instances that may cost their models no more than ``num_gained`` late requests while another model
+        is loaded.
+        """
+        cheap = {version_id for version_id, least_lost in self._idle_losses.items() if least_lost <= num_gained}
+        instances = (instance for instance in self.idle if instance.version_id in cheap)
+        return [self._input.cluster_load.load(instance.instance_id) for instance in instances]
+
+    @cached_property
+    def _idle_losses(self) -> Mapping[str, float]:
+        """The least that each model with an idle instance loses in the shortest time in which a waiting model loads."""
+        load_s = (demand.load_s.get(Tier.HOST, 0.0) for demand in self._input.demands if demand.num_waiting)
+        least_s, losses = min(load_s, default=0.0), self._input.cluster_load.least_losses
+        return {
+            version_id: losses.of(version_id, least_s, self._input.now)
+            for version_id in {instance.version_id for instance in self.idle}
+        }
+
+    def _leaves(self, instance: Instance) -> bool:
+        """Whether the instance drains, has time left, and its worker stays."""
+        if instance.phase is not InstancePhase.DRAINING:
+            return False
+        worker = self._input.workers.get(instance.worker_id)
+        is_kept = worker is not None and not worker.is_leaving
+        return instance.since > self._input.now - self._config.longest_drain_s and is_kept
 
     def drain_s(self, load: InstanceLoad) -> float:
         """Predicted time until the instance's answers have ended."""
@@ -109,10 +135,23 @@ class SlotClaims:
         store = self._input.stores.get(host_id)
         if store is None:
             return False
+        packs = self._packs(host_id)
         gone = {load.instance.instance_id: load.instance.pack_id for load in without}
-        held = {pack_id for instance_id, pack_id in self._held[host_id].items() if instance_id not in gone}
-        unpinned = self._leaving[host_id].union(gone.values()) - held
+        held = {pack_id for instance_id, pack_id in packs.held.items() if instance_id not in gone}
+        unpinned = packs.leaving.union(gone.values()) - held
         return store.has_space_for(model.pack_id, model.pack_bytes, unpinned)
+
+    def _packs(self, host_id: str) -> _HostPacks:
+        packs = self._on_host.get(host_id)
+        if packs is None:
+            packs = self._on_host[host_id] = _HostPacks()
+            for instance in self._input.cluster_load.on_host(host_id):
+                instance_id = instance.instance_id
+                if instance_id in self._idle_ids or instance_id in self._drained or self._leaves(instance):
+                    packs.leaving.add(instance.pack_id)
+                else:
+                    packs.held[instance_id] = instance.pack_id
+        return packs
 
 
 def fewest(slots: Mapping[str, Roles], missing: Roles) -> list[str]:

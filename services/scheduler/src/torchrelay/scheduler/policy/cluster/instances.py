@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
@@ -91,7 +91,7 @@ class Instances:
         return self._num_loading.keys()
 
     @property
-    def versions(self) -> Iterable[str]:
+    def versions(self) -> Collection[str]:
         """Versions that have instances."""
         return self._of_version.keys()
 

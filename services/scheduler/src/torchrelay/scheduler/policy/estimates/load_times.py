@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
@@ -13,23 +13,37 @@ from torchrelay.scheduler.policy.estimates.latency import load_s
 _NEWEST = 0.3  # weight of a new measurement
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Begun:
     tier: Tier
     num_devices: int
+    pack_id: str
     pack_bytes: int
+    links: Set[str]
+    is_shared: bool = False  # a load of another pack used one of its links
+
+
+def _share_link(first: _Begun, second: _Begun) -> bool:
+    return first.pack_id != second.pack_id and not first.links.isdisjoint(second.links)
 
 
 class LoadTimes:
-    """Bytes per second by tier and number of devices; without a measurement, the rates of the configuration."""
+    """Bytes per second by tier and number of devices; without a measurement, the rates of the configuration. A load
+    that shared a link would have been faster alone, so it only shows that the rate is not lower.
+    """
 
     def __init__(self) -> None:
         self._begun: dict[str, _Begun] = {}  # by instance
         self._rates: dict[tuple[Tier, int], float] = {}
         self._by_tier: dict[tuple[int, int], Mapping[Tier, float]] = {}  # predicted, by bytes and devices
 
-    def begin(self, instance_id: str, model: Model, tier: Tier) -> None:
-        self._begun[instance_id] = _Begun(tier, model.num_devices, model.pack_bytes)
+    def begin(self, instance_id: str, model: Model, tier: Tier, links: Set[str] = frozenset()) -> None:
+        """Records the begin of a load. ``links``: ends of the transfers that bring the pack; none if it is there."""
+        begun = _Begun(tier, model.num_devices, model.pack_id, model.pack_bytes, links)
+        for other in self._begun.values():
+            if _share_link(begun, other):
+                begun.is_shared = other.is_shared = True
+        self._begun[instance_id] = begun
 
     def end(self, instance_id: str, took_s: float | None = None) -> None:
         """Records the end of a load; ``took_s``: its duration if it succeeded."""
@@ -37,7 +51,10 @@ class LoadTimes:
         if begun is None or not took_s:
             return
         key, rate = (begun.tier, begun.num_devices), begun.pack_bytes / took_s
-        before = self._rates.get(key, rate)
+        before = self._rates.get(key)
+        if begun.is_shared and (before is None or rate < before):
+            return
+        before = before or rate
         self._rates[key] = before ** (1 - _NEWEST) * rate**_NEWEST
         self._by_tier.clear()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,18 +46,12 @@ class CopySet:
 
 
 class CopyIndex:
-    """All copies in ``stores`` (by id), including stores that are ``away``.
+    """All copies in ``stores`` (by id), including stores that are ``away``, once each was added.
 
-    ``under_way``: ordered (pack, store), oldest first. ``sizes``: bytes of the packs to decide on.
+    ``sizes``: bytes of the packs to decide on.
     """
 
-    def __init__(
-        self,
-        stores: Mapping[str, StoreStatus],
-        away: frozenset[str],
-        under_way: Iterable[tuple[str, str]],
-        sizes: Mapping[str, int],
-    ) -> None:
+    def __init__(self, stores: Mapping[str, StoreStatus], away: frozenset[str], sizes: Mapping[str, int]) -> None:
         self.stores, self.sizes = stores, sizes
         self.live = {store_id: store for store_id, store in stores.items() if store_id not in away}
         self.num_domains = len({store.domain for store in self.live.values()})
@@ -65,21 +59,27 @@ class CopyIndex:
         self.unseen_bytes: Counter[str] = Counter()  # ordered copies that no report shows yet, by store
         self.kept_bytes: Counter[str] = Counter()  # by store, incoming copies included
         self._of: defaultdict[str, CopySet] = defaultdict(CopySet)
-        for store in stores.values():
-            for copy in store.copies.values():
-                holder = CopyLocation(store.store_id, store.domain, copy.num_pins > 0, store.store_id in away)
-                if copy.complete:
-                    self._of[copy.pack_id].whole.append(holder)
-                elif copy.receiving and not holder.away:
-                    self.expect(copy.pack_id, store, copy.pack_bytes, holder.pinned)
+
+    def add(self, store: StoreStatus) -> None:
+        """Adds the copies that the store reports."""
+        is_away = store.store_id not in self.live
+        for copy in store.copies.values():
+            holder = CopyLocation(store.store_id, store.domain, copy.num_pins > 0, is_away)
+            if copy.complete:
+                self._of[copy.pack_id].whole.append(holder)
+            elif copy.receiving and not is_away:
+                self.expect(copy.pack_id, store, copy.pack_bytes, holder.pinned)
+
+    def expect_ordered(self, under_way: Iterable[tuple[str, str]]) -> None:
+        """Adds ordered copies that no report shows yet. ``under_way``: pack and store, oldest first."""
         for pack_id, store_id in under_way:
             target = self.live.get(store_id)
-            if target is None or pack_id not in sizes:
+            if target is None or pack_id not in self.sizes:
                 continue
             reported = target.copies.get(pack_id)
             if reported is None or reported.error:
-                self.expect(pack_id, target, sizes[pack_id])
-                self.unseen_bytes[store_id] += sizes[pack_id]
+                self.expect(pack_id, target, self.sizes[pack_id])
+                self.unseen_bytes[store_id] += self.sizes[pack_id]
 
     def expect(self, pack_id: str, store: StoreStatus, num_bytes: int, pinned: bool = False) -> None:
         """Counts a copy that will arrive at the store."""
@@ -90,13 +90,18 @@ class CopyIndex:
     def of(self, pack_id: str) -> CopySet:
         return self._of[pack_id]
 
-    def choose(self, goals: Mapping[str, int]) -> None:
-        """Chooses the copies to keep, up to the goal of each pack: first packs without a choice, then by size."""
+    def choose(self, goals: Mapping[str, int]) -> Iterator[int]:
+        """Chooses the copies to keep, up to the goal of each pack: first packs without a choice, then by size. Yields
+        the work of each step.
+        """
         last_bytes: Counter[str] = Counter()
         for pack_id, goal in goals.items():
             self._of[pack_id].num_wanted = min(goal, len(self.stores))
         has_choice = {pack_id: len(self._of[pack_id].whole) > self._of[pack_id].num_wanted for pack_id in goals}
-        for pack_id in sorted(goals, key=lambda pack_id: (has_choice[pack_id], -self.sizes[pack_id], pack_id)):
+        in_order = sorted(goals, key=lambda pack_id: (has_choice[pack_id], -self.sizes[pack_id], pack_id))
+        yield len(in_order) // 2
+        for pack_id in in_order:
+            yield 2
             copies = self._of[pack_id]
             # Last copies are spread over the stores, so that every store has some packs it can give up.
             kept = sorted(self._keepers(copies), key=lambda holder: (holder.away, last_bytes[holder.store_id]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import StoreStatus
@@ -11,18 +11,13 @@ from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
 
 
 class CopyPlacement:
-    """The space left on each store during one decision; a copy counts as soon as it is placed.
+    """The space left on each store during one decision, once it is measured; a copy counts as soon as it is placed.
 
-    ``retained``: packs whose kept copies are not evicted for others. ``num_running``: copies ordered earlier.
+    ``num_running``: copies ordered earlier.
     """
 
     def __init__(
-        self,
-        copy_index: CopyIndex,
-        retained: Iterable[str],
-        num_running: int,
-        avoid: frozenset[tuple[str, str]],
-        config: PolicyConfig,
+        self, copy_index: CopyIndex, num_running: int, avoid: frozenset[tuple[str, str]], config: PolicyConfig
     ) -> None:
         self._copy_index, self._num_running, self._avoid, self._config = copy_index, num_running, avoid, config
         self.copies_wait = False  # there is space, but too many copies are under way
@@ -30,13 +25,20 @@ class CopyPlacement:
         self.space: dict[str, int] = {}
         self.last_space: dict[str, int] = {}  # if retained copies go too, where another copy of the pack is kept
         self.idle_space: dict[str, int] = {}  # within the cache budget, if nothing is evicted
+
+    def measure(self, retained: Iterable[str]) -> Iterator[int]:
+        """Measures the space on all stores, and yields the work of each step. ``retained``: packs whose kept copies are
+        not evicted for others.
+        """
         fixed: defaultdict[str, set[str]] = defaultdict(set)
         spare: defaultdict[str, set[str]] = defaultdict(set)
         for pack_id in retained:
-            for rank, holder in enumerate(copy_index.of(pack_id).kept):
+            for rank, holder in enumerate(self._copy_index.of(pack_id).kept):
                 (spare if rank and not holder.pinned else fixed)[holder.store_id].add(pack_id)
-        for store_id, store in copy_index.live.items():
+            yield 1
+        for store_id, store in self._copy_index.live.items():
             self._measure(store, fixed[store_id], spare[store_id])
+            yield 1 + len(store.copies) // 2
 
     def _measure(self, store: StoreStatus, fixed: set[str], spare: set[str]) -> None:
         num_fixed = num_spare = num_other = 0
@@ -54,6 +56,10 @@ class CopyPlacement:
         budget = int(total * self._config.cache_share)
         self.idle_space[store.store_id] = budget - num_fixed - num_spare - num_other
 
+    def is_full(self, urgent: bool) -> bool:
+        """Whether as many copies are under way as may be."""
+        return self._num_running >= _limit(self._config.max_replications, urgent)
+
     def find(
         self, pack_id: str, space: Mapping[str, int], urgent: bool, domains: Iterable[str] = (), strictly: bool = False
     ) -> StoreStatus | None:
@@ -62,7 +68,7 @@ class CopyPlacement:
 
         None if no store has space, or if all stores with space receive as many copies as they may: then copies wait.
         """
-        is_full = self._num_running >= _limit(self._config.max_replications, urgent)
+        is_full = self.is_full(urgent)
         if is_full and (self.copies_wait or not urgent):
             return None
         max_incoming = _limit(self._config.max_replications_per_store, urgent)

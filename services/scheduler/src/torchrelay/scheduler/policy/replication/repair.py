@@ -13,8 +13,9 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final, TypeAlias, TypeVar
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import CopyCause, StoreStatus
@@ -22,6 +23,9 @@ from torchrelay.scheduler.policy.replication.balance import next_move
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex, CopySet
 from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
 from torchrelay.scheduler.policy.replication.pack_worth import UNKNOWN, PackWorth
+
+T = TypeVar("T")
+_PER_STEP: Final = 4  # looks of a simple loop that take as long as a look elsewhere
 
 
 @dataclass(frozen=True)
@@ -87,47 +91,73 @@ class _MissingCopy:
     reason: str
 
 
-def repair(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
+Steps: TypeAlias = Generator[int, None, T]
+"""A computation in small steps, each of which yields its work: about as many looks at a copy, a pack or a store."""
+
+
+def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Steps[ReplicationPlan]:
     """Decides for the whole cluster. ``orders`` come in the order in which to start them."""
     recent_since = replication_input.now - config.recent_s
-    packs = sorted(replication_input.packs, key=lambda pack: (-pack.worth.in_ram, -pack.last_used, pack.pack_id))
+    packs = yield from _by_worth(replication_input.packs)
     recent, others = list[PackDemand](), list[PackDemand]()
     for pack in packs:
         is_in_demand = pack.last_used >= recent_since or pack.worth.return_s <= config.recent_s
         (recent if is_in_demand else others).append(pack)
+    yield len(packs) // _PER_STEP
     sizes = {pack.pack_id: pack.num_bytes for pack in packs}
-    copy_index = CopyIndex(replication_input.stores, replication_input.away, replication_input.under_way, sizes)
-    copy_index.choose({pack.pack_id: config.recent_copies for pack in recent} | {pack.pack_id: 1 for pack in others})
-    copy_placement = CopyPlacement(
-        copy_index, [pack.pack_id for pack in recent], len(replication_input.under_way), replication_input.avoid, config
+    copy_index = CopyIndex(replication_input.stores, replication_input.away, sizes)
+    for store in replication_input.stores.values():
+        copy_index.add(store)
+        yield 1 + len(store.copies)
+    copy_index.expect_ordered(replication_input.under_way)
+    yield from copy_index.choose(
+        {pack.pack_id: config.recent_copies for pack in recent} | {pack.pack_id: 1 for pack in others}
     )
+    copy_placement = CopyPlacement(copy_index, len(replication_input.under_way), replication_input.avoid, config)
+    yield from copy_placement.measure([pack.pack_id for pack in recent])
     settled = frozenset(pack.pack_id for pack in recent if copy_index.of(pack.pack_id).is_settled)
-    orders = _orders(recent, others, copy_index, copy_placement)
-    if not orders and not replication_input.under_way and (move := next_move(sizes, copy_index, copy_placement)):
-        pack_id, source, target = move
-        orders = [CopyOrder(pack_id, target, CopyCause.BALANCE, f"{source} is much fuller")]
+    yield len(recent) // _PER_STEP
+    orders = yield from _orders(recent, others, copy_index, copy_placement)
+    if not orders and not replication_input.under_way:
+        yield 2 * len(replication_input.stores) // _PER_STEP
+        if move := next_move(sizes, copy_index, copy_placement):
+            pack_id, source, target = move
+            orders = [CopyOrder(pack_id, target, CopyCause.BALANCE, f"{source} is much fuller")]
     return ReplicationPlan(
         tuple(orders),
-        _retained_packs(recent, copy_index),
+        (yield from _retained_packs(recent, copy_index)),
         _disk_order(packs),
         frozenset(pack.pack_id for pack in recent),
         settled,
     )
 
 
+def _by_worth(packs: Iterable[PackDemand]) -> Steps[list[PackDemand]]:
+    ordered = sorted(packs, key=lambda pack: (-pack.worth.in_ram, -pack.last_used, pack.pack_id))
+    yield len(ordered) // _PER_STEP
+    return ordered
+
+
 def _orders(
     recent: Sequence[PackDemand], others: Sequence[PackDemand], copy_index: CopyIndex, copy_placement: CopyPlacement
-) -> list[CopyOrder]:
+) -> Steps[list[CopyOrder]]:
     """The copies to order, rebuilds first; other copies start only when all rebuilds have."""
-    missing = [copy for pack in recent if (copy := _missing_copy(pack, copy_index))]
+    missing: list[_MissingCopy] = []
+    for pack in recent:
+        missing += [copy] if (copy := _missing_copy(pack, copy_index)) else []
+        yield 1
     for pack in others:
         copies = copy_index.of(pack.pack_id)
         if pack.lost and not copies.holders:
             reason = "its last copy was lost with a host, and there is space"
             missing.append(_MissingCopy(pack, copies, CopyCause.KEEP, reason))
+    yield len(others) // _PER_STEP
     orders: list[CopyOrder] = []
     for cause in CopyCause:
-        orders += [order for copy in missing if copy.cause is cause and (order := _order(copy, copy_placement))]
+        for copy in missing:
+            if copy.cause is cause:
+                yield 1 if copy_placement.is_full(urgent=False) else len(copy_index.live) // 2
+                orders += [order] if (order := _order(copy, copy_placement)) else []
         if cause is CopyCause.REBUILD and copy_placement.copies_wait:
             break
     return orders
@@ -141,14 +171,17 @@ def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | Non
     if not copies.holders:
         reason = "its last copy was lost with a host"
         return _MissingCopy(pack, copies, CopyCause.REBUILD, reason) if pack.lost else None
-    places = ", ".join(sorted(holder.store_id for holder in copies.holders))
     if copies.num_missing:
         if pack.settled:
-            return _MissingCopy(pack, copies, CopyCause.REBUILD, f"a copy was lost; it is left on {places}")
-        return _MissingCopy(pack, copies, CopyCause.REPLICATE, f"in demand, and only on {places}")
+            return _MissingCopy(pack, copies, CopyCause.REBUILD, f"a copy was lost; it is left on {_places(copies)}")
+        return _MissingCopy(pack, copies, CopyCause.REPLICATE, f"in demand, and only on {_places(copies)}")
     if len(copies.domains) < min(copies.num_wanted, copy_index.num_domains):
-        return _MissingCopy(pack, copies, CopyCause.SPREAD, f"{places} may fail together")
+        return _MissingCopy(pack, copies, CopyCause.SPREAD, f"{_places(copies)} may fail together")
     return None
+
+
+def _places(copies: CopySet) -> str:
+    return ", ".join(sorted(holder.store_id for holder in copies.holders))
 
 
 def _order(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
@@ -167,7 +200,7 @@ def _order(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | 
     return CopyOrder(pack_id, store.store_id, cause, missing.reason, evicts)
 
 
-def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:
+def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> Steps[dict[str, tuple[str, ...]]]:
     """The packs in demand that each store keeps, in the order of eviction: first packs that are kept elsewhere too,
     then packs with no other kept copy, each group by rising worth. Includes wanted copies that are still incoming.
     """
@@ -178,6 +211,7 @@ def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict
         wanted = [*copies.kept, *copies.incoming_copies[: copies.num_wanted - len(copies.kept)]]
         for rank, holder in enumerate(holder for holder in wanted if not holder.away):
             (spare if rank else last)[holder.store_id].append(pack.pack_id)
+        yield 2
     return {store_id: (*spare[store_id], *last[store_id]) for store_id in copy_index.live}
 
 

@@ -5,7 +5,8 @@ The copies that it ordered are transfers with a cause; see ``relay.transfers``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
@@ -14,6 +15,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, CopyCause, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import RetainCommand
 from torchrelay.scheduler.policy.replication.pack_worth import PackWorth
+from torchrelay.scheduler.policy.replication.repair import CopyOrder, Steps
 
 _KEEP_TRIES = 5  # failed copies before a lost, unused pack is given up, which may have been deleted
 _RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases for changes on disk
@@ -107,6 +109,8 @@ class ReplicationState:
     settled: frozenset[str] = frozenset()  # recent packs that have had all their copies
     lost: set[str] = field(default_factory=set)  # packs of which a copy was lost with a host
     due_at: float = 0.0
+    decision: Steps[None] | None = None  # begun, and continued by each tick
+    orders: deque[CopyOrder] = field(default_factory=deque)  # decided
     num_short: int = 0  # recent packs that lack copies
     _failed: dict[CopyKey, _FailedCopy] = field(default_factory=dict)
     _away: dict[str, tuple[StoreStatus, float]] = field(default_factory=dict)  # until when each may come back
@@ -164,9 +168,9 @@ class ReplicationState:
                 self.lost |= {copy.pack_id for copy in store.copies.values() if copy.complete}
         return {store_id: store for store_id, (store, _) in self._away.items()}
 
-    def keep_lost(self, held: Set[str]) -> None:
+    def keep_lost(self, is_held: Callable[[str], bool]) -> None:
         """Forgets losses of packs that are held again or no longer remembered."""
-        self.lost = {pack_id for pack_id in self.lost - held if pack_id in self.recent_packs}
+        self.lost = {pack_id for pack_id in self.lost if pack_id in self.recent_packs and not is_held(pack_id)}
 
     def forget(self, pack_id: str) -> None:
         """Forgets a pack that no longer exists, so that it is not copied anywhere until it is used again."""
@@ -175,20 +179,23 @@ class ReplicationState:
 
     # Retention
 
-    def retains_due(
+    def retain(
         self,
         retained_packs: Mapping[str, tuple[str, ...]],
         disk_order: Sequence[str],
         stores: Mapping[str, StoreStatus],
         now: float,
         config: PolicyConfig,
-    ) -> Iterator[RetainCommand]:
-        """Commands to stores that are due now: the packs in RAM changed, the packs on disk changed a while ago, or the
-        lease is to be renewed.
+        command: Callable[[RetainCommand], None],
+    ) -> Iterator[int]:
+        """Commands each store that is due now to retain its packs, because the packs in RAM changed, the packs on disk
+        changed a while ago, or the lease is to be renewed. Yields the work of each step.
         """
         self._leases = {store_id: lease for store_id, lease in self._leases.items() if store_id in stores}
         disk_ranks = {pack_id: rank for rank, pack_id in enumerate(disk_order)}
+        yield len(disk_order) // 4
         for store_id, packs in retained_packs.items():
+            yield 1
             store, lease = stores[store_id], self._leases.get(store_id)
             if lease is not None and lease.incarnation == store.incarnation:
                 if not lease.is_due(packs, store.disk_pack_ids, now):
@@ -205,7 +212,8 @@ class ReplicationState:
             )
             disk_packs = _in_order(store, disk_ranks)
             if packs or disk_packs or retains_any:
-                yield RetainCommand(store_id, packs, config.retention_s, disk_packs)
+                command(RetainCommand(store_id, packs, config.retention_s, disk_packs))
+            yield 1 + len(disk_packs) // 8
 
     def retain_failed(self, store_id: str, now: float) -> None:
         """Schedules a retry for a store that did not accept its lease."""

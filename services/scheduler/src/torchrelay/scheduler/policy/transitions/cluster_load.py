@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, ClusterLoad, Demand, InstanceLoad
+from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import Instance, InstancePhase
@@ -90,9 +91,36 @@ class _StateLoad(ClusterLoad):
         }
         return tuple(by_id[instance.instance_id] for instance in instances)
 
-    def unused(self) -> tuple[InstanceLoad, ...]:
-        bound = self._state.attempts.bound
-        return tuple(self._load(instance) for instance in self._state.instances if instance.instance_id not in bound)
+    @property
+    def least_losses(self) -> LeastLosses:
+        return self._state.least_losses
+
+    def load(self, instance_id: str) -> InstanceLoad:
+        instance = self._state.instances.get(instance_id)
+        assert instance is not None, "a decision names instances that it was given"
+        return self._load(instance)
+
+    def on_host(self, host_id: str) -> tuple[Instance, ...]:
+        return self._state.instances.on_host(host_id)
+
+    def draining(self) -> tuple[Instance, ...]:
+        return self._state.instances.draining
+
+    def unused(self) -> list[Instance]:
+        instances, bound = self._state.instances, self._state.attempts.bound
+        unused = [
+            instance for instance in instances if instance.instance_id not in bound and not self._num_reported(instance)
+        ]
+        return sorted(unused, key=lambda instance: (instances.last_active(instance.instance_id), instance.instance_id))
+
+    def _num_reported(self, instance: Instance) -> int:
+        """Requests that the instance's worker counts. A worker may still count requests long after the last attempt,
+        which belong to no gateway; to count them here would hold the slot for ever.
+        """
+        worker = self._state.membership.workers.get(instance.worker_id)
+        last_active = self._state.instances.last_active(instance.instance_id)
+        is_counted = worker is not None and self._now - last_active <= self._state.config.drain_s
+        return worker.num_running if worker is not None and is_counted else 0
 
     def drain_s(self, instance: Instance) -> float:
         """The longest running answer is assumed to have twice the mean length left, if that is known."""
@@ -109,17 +137,12 @@ class _StateLoad(ClusterLoad):
         version = self._versions.get(instance.version_id)
         if version is None:
             version = self._versions[instance.version_id] = _version(state, instance.version_id, now)
-        instance_id, worker = instance.instance_id, state.membership.workers.get(instance.worker_id)
-        work, last_active = state.attempts.at(instance_id), state.instances.last_active(instance_id)
-        # Requests that a worker still counts long after the last attempt belong to no gateway; counting them would hold
-        # the slot for ever.
-        is_counted = worker is not None and now - last_active <= state.config.drain_s
         is_ready = instance.phase is InstancePhase.READY
         return InstanceLoad(
             instance,
-            work.num_open,
-            worker.num_running if worker is not None and is_counted else 0,
-            last_active,
+            state.attempts.at(instance.instance_id).num_open,
+            self._num_reported(instance),
+            state.instances.last_active(instance.instance_id),
             # A reload is from host memory, where the weights stay, so it takes no longer than the first load did.
             min(version.reload_s, instance.since - instance.created_at) if is_ready else 0.0,
             version.tenants or frozenset((tenant_of(instance.model),)),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
+from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import BOTH, ROLES, Instance, InstancePhase, Model, Role
@@ -82,6 +83,9 @@ def note_demand(state: State, demand: Demand, now: float) -> None:
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
     history = state.arrivals.of(version_id)
+    if instances := state.instances.of_version(version_id):
+        least_per_s, target_s = history.mean_per_s(now + VALID_S), history.target_s or state.config.standard_ttft_s
+        state.least_losses.note(version_id, instances, least_per_s, target_s, now)
     history.crowded_at = demand.crowded_at
     if demand.decode is not None:
         history.decode_crowded_at = demand.decode.crowded_at

@@ -43,6 +43,8 @@ def place_version(state: State, version_id: str, now: float) -> None:
     prompts of loading instances.
     """
     model = state.models.get(version_id)
+    if model is not None and version_id in state.too_large:
+        _reconsider_too_large(state, model, now)
     if model is None or not live_scaling.is_live(state, version_id):
         _place_waiting_of(state, version_id, now)
         return
@@ -50,6 +52,15 @@ def place_version(state: State, version_id: str, now: float) -> None:
     live_scaling.take_over(state, version_id, now)
     _place_waiting_of(state, version_id, now)
     state.due.note(version_id, live_scaling.next_take_over(state, version_id, now))
+
+
+def _reconsider_too_large(state: State, model: Model, now: float) -> None:
+    """Returns requests that were too large for all instances of the version to the queue, once its instances differ."""
+    entries, keys = state.too_large[model.version_id]
+    if rosters.roster(state, model, now) is not entries:
+        del state.too_large[model.version_id]
+        for key in keys:
+            state.queues.unpark(key)
 
 
 def _place_returning(state: State, model: Model, now: float) -> None:
@@ -72,7 +83,6 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
         return
     entries = rosters.roster(state, model, now)
     tenants: set[str] = set()  # whose late requests were chosen
-    too_large: list[AttemptKey] = []
     while entries and (admission := state.queues.next(version_id, now)) is not None:
         if state.queues.num_waiting(version_id) > 1 and admission.tenant not in tenants:
             tenants.add(admission.tenant)
@@ -81,8 +91,9 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
         placement = _placement(state, admission, model, entries, now)
         if isinstance(placement, NoPlacement):
             if placement.is_own:
-                state.queues.park(admission.key)  # too large for all instances; the others need not wait for it
-                too_large.append(admission.key)
+                # Too large for all instances; the others need not wait for it.
+                state.queues.park(admission.key)
+                state.too_large.setdefault(version_id, (entries, set()))[1].add(admission.key)
                 continue
             if not math.isinf(placement.due):
                 state.due[version_id] = placement.due
@@ -96,8 +107,6 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
             continue
         state.queues.take(admission.key, now)
         bind(state, admission, placement, now)
-    for key in too_large:
-        state.queues.unpark(key)
 
 
 def _may_be_late(admission: Admission) -> bool:

@@ -131,6 +131,8 @@ def park(state: State, keys: Iterable[AttemptKey]) -> None:
     """
     for key in keys:
         state.queues.park(key)
+        for _, too_large in state.too_large.values():
+            too_large.discard(key)
 
 
 def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:

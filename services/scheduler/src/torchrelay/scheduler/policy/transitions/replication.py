@@ -2,37 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Final
 
 from torchrelay.scheduler.policy.autoscaling.arrivals import ArrivalHistory
 from torchrelay.scheduler.policy.autoscaling.price import load_cost
 from torchrelay.scheduler.policy.core import Instance, Model, StoreStatus
-from torchrelay.scheduler.policy.effects import CopyCommand, Hop
+from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.replication.pack_worth import PackWorth, pack_worth
-from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput
+from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput, Steps
 from torchrelay.scheduler.policy.replication.replication_state import PackUse
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import relay_plans
 
+_WORK_PER_TICK: Final = 1200  # looks at a copy, a pack or a store, a few microseconds each
+_ORDERS_PER_TICK: Final = 4
+
 
 def replicate(state: State, now: float) -> None:
-    """Decides on all copies, a few times a second; not before all stores had time to report after a start."""
+    """Decides on all copies, a few times a second, or less often in a large cluster, of which each tick looks at a
+    part; not before all stores had time to report after a start.
+    """
     config, replication_state = state.config, state.replication_state
-    if not config.replicate or now < max(replication_state.due_at, state.started_at + config.refusal_settle_s):
+    if not config.replicate:
         return
-    replication_state.due_at = now + config.replicate_every_s
-    for instance in state.instances:
+    if not replication_state.orders and replication_state.decision is None:
+        if now < max(replication_state.due_at, state.started_at + config.refusal_settle_s):
+            return
+        replication_state.due_at = now + config.replicate_every_s
+        replication_state.decision = _decide(state, now)
+    if replication_state.decision is not None:
+        left = _WORK_PER_TICK
+        for work in replication_state.decision:
+            left -= work
+            if left <= 0:
+                return
+        replication_state.decision = None
+    for _ in range(min(len(replication_state.orders), _ORDERS_PER_TICK)):
+        _order_copy(state, replication_state.orders.popleft(), now)
+
+
+def _decide(state: State, now: float) -> Steps[None]:
+    """Decides on the copies as the stores report them now."""
+    config, replication_state, stores = state.config, state.replication_state, dict(state.membership.stores)
+    for instance in tuple(state.instances):
         if instance.staying and (model := _model_of(state, instance)):
             replication_state.recent_packs.note(model, now)
-    plan = state.strategies.repair(_replication_input(state, now), config)
+        yield 1
+    replication_input = yield from _replication_input(state, stores, now)
+    plan = yield from state.strategies.repair(replication_input, config)
     replication_state.settled = (replication_state.settled & plan.in_demand) | plan.settled
     replication_state.num_short = plan.num_short
-    for order in plan.orders:
-        _order_copy(state, order, now)
-    state.effects.commands += replication_state.retains_due(
-        plan.retained_packs, plan.disk_order, state.membership.stores, now, config
-    )
+    replication_state.orders.extend(plan.orders)
+
+    def command(retain: RetainCommand) -> None:
+        state.effects.commands.append(retain)  # of the tick that continues the decision
+
+    yield from replication_state.retain(plan.retained_packs, plan.disk_order, stores, now, config, command)
 
 
 def _model_of(state: State, instance: Instance) -> Model | None:
@@ -44,20 +72,24 @@ def _model_of(state: State, instance: Instance) -> Model | None:
     return Model(instance.model, instance.version_id, copy.pack_id, copy.pack_bytes, 0) if copy else None
 
 
-def _replication_input(state: State, now: float) -> ReplicationInput:
+def _replication_input(state: State, present: Mapping[str, StoreStatus], now: float) -> Steps[ReplicationInput]:
     replication_state = state.replication_state
     away = replication_state.away(now)
-    stores = {**away, **state.membership.stores}
-    held = {copy.pack_id for store in stores.values() for copy in store.copies.values() if copy.complete}
-    replication_state.keep_lost(held)
+    replication_state.keep_lost(
+        lambda pack_id: (
+            bool(state.membership.whole_holders(pack_id))
+            or any(pack_id in store.copies and store.copies[pack_id].complete for store in away.values())
+        )
+    )
     packs = []
-    for use in replication_state.recent_packs:
+    for use in list(replication_state.recent_packs):
         pack_id = use.model.pack_id
         settled, lost = pack_id in replication_state.settled, pack_id in replication_state.lost
         worth = replication_state.worths.of(pack_id, now, partial(_worth, state, use, now))
         packs.append(PackDemand(pack_id, use.model.pack_bytes, use.last_used, settled, lost, worth))
-    avoid = replication_state.avoid(now, state.config)
-    return ReplicationInput(now, stores, packs, frozenset(away), state.transfers.ordered, avoid)
+        yield 5
+    avoid, under_way = replication_state.avoid(now, state.config), state.transfers.ordered
+    return ReplicationInput(now, {**away, **present}, packs, frozenset(away), under_way, avoid)
 
 
 def _worth(state: State, use: PackUse, now: float) -> PackWorth:
@@ -74,6 +106,12 @@ def _worth(state: State, use: PackUse, now: float) -> PackWorth:
 
 
 def _order_copy(state: State, order: CopyOrder, now: float) -> None:
+    """Orders the copy, unless its store or pack is gone since the decision, or the store has the pack."""
+    store = state.membership.stores.get(order.store_id)
+    if store is None or order.pack_id not in state.replication_state.recent_packs:
+        return
+    if (copy := store.copies.get(order.pack_id)) is not None and not copy.error:
+        return
     use = state.replication_state.recent_packs.use(order.pack_id)
     model, cause, urgent = use.model, order.cause.value, order.urgent
     store_ids, reason = [order.store_id], Reason(cause, order.reason)

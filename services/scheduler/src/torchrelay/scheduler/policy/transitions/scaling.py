@@ -164,9 +164,6 @@ def _wake(state: State, action: Wake, now: float) -> None:
             error_before=worker.slot.error,
         )
         state.instances.put(instance)
-        store = state.membership.store_of(worker.host_id)
-        if store is not None:
-            state.load_times.begin(instance.instance_id, model, _tier(state, model, store))
         orders[worker.host_id].append(LoadOrder(instance.instance_id, worker.worker_id, assignment.roles))
         state.happened(now, "wake", instance, action.reason, "instance.loading", event_fields(instance))
     stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}
@@ -176,6 +173,12 @@ def _wake(state: State, action: Wake, now: float) -> None:
     edges = relay_plans.plan_relay(
         state, model.pack_id, model.pack_bytes, store_ids, now, deadline=deadline, reason=action.reason
     )
+    for edge in edges:
+        host_id = state.membership.stores[edge.target].host_id
+        tier = _tier(state, model, stores[host_id])
+        links = frozenset[str]() if tier is Tier.HOST else frozenset((edge.target, *edge.striped))
+        for order in orders[host_id]:
+            state.load_times.begin(order.instance_id, model, tier, links)
     by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
     hops = tuple(
         Hop(
