@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +29,8 @@ from torchrelay.scheduler.policy.core import (
     WorkerStatus,
 )
 from torchrelay.scheduler.policy.reasons import Reason
+
+FIRST_SLOT = "first_slot"  # cause of a drain: a tenant without a slot takes it from a tenant with several
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,17 @@ class AutoscalerInput:
         return by_version
 
     @cached_property
+    def num_slots_of(self) -> Counter[str]:
+        """Number of slots by tenant, without those that were taken from it for a tenant without a slot."""
+        return Counter(
+            tenant for load in self.loads if load.instance.reason.cause != FIRST_SLOT for tenant in load.tenants
+        )
+
+    def slotless_tenant(self, demand: Demand) -> str:
+        """A tenant that waits for the model and has no slot; empty without one."""
+        return next((tenant for tenant in demand.waiting_tenants if not self.num_slots_of[tenant]), "")
+
+    @cached_property
     def reserved(self) -> frozenset[str]:
         """Instances that stay without demand, for a minimum."""
 
@@ -273,7 +286,7 @@ class SetRoles:
 @dataclass(frozen=True)
 class Drain:
     instance_id: str
-    reason: Reason  # its cause: "idle", "cancel", "evict", "share", "turn"
+    reason: Reason  # its cause: "idle", "cancel", "evict", "share", "turn", FIRST_SLOT
     overdue_tenant: str = ""  # tenant that gets the slot only because its model is overdue; empty: the exchange pays
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Drain, SetRoles, Wake
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, Drain, SetRoles, Wake
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
@@ -19,7 +19,9 @@ from torchrelay.scheduler.policy.transitions.cluster_load import autoscaler_inpu
 LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0
 _LEAD_FACTOR = 1.5  # a scheduled instance is loaded this many predicted load times early: some loads take longer
-_SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
+_SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict"} | dict.fromkeys(
+    ("share", "turn", FIRST_SLOT), "share"
+)
 
 
 def scale(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
@@ -219,7 +221,8 @@ def _unload(state: State, instance: Instance, now: float) -> None:
     # Requests that wait for weights that do not come are served sooner elsewhere; a drain that overran gets no more
     # time.
     has_overrun = now - instance.since >= state.config.longest_drain_s
-    drain_s = 0.0 if has_overrun or instance.reason.cause in (LOAD_STALLED, LOAD_REFUSED) else state.config.drain_s
+    is_urgent = instance.reason.cause in (LOAD_STALLED, LOAD_REFUSED, FIRST_SLOT)
+    drain_s = 0.0 if has_overrun or is_urgent else state.config.drain_s
     state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, drain_s))
 
 
