@@ -130,8 +130,8 @@ def _first_slot(
 
 
 def _is_first_slot(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> bool:
-    """Whether the slot stays for a turn, although it is idle: it is the only slot of a tenant, and the tenants that wait
-    for the other model have slots. Otherwise, models would swap it between any two requests of that tenant.
+    """Whether the slot stays for a turn, although it is idle: it is the only slot of a tenant, and the tenants that
+    wait for the other model have slots. Otherwise, models would swap it between any two requests of that tenant.
     """
     num_slots = autoscaler_input.num_slots_of
     return (
