@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, a_store, a_worker
 from tests.unit.scheduler.policy.running_cluster import CONFIG, SERVED, Call, Fault, RunningCluster
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import InstancePhase, Model, Role
 
@@ -68,10 +69,11 @@ def test_many_models_of_a_tenant_end_one_turn_of_others_per_turn() -> None:
         for model in popular:
             cluster.call(f"{model.name} {number}", model, num_tokens=10, decode_s=1.0)
         if number == 20:
-            calls = [cluster.call(f"r{rare}", a_model(f"acme/{rare}"), 10, decode_s=2.5) for rare in range(6)]
+            calls = [cluster.call(f"r{rare}", a_model(f"acme/{rare}"), 10, decode_s=5.0) for rare in range(6)]
         cluster.pass_time(0.25)
     cluster.check_calls()
-    turns = [event for event in cluster.events if event.kind == "turn" and event.model.startswith("birch/")]
+    kinds = ("turn", FIRST_SLOT)
+    turns = [event for event in cluster.events if event.kind in kinds and event.model.startswith("birch/")]
     ended = [event.at for event in turns if event.reason.startswith("a model of another tenant")]
     assert len(ended) > 1 and all(later - earlier >= config.turn_s for earlier, later in pairwise(ended)), ended
     for number, first_token_s in enumerate(sorted(call.first_token_s for call in calls)):

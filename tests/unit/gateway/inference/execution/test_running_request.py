@@ -191,6 +191,15 @@ async def test_attempts_are_bounded_and_the_last_error_returned(make_rig: MakeRi
     assert rig.token_path.admissions.num_open == 0
 
 
+async def test_answer_whose_slot_is_taken_again_and_again_goes_on(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_attempts=2)
+    error = pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message="the instance was unloaded")
+    rig.workers[0].errors["hand-over"] = [error] * 6  # each after a token
+    async with asyncio.timeout(HANG_S):
+        assert await ask(rig, 9) == [rig.echoed(PROMPT, 9)]
+    assert [admit.num_forced_tokens for admit in rig.scheduler.admits] == [*range(7)]
+
+
 async def test_final_error_ends_the_request_at_both_workers(rig: TokenPathRig) -> None:
     error = pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the engine failed")
     rig.workers[0].errors["prefill"].append(error)

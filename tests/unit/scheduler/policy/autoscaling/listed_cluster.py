@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import ClusterLoad, Demand, InstanceLoad
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, ClusterLoad, Demand, InstanceLoad
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus
 
@@ -49,6 +50,11 @@ class ListedLoad(ClusterLoad):
         return [
             load.instance for load in sorted(unused, key=lambda load: (load.last_active, load.instance.instance_id))
         ]
+
+    def slots_by_tenant(self) -> Counter[str]:
+        return Counter(
+            tenant for load in self.loads if load.instance.reason.cause != FIRST_SLOT for tenant in load.tenants
+        )
 
     def drain_s(self, instance: Instance) -> float:
         return 0.0

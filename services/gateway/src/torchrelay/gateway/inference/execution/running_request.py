@@ -103,6 +103,7 @@ class RunningRequest:
         self._ledger_writer = ledger_writer
         self._reservation = reservation
         self._max_attempts = max_attempts
+        self._num_excused = 0  # attempts that ended without a failure of theirs
         self._generation = generation_of(resolved)
         self._notifier = Notifier(FIRST_KEEP_ALIVE_S, keep_alive_s)
         self._attempts: dict[int, Attempt] = {}
@@ -289,6 +290,10 @@ class RunningRequest:
             return
         if output.finish_reason == pb.FINISH_REASON_ERROR and error.code not in RETRIABLE_CODES:
             raise run_error(error)
+        attempt = self._attempts.get(number)
+        # The scheduler may take the slot of a running answer again and again, as for tenants without a slot.
+        if attempt is not None and attempt.num_output_tokens and error.code == pb.RunError.CODE_WRONG_INSTANCE:
+            self._num_excused += 1
         self._retry(number, run_error(error), error.lost_worker)
 
     def _refused(self, refusal: scheduler_pb2.Refusal) -> None:
@@ -306,7 +311,7 @@ class RunningRequest:
             return
         del self._attempts[number]
         attempt.end(is_running=True, is_recalled=True, keeps_prompt=keeps_prompt)
-        self._max_attempts += 1
+        self._num_excused += 1
         for plan in self._generation.resume(number):
             log.info("request_recalled", request_id=self.resolved.request_id, attempt=plan.attempt)
             self._admit(plan)
@@ -319,7 +324,7 @@ class RunningRequest:
             self._lost_workers.append(lost_worker)
         attempt.end(is_running=True)
         for plan in self._generation.resume(number):
-            num_attempts = self._generation.num_attempts(plan.attempt)
+            num_attempts = self._generation.num_attempts(plan.attempt) - self._num_excused
             if num_attempts > self._max_attempts:
                 raise error
             log.info("request_resumed", request_id=self.resolved.request_id, attempt=plan.attempt, why=error.message)

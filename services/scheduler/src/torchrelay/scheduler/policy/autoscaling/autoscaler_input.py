@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +30,8 @@ from torchrelay.scheduler.policy.core import (
     WorkerStatus,
 )
 from torchrelay.scheduler.policy.reasons import Reason
+
+FIRST_SLOT = "first_slot"  # cause of a drain: a tenant without a slot takes it from a tenant with several
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,10 @@ class ClusterLoad(ABC):
         """Instances that no request uses, longest unused first."""
 
     @abstractmethod
+    def slots_by_tenant(self) -> Counter[str]:
+        """Number of slots by tenant, without those that were taken from it for a tenant without a slot."""
+
+    @abstractmethod
     def drain_s(self, instance: Instance) -> float:
         """Predicted time until the running answers of the instance end."""
 
@@ -211,6 +217,14 @@ class AutoscalerInput:
             if load.instance.staying:
                 by_version[load.instance.version_id].append(load)
         return by_version
+
+    @cached_property
+    def num_slots_of(self) -> Counter[str]:
+        return self.cluster_load.slots_by_tenant()
+
+    def slotless_tenant(self, demand: Demand) -> str:
+        """A tenant that waits for the model and has no slot; empty without one."""
+        return next((tenant for tenant in demand.waiting_tenants if not self.num_slots_of[tenant]), "")
 
     @cached_property
     def reserved(self) -> frozenset[str]:
@@ -287,7 +301,7 @@ class SetRoles:
 @dataclass(frozen=True)
 class Drain:
     instance_id: str
-    reason: Reason  # its cause: "idle", "cancel", "evict", "share", "turn"
+    reason: Reason  # its cause: "idle", "cancel", "evict", "share", "turn", FIRST_SLOT
     overdue_tenant: str = ""  # tenant that gets the slot only because its model is overdue; empty: the exchange pays
 
 

@@ -44,7 +44,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     """All actions that are due; deciding again after applying them yields none. Unless ``is_complete``, the input has
     the demands of some models only, and the decision is about these.
 
-    First each waiting model gets what it needs to serve at all, the longest wait first. Then models grow, but not into
+    First each waiting model gets what it needs to serve at all: a model of a tenant without a slot before others, then
+    the longest wait first. Then models grow, but not into
     slots for which a model without a slot waits, and only if the input has the demand of every waiting model.
     """
     actions: list[Action] = []
@@ -60,6 +61,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     granted: dict[str, list[Roles]] = {}
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)
+    if len(autoscaler_input.waited_for) > 1:
+        demands.sort(key=lambda demand: not autoscaler_input.slotless_tenant(demand))
     for demand in demands:
         if not demand.num_waiting or autoscaler_input.now < demand.not_before:
             continue

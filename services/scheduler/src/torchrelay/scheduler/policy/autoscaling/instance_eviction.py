@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    FIRST_SLOT,
     AutoscalerInput,
     Demand,
     Drain,
@@ -35,28 +36,58 @@ def evict(
     """Drains that free the slots that the model needs beyond those it can claim: one that plays all roles it lacks,
     else one per role.
     """
-    missing = claims.claim(demand, autoscaler_input.missing(demand, demand.most_kv_bytes))
-    actions = _drains(demand, missing, autoscaler_input, claims, config) if missing else []
+    missing = autoscaler_input.missing(demand, demand.most_kv_bytes)
+    tenant = autoscaler_input.slotless_tenant(demand)
+    if tenant and not (missing := claims.claim(demand, missing, at_once=True)):
+        return []
+    overdue_tenant = _overdue_tenant(demand, claims, config)
+    actions: list[SetRoles | Drain] = []
+    if tenant:
+        actions += _idle_slots(demand, missing, autoscaler_input, claims, config, overdue_tenant) or _first_slot(
+            demand, missing, tenant, autoscaler_input, claims, config
+        )
+    if not actions and (missing := claims.claim(demand, missing)):
+        actions += _idle_slots(demand, missing, autoscaler_input, claims, config, overdue_tenant) or _busy_slots(
+            demand, missing, autoscaler_input, claims, config, overdue_tenant
+        )
     if actions:
         claims.add(actions)
         claims.versions.add(demand.model.version_id)
     return actions
 
 
-def _drains(
-    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig
-) -> list[SetRoles | Drain]:
-    overdue_tenant = _overdue_tenant(demand, claims, config)
+def _idle_slots(
+    demand: Demand,
+    missing: Roles,
+    autoscaler_input: AutoscalerInput,
+    claims: SlotClaims,
+    config: PolicyConfig,
+    overdue_tenant: str,
+) -> list[Drain]:
     idle = claims.idle_up_to(math.inf if overdue_tenant else demand.num_gained(0.0))
     exchanges = {load.instance.instance_id: _exchange(load, demand, claims) for load in idle}
-    idle = [load for load in idle if overdue_tenant or exchanges[load.instance.instance_id].pays]
+    idle = [
+        load
+        for load in idle
+        if (overdue_tenant or exchanges[load.instance.instance_id].pays)
+        and not _is_first_slot(load, demand, autoscaler_input, config)
+    ]
     idle.sort(key=lambda load: exchanges[load.instance.instance_id].num_lost)
-    if victims := _enough_of(idle, demand, missing, claims):
-        waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
-        return [
-            _evict(load, waited, demand, exchanges[load.instance.instance_id], autoscaler_input, overdue_tenant)
-            for load in victims
-        ]
+    waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
+    return [
+        _evict(load, waited, demand, exchanges[load.instance.instance_id], autoscaler_input, overdue_tenant)
+        for load in _enough_of(idle, demand, missing, claims)
+    ]
+
+
+def _busy_slots(
+    demand: Demand,
+    missing: Roles,
+    autoscaler_input: AutoscalerInput,
+    claims: SlotClaims,
+    config: PolicyConfig,
+    overdue_tenant: str,
+) -> list[SetRoles | Drain]:
     # The model that has waited longer comes first; otherwise two waiting models would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
@@ -65,6 +96,52 @@ def _drains(
     if not overdue_tenant and not _any_turn_pays(demand, autoscaler_input, claims, config):
         return []
     return _end_turn(demand, missing, autoscaler_input, claims, config, overdue_tenant)
+
+
+def _first_slot(
+    demand: Demand,
+    missing: Roles,
+    tenant: str,
+    autoscaler_input: AutoscalerInput,
+    claims: SlotClaims,
+    config: PolicyConfig,
+) -> list[Drain]:
+    """Takes a slot, whatever its model loses and without waiting for its answers, from a tenant with several for a
+    tenant without any: once per tenant and turn. The answers go on in the next slot of their model. A slot that drains
+    comes first, then the slot that has been ready for longest.
+    """
+    is_due = demand.oldest_wait_s >= config.share_after_s and autoscaler_input.has_all_waiting
+    if not is_due or tenant in claims.overdue_tenants:
+        return []
+    candidates = [
+        load
+        for load in autoscaler_input.loads
+        if load.tenants
+        and all(autoscaler_input.num_slots_of[other] > 1 for other in load.tenants)
+        and load.instance.reason.cause != FIRST_SLOT
+        and load.instance.instance_id not in autoscaler_input.reserved
+        and load.instance.version_id not in claims.versions
+        and claims.roles(demand, load.instance.worker_id, without=[load]) >= missing
+    ]
+    if not candidates:
+        return []
+    order = (InstancePhase.DRAINING, InstancePhase.READY, InstancePhase.LOADING)
+    victim = min(candidates, key=lambda load: (order.index(load.instance.phase), load.instance.since))
+    waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and its tenant has no slot"
+    figures = _exchange(victim, demand, claims, config.turn_s).figures
+    return [_drain(victim, FIRST_SLOT, waited, demand.model, figures, tenant)]
+
+
+def _is_first_slot(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> bool:
+    """Whether the slot stays for a turn, although it is idle: it is the only slot of a tenant, and the tenants that
+    wait for the other model have slots. Otherwise, models would swap it between any two requests of that tenant.
+    """
+    num_slots = autoscaler_input.num_slots_of
+    return (
+        load.instance.since > autoscaler_input.now - config.turn_s
+        and any(num_slots[tenant] == 1 for tenant in load.tenants - set(demand.waiting_tenants))
+        and all(num_slots[tenant] for tenant in demand.waiting_tenants)
+    )
 
 
 def _overdue_tenant(demand: Demand, claims: SlotClaims, config: PolicyConfig) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    FIRST_SLOT,
     Action,
     AutoscalerInput,
     Demand,
@@ -49,9 +50,15 @@ class SlotClaims:
         self.versions: set[str] = set()  # versions that lose or claim a slot in this decision; they lose no other
         self.add(decided)
 
-    def claim(self, demand: Demand, missing: Roles) -> Roles:
-        """Reserves for the model a slot that plays all ``missing`` roles, else one for each. Returns the rest."""
-        slots = {key: self.roles(demand, instance.worker_id) for key, instance in self._unclaimed.items()}
+    def claim(self, demand: Demand, missing: Roles, *, at_once: bool = False) -> Roles:
+        """Reserves for the model a slot that plays all ``missing`` roles, else one for each; with ``at_once``, slots
+        that wait for no answer. Returns the rest.
+        """
+        slots = {
+            key: self.roles(demand, instance.worker_id)
+            for key, instance in self._unclaimed.items()
+            if not at_once or instance.reason.cause == FIRST_SLOT or not self._input.cluster_load.load(key).busy
+        }
         chosen = fewest(slots, missing)
         for instance_id in chosen:
             del self._unclaimed[instance_id]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, ClusterLoad, Demand, InstanceLoad
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    FIRST_SLOT,
+    AutoscalerInput,
+    ClusterLoad,
+    Demand,
+    InstanceLoad,
+)
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
@@ -121,6 +128,15 @@ class _StateLoad(ClusterLoad):
         last_active = self._state.instances.last_active(instance.instance_id)
         is_counted = worker is not None and self._now - last_active <= self._state.config.drain_s
         return worker.num_running if worker is not None and is_counted else 0
+
+    def slots_by_tenant(self) -> Counter[str]:
+        state, numbers = self._state, Counter[str]()
+        for version_id in state.instances.versions:
+            instances = state.instances.of_version(version_id)
+            number = sum(instance.reason.cause != FIRST_SLOT for instance in instances)
+            names = state.aliases.of(version_id) or [instance.model for instance in instances]
+            numbers.update(dict.fromkeys(map(tenant_of, names), number))
+        return numbers
 
     def drain_s(self, instance: Instance) -> float:
         """The longest running answer is assumed to have twice the mean length left, if that is known."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torchrelay.common.quantities import format_count
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, Drain, SetRoles, Wake
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, Action, Drain, SetRoles, Wake
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
@@ -22,7 +22,9 @@ LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0
 _ADVISE_AGAIN_S = 60.0  # advice that still stands is recorded again after this time
 _LEAD_FACTOR = 1.5  # a scheduled instance is loaded this many predicted load times early: some loads take longer
-_SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
+_SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict"} | dict.fromkeys(
+    ("share", "turn", FIRST_SLOT), "share"
+)
 
 
 def scale(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
@@ -249,7 +251,8 @@ def _unload(state: State, instance: Instance, now: float) -> None:
     # Requests that wait for weights that do not come are served sooner elsewhere; a drain that overran gets no more
     # time.
     has_overrun = now - instance.since >= state.config.longest_drain_s
-    drain_s = 0.0 if has_overrun or instance.reason.cause in (LOAD_STALLED, LOAD_REFUSED) else state.config.drain_s
+    is_urgent = instance.reason.cause in (LOAD_STALLED, LOAD_REFUSED, FIRST_SLOT)
+    drain_s = 0.0 if has_overrun or is_urgent else state.config.drain_s
     state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, drain_s))
 
 
