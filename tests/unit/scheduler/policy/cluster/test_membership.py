@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.membership import LostPeers, Membership
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStatus
 
 LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
@@ -250,3 +251,16 @@ def test_free_slot_of_a_leaving_worker_takes_no_load() -> None:
     assert list(membership.free_workers) == ["w"]
     membership.accept_worker(replace(worker, is_leaving=True), streamed=True)
     assert list(membership.free_workers) == [] and list(membership.workers) == ["w"]
+
+
+def test_nearest_tier_is_that_of_a_host_with_a_slot_of_the_size() -> None:
+    membership, model = Membership(fence_s=2.0), a_model()
+    assert membership.nearest_tier(model.pack_id, 1) is Tier.REMOTE
+    membership.accept_store(a_store("s", "host-1", [a_copy(model)]))
+    assert membership.nearest_tier(model.pack_id, 1) is Tier.PEER, "no slot on its host"
+    membership.accept_worker(a_worker("w", "host-1"), streamed=False)
+    membership.accept_worker(a_worker("w", "host-1", num_running=1), streamed=False)
+    assert membership.nearest_tier(model.pack_id, 1) is Tier.HOST
+    assert membership.nearest_tier(model.pack_id, 2) is Tier.PEER
+    membership.drop_worker("w", now=1.0)
+    assert membership.nearest_tier(model.pack_id, 1) is Tier.PEER

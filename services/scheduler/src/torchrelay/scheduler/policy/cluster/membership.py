@@ -10,6 +10,7 @@ has work and does not advance is lost too, and stays lost until the engine advan
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from torchrelay.common.liveness import EngineProgress, Liveness
@@ -60,6 +61,7 @@ class Membership:
         self._check_at = 0.0  # no peer can be lost before
         self._stalled: Recent[str, EngineProgress] = Recent(_MAX_FENCED)  # incarnation -> progress when it was lost
         self.sizes = SlotSizes()
+        self._num_slots: Counter[tuple[str, int]] = Counter()  # by host and devices per slot
 
     def accept_worker(self, worker: WorkerStatus, streamed: bool) -> WorkerStatus | None:
         """Stores a report. Returns the worker's updated status; None if the report is from a process known to be dead
@@ -106,6 +108,9 @@ class Membership:
         return store
 
     def _put_worker(self, worker: WorkerStatus) -> None:
+        if (before := self.workers.get(worker.worker_id)) is not None:
+            self._num_slots[before.host_id, before.num_devices] -= 1
+        self._num_slots[worker.host_id, worker.num_devices] += 1
         self.workers[worker.worker_id] = worker
         if worker.slot.phase is InstancePhase.FREE and not worker.is_leaving:
             self.free_workers.put(worker)
@@ -169,6 +174,8 @@ class Membership:
         self._suspect_since.pop(worker_id, None)
         self._liveness.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            self._num_slots[worker.host_id, worker.num_devices] -= 1
         self.free_workers.discard(worker_id)
         self.sizes.worker_gone(worker_id, now)
         if worker is not None and gone:
@@ -250,10 +257,11 @@ class Membership:
         """Whether a store has the pack on its disk."""
         return bool(self._disk_holders.any_of(pack_id))
 
-    def nearest_tier(self, pack_id: str) -> Tier:
-        """The tier from which any host can get the pack."""
+    def nearest_tier(self, pack_id: str, num_devices: int) -> Tier:
+        """The nearest tier from which a slot of ``num_devices``, free or not, can get the pack."""
         if self.is_held(pack_id):
-            return Tier.PEER
+            whole = (self.stores[store_id] for store_id in self.whole_holders(pack_id))
+            return Tier.HOST if any(self._num_slots[store.host_id, num_devices] for store in whole) else Tier.PEER
         return Tier.DISK if self.is_on_disk(pack_id) else Tier.REMOTE
 
     def holders(self, pack_id: str) -> list[StoreStatus]:
