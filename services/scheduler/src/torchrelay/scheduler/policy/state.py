@@ -182,7 +182,9 @@ class State:
 
     def expected_load_s(self, model: Model) -> float:
         """Expected time of a load of the model on any host, from an empty slot to all layers ready."""
-        return self.load_times.by_tier(model, self.config)[self.membership.nearest_tier(model.pack_id, model.num_devices)]
+        return self.load_times.by_tier(model, self.config)[
+            self.membership.nearest_tier(model.pack_id, model.num_devices)
+        ]
 
     def idle_timeout_s(self, version_id: str, now: float) -> float:
         """The worth of a cold start of the version, in seconds of a slot: the longest that any of its models asks for.

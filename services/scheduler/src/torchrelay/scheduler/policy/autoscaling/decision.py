@@ -45,8 +45,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     the demands of some models only, and the decision is about these.
 
     First each waiting model gets what it needs to serve at all: a model of a tenant without a slot before others, then
-    the longest wait first. Then models grow, but not into
-    slots for which a model without a slot waits, and only if the input has the demand of every waiting model.
+    the longest wait first. Then models grow, but not into slots for which a model without a slot waits, and only if the
+    input has the demand of every waiting model.
     """
     actions: list[Action] = []
     is_wanted = bool(autoscaler_input.minimums) or any(
@@ -61,13 +61,16 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     granted: dict[str, list[Roles]] = {}
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)
-    if len(autoscaler_input.waited_for) > 1:
-        demands.sort(key=lambda demand: not autoscaler_input.slotless_tenant(demand))
-    for demand in demands:
-        if not demand.num_waiting or autoscaler_input.now < demand.not_before:
-            continue
-        if not autoscaler_input.missing(demand, demand.most_kv_bytes):
-            continue
+    lacking = [
+        demand
+        for demand in demands
+        if demand.num_waiting
+        and autoscaler_input.now >= demand.not_before
+        and autoscaler_input.missing(demand, demand.most_kv_bytes)
+    ]
+    if len(lacking) > 1:
+        lacking.sort(key=lambda demand: not autoscaler_input.slotless_tenant(demand))
+    for demand in lacking:
         started = _scale_from_zero(demand, autoscaler_input, free)
         _mark_taken(started, free, granted)
         actions += started

@@ -134,13 +134,13 @@ def _first_slot(
 
 def _is_first_slot(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> bool:
     """Whether the slot stays for a turn, although it is idle: it is the only slot of a tenant, and the tenants that
-    wait for the other model have slots. Otherwise, models would swap it between any two requests of that tenant.
+    wait for the other model have other slots. Otherwise, models would swap it between any two requests of that tenant.
     """
     num_slots = autoscaler_input.num_slots_of
     return (
         load.instance.since > autoscaler_input.now - config.turn_s
         and any(num_slots[tenant] == 1 for tenant in load.tenants - set(demand.waiting_tenants))
-        and all(num_slots[tenant] for tenant in demand.waiting_tenants)
+        and all(num_slots[tenant] > (tenant in load.tenants) for tenant in demand.waiting_tenants)
     )
 
 
