@@ -142,6 +142,34 @@ def _contended_loads(seed: int) -> Scenario:
     return Scenario(fleet, 6, _merged(at_once, later), lambda outcomes, _: _p95_s(outcomes, "later"))
 
 
+def _loads_at_once(seed: int) -> Scenario:
+    """Mean time to the first token of requests for six models that load at the same time over one slow link."""
+    fleet = replace(CLUSTER_B, num_hosts=2, groups=(1, 1, 1), nic_bytes_per_s=2e9)
+    order = random.Random(seed).sample(range(len(_SMALL)), len(_SMALL))
+    requests = [Request(f"{number}", 0.2 * place, _SMALL[number].name, 500, 20) for place, number in enumerate(order)]
+
+    def figure(outcomes: Sequence[RequestOutcome], device_s: float) -> float:
+        return sum(min(each.ttft_s, 120.0) for each in outcomes) / len(outcomes)
+
+    return Scenario(fleet, 6, requests, figure)
+
+
+def _second_model(seed: int) -> Scenario:
+    """P95 of a model that is called now and then, while another of the same tenant has grown into all slots."""
+    busy = _stream("busy", seed, 0, 0, 120, 14, (1500, 60))
+    rare = [Request(f"rare-{number}", 15.0 + 20 * number, _SMALL[1].name, 500, 20) for number in range(6)]
+    return Scenario(_TWO_SLOTS, 2, _merged(busy, rare), lambda outcomes, _: _p95_s(outcomes, "rare"))
+
+
+def _beside_idle(seed: int) -> Scenario:
+    """P95 of a burst for a model with an instance, while idle models hold the other slots."""
+    fleet = replace(CLUSTER_B, num_hosts=2, groups=(1, 1))
+    idle = [Request(f"idle-{number}", 1.0 + number, _SMALL[number].name, 500, 20) for number in range(1, 4)]
+    own = _stream("own", seed, 0, 0, 50, 1, (500, 20))
+    burst = _stream("burst", seed, 0, 20, 50, 20, (1500, 40))
+    return Scenario(fleet, 4, _merged(idle, own, burst), lambda outcomes, _: _p95_s(outcomes, "burst"))
+
+
 def _lone_tenant(seed: int) -> Scenario:
     """P95 of single short requests to a fourth model, while another tenant floods three models on two slots."""
     floods = [_stream(f"flood{number}", seed, number, 0, 150, 3, (500, 500), tenant="flood") for number in range(3)]
@@ -158,5 +186,8 @@ SCENARIOS: Mapping[str, Callable[[int], Scenario]] = {
     "ebb": _ebb,
     "long_answers": _long_answers,
     "contended_loads": _contended_loads,
+    "loads_at_once": _loads_at_once,
+    "second_model": _second_model,
+    "beside_idle": _beside_idle,
     "lone_tenant": _lone_tenant,
 }
