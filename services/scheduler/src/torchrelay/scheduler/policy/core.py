@@ -362,7 +362,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     num_forced_tokens: int
     max_tokens: int
     num_choices: int
-    admitted_at: float  # when the request arrived at its gateway, the same for all its attempts
+    admitted_at: float
     lost_workers: tuple[str, ...] = ()
     traceparent: str = ""
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt

@@ -184,7 +184,7 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         num_forced_tokens=request.num_forced_tokens,
         max_tokens=request.max_tokens,
         num_choices=max(request.num_choices, 1),
-        admitted_at=now - request.age_ms / 1000,
+        admitted_at=now,
         lost_workers=tuple(request.lost_workers),
         traceparent=request.traceparent,
         block_hashes=tuple(request.block_hashes),

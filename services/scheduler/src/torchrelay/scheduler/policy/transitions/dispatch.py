@@ -111,7 +111,7 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
 
 def _may_be_late(admission: Admission) -> bool:
     """Whether the request may be marked as late; a request that was placed before never is."""
-    return admission.key.attempt == 1 and not admission.num_forced_tokens
+    return not admission.was_recalled and not admission.num_forced_tokens
 
 
 def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
