@@ -136,6 +136,18 @@ async def test_unload_during_a_load_drains_without_becoming_ready(tmp_path: Path
         await scene.prefill.until_free()
 
 
+async def test_second_unload_shortens_the_drain(tmp_path: Path, model: Model, nats_url: str) -> None:
+    async with loading(tmp_path, model, nats_url) as (scene, _):
+        request = await scene.send(scene.request(PROMPT, max_tokens=200))
+        assert await started(scene, scene.prefill)
+        await scene.prefill.unload(drain_s=600)
+        await scene.prefill.unload(drain_s=700)
+        assert scene.prefill.worker.slot.state == DRAINING, "a drain never becomes longer, nor ends at once"
+        await scene.prefill.unload()
+        await scene.prefill.until_free()
+        await request.finished()
+
+
 def is_of_an_arena(address: int) -> bool:
     """Whether an arena is mapped at this address of the process."""
     for line in Path("/proc/self/maps").read_text().splitlines():

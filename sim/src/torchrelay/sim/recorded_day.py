@@ -44,7 +44,6 @@ class _Seen:
     first_token_at: float = 0.0
     ended_at: float = 0.0
     num_output_tokens: int = 0
-    is_refused: bool = False
 
 
 @dataclass

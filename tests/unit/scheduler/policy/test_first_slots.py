@@ -56,6 +56,24 @@ def test_single_requests_of_tenant_move_slots_once_per_turn() -> None:
     assert len(loads) <= 12 * 4.0 / cluster.config.turn_s, len(loads)
 
 
+def test_two_tenants_without_a_slot_leave_the_third_one() -> None:
+    """Both took a slot of the same tenant in one decision."""
+    cluster = flooded(num_models=2)
+    flood(cluster, 20.0, 2)
+    calls = [
+        cluster.call(f"lone {n}", a_model(f"{tenant}/lone"), decode_s=0.1)
+        for n, tenant in enumerate(("birch", "cedar"))
+    ]
+    taken_at = []
+    for _ in range(40):
+        before = len([event for event in cluster.events if event.kind == "first_slot"])
+        flood(cluster, 0.1, 2)
+        taken_at.append(len([event for event in cluster.events if event.kind == "first_slot"]) - before)
+    assert max(taken_at) == 1, taken_at
+    flood(cluster, 20.0, 2)
+    assert [call.end for call in calls] == [SERVED] * 2
+
+
 def test_tenants_with_a_slot_each_take_none_from_each_other() -> None:
     cluster = flooded(num_models=1)
     cluster.call("lone", LONE, decode_s=40.0)

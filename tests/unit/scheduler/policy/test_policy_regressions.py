@@ -13,13 +13,22 @@ from tests.unit.scheduler.policy.paper_cluster import (
     a_model,
     a_store,
     a_worker,
+    an_admission,
     hosts,
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStatus
+from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Role, SlotStatus
 from torchrelay.scheduler.policy.effects import RefusalReason, SetRolesCommand, UnloadCommand
-from torchrelay.scheduler.policy.inputs import FirstToken, LoadUnanswered, RolesFailed, RolesSet, WorkerReported
+from torchrelay.scheduler.policy.inputs import (
+    Admit,
+    FirstToken,
+    LoadUnanswered,
+    MinimumsSet,
+    RolesFailed,
+    RolesSet,
+    WorkerReported,
+)
 
 MODEL = a_model(idle_timeout_s=5.0)
 
@@ -327,3 +336,30 @@ def test_forecast_begins_a_load_from_remote_in_time() -> None:
         scene.pass_time(every_s - took_s, step_s=0.5)
     (expected,) = scene.policy.state.instances
     assert expected.created_at <= asked_at + every_s - took_s
+
+
+def test_large_requests_of_shared_model_are_placed_once_the_large_instance_is_free() -> None:
+    """They waited for a change of the instances: the large one takes few prompts beside another tenant's, and the other
+    is too small for them.
+    """
+    kept = replace(a_model(), min_instances=2)
+    scene = PaperCluster().settle(
+        a_store("s1", "host-1"),
+        a_worker("large", "host-1", kv_pool_bytes=1024 * MB),
+        a_worker("small", "host-1", kv_pool_bytes=4 * MB),
+    )
+    scene.models[kept.version_id] = kept
+    scene.apply(MinimumsSet((kept,)))
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    names = [f"r{number}" for number in range(12)]
+    for number, name in enumerate(names):
+        named = replace(kept, name=("acme/tiny", "birch/tiny")[number % 2])
+        scene.apply(Admit(an_admission(named, name, now=scene.now, max_tokens=10000), named))
+    placed = {name for name in names if scene.placement(name)}
+    assert placed and placed != set(names)
+    for name in placed:
+        scene.apply(FirstToken(AttemptKey(name, 1)))
+        scene.release(name)
+    scene.pass_time(1.0)
+    assert len({name for name in names if scene.placement(name)}) > len(placed)

@@ -83,6 +83,7 @@ class Worker:
         self._fault = ""  # why the engine gave up the instance
         self._spawned: set[asyncio.Task[None]] = set()
         self._drained: asyncio.Event | None = None  # exists during a drain; set when the last attempt has ended
+        self._drain_end: asyncio.Timeout | None = None  # exists while a drain waits
         self.task_group: asyncio.TaskGroup | None = None  # runs spawned work
 
     @property
@@ -120,8 +121,11 @@ class Worker:
         await self.slot.set_roles(roles)
 
     async def unload(self, instance_id: str, drain_s: float) -> None:
-        """Starts the drain, after which the slot is free. Idempotent."""
-        if self.slot.hosted is None or self.slot.state == DRAINING:
+        """Starts the drain, after which the slot is free. A further call may only shorten it."""
+        if self.slot.hosted is None:
+            return
+        if self.slot.state == DRAINING:
+            self._shorten_drain(drain_s)
             return
         self.slot.require_instance(instance_id)
         await self.slot.move(DRAINING)
@@ -174,14 +178,22 @@ class Worker:
         self._drained = asyncio.Event()
         try:
             if any(role.attempts for role in self.roles):
-                async with asyncio.timeout(drain_s):
+                async with asyncio.timeout(drain_s) as self._drain_end:
                     await self._drained.wait()
         except TimeoutError:
             log.warning("drain_cut", num_left=sum(len(role.attempts) for role in self.roles))
         finally:
-            self._drained = None
+            self._drained = self._drain_end = None
         if load is self._load:
             self._end_load()
+
+    def _shorten_drain(self, drain_s: float) -> None:
+        """Ends a drain that waits for answers after ``drain_s``, unless it ends before."""
+        if self._drain_end is None or self._drain_end.expired():
+            return
+        end, when = asyncio.get_running_loop().time() + drain_s, self._drain_end.when()
+        if when is None or end < when:
+            self._drain_end.reschedule(end)
 
     def _end_load(self) -> None:
         """Ends the load and with it the instance, unless it is ending already."""

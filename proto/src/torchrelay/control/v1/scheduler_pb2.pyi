@@ -437,8 +437,8 @@ Global___AdmitEvent: _TypeAlias = AdmitEvent  # noqa: Y015
 
 @_typing.final
 class Recall(_message.Message):
-    """The attempt has no token and would have it much sooner elsewhere: the gateway recalls it from its workers and admits
-    another at once. An attempt that has a token, or that has reported progress, goes on, and the gateway does not answer.
+    """The attempt has no token, and its instance gives up a role, its worker leaves, or a loaded instance takes it over from
+    a loading one: the gateway recalls it from its workers and admits another at once. An attempt that has a token, or that has reported progress, goes on, and the gateway does not answer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -61,3 +61,15 @@ def test_advice_that_stands_is_repeated_after_a_minute() -> None:
     scene.pass_time_with_beats(70.0)
     first, second = advice(scene)
     assert second.at - first.at >= 60.0
+
+
+def test_minimum_is_loaded_while_requests_wait() -> None:
+    scene = a_cluster()
+    scene.models[MODEL.version_id] = kept = replace(MODEL, min_instances=1)
+    scene.admit(MODEL, "r1")
+    scene.apply(MinimumsSet((kept,)))
+    scene.admit(MODEL, "r2")
+    scene.finish_loads()
+    scene.pass_time_with_beats(2.0)
+    assert len(scene.policy.state.instances.of_version(MODEL.version_id)) == 1
+    assert scene.placement("r1") is not None and scene.placement("r2") is not None

@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, assert_never
 
 from opentelemetry import metrics
 
@@ -295,7 +295,7 @@ class Controller:
             message = scheduler_pb2.Recall(key=key, keeps_prompt=answer.keeps_prompt)
             kind, event = "recalled", AdmitEvent(recall=message)
         else:
-            kind, event = "migrated", AdmitEvent(migrate=scheduler_pb2.Migrate(key=converters.key_to_proto(answer.key)))
+            assert_never(answer)
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 

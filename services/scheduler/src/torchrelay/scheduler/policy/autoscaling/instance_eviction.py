@@ -117,7 +117,7 @@ def _first_slot(
         load
         for load in autoscaler_input.loads
         if load.tenants
-        and all(autoscaler_input.num_slots_of[other] > 1 for other in load.tenants)
+        and all(claims.num_slots_of[other] > 1 for other in load.tenants)
         and load.instance.reason.cause != FIRST_SLOT
         and load.instance.instance_id not in autoscaler_input.reserved
         and load.instance.version_id not in claims.versions

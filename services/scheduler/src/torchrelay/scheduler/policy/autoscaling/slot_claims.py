@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -79,8 +80,15 @@ class SlotClaims:
                     self.overdue_tenants.add(action.overdue_tenant)
                 self.idle = [idle for idle in self.idle if idle is not instance]
                 self._drained.add(instance.instance_id)
+                if action.reason.cause == FIRST_SLOT:
+                    self.num_slots_of.subtract(self._input.cluster_load.load(action.instance_id).tenants)
                 self._on_host.pop(instance.host_id, None)
                 self._fits.clear()
+
+    @cached_property
+    def num_slots_of(self) -> Counter[str]:
+        """Number of slots by tenant, without those that this decision takes for tenants without a slot."""
+        return self._input.num_slots_of.copy()
 
     @property
     def idle_loads(self) -> Iterator[InstanceLoad]:

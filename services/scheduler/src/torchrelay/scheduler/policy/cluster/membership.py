@@ -109,13 +109,19 @@ class Membership:
 
     def _put_worker(self, worker: WorkerStatus) -> None:
         if (before := self.workers.get(worker.worker_id)) is not None:
-            self._num_slots[before.host_id, before.num_devices] -= 1
+            self._remove_slot(before)
         self._num_slots[worker.host_id, worker.num_devices] += 1
         self.workers[worker.worker_id] = worker
         if worker.slot.phase is InstancePhase.FREE and not worker.is_leaving:
             self.free_workers.put(worker)
         else:
             self.free_workers.discard(worker.worker_id)
+
+    def _remove_slot(self, worker: WorkerStatus) -> None:
+        key = worker.host_id, worker.num_devices
+        self._num_slots[key] -= 1
+        if not self._num_slots[key]:
+            del self._num_slots[key]
 
     def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> bool:
         """Records a heartbeat, which contains no load. Ignored if the worker is not present. True if it ends a
@@ -175,7 +181,7 @@ class Membership:
         self._liveness.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
-            self._num_slots[worker.host_id, worker.num_devices] -= 1
+            self._remove_slot(worker)
         self.free_workers.discard(worker_id)
         self.sizes.worker_gone(worker_id, now)
         if worker is not None and gone:

@@ -82,7 +82,9 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
     if model is None or not state.queues.num_waiting(version_id):
         return
     entries = rosters.roster(state, model, now)
+    largest_pool_bytes = max((entry.kv_pool_bytes for entry in entries if entry.plays_decode), default=0)
     tenants: set[str] = set()  # whose late requests were chosen
+    passed: list[AttemptKey] = []  # too large for the instances that may take a prompt now
     while entries and (admission := state.queues.next(version_id, now)) is not None:
         if state.queues.num_waiting(version_id) > 1 and admission.tenant not in tenants:
             tenants.add(admission.tenant)
@@ -90,10 +92,12 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
             continue  # the queue may have another next request now
         placement = _placement(state, admission, model, entries, now)
         if isinstance(placement, NoPlacement):
-            if placement.is_own:
-                # Too large for all instances; the others need not wait for it.
+            if placement.is_own:  # the others need not wait for it
                 state.queues.park(admission.key)
-                state.too_large.setdefault(version_id, (entries, set()))[1].add(admission.key)
+                if admission.kv_bytes(model) > largest_pool_bytes:
+                    state.too_large.setdefault(version_id, (entries, set()))[1].add(admission.key)
+                else:
+                    passed.append(admission.key)
                 continue
             if not math.isinf(placement.due):
                 state.due[version_id] = placement.due
@@ -107,6 +111,8 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
             continue
         state.queues.take(admission.key, now)
         bind(state, admission, placement, now)
+    for key in passed:
+        state.queues.unpark(key)
 
 
 def _may_be_late(admission: Admission) -> bool:

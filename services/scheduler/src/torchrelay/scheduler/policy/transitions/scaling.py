@@ -32,7 +32,7 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
     is_complete = version_ids is None
     decide = state.strategies.decide
     for action in decide(autoscaler_input(state, now, version_ids), state.config, is_complete=is_complete):
-        if state.config.scaling is ScalingMode.ADVISE and action.reason.cause != "minimum":
+        if state.config.scaling is ScalingMode.ADVISE and not _is_for_minimum(state, action):
             _advise(state, action, now)
             continue
         match action:
@@ -42,6 +42,16 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
                 _set_roles(state, action, now)
             case Drain():
                 _drain(state, action, now)
+
+
+def _is_for_minimum(state: State, action: Action) -> bool:
+    """Whether the action loads a model that has fewer instances than its minimum."""
+    if not isinstance(action, Wake):
+        return False
+    version_id = action.model.version_id
+    minimum = state.minimums.in_force.get(version_id)
+    num_staying = sum(instance.staying for instance in state.instances.of_version(version_id))
+    return minimum is not None and num_staying < minimum.number
 
 
 def _advise(state: State, action: Action, now: float) -> None:
