@@ -65,12 +65,6 @@ def test_all_cache_load_takes_device_copy() -> None:
     assert COPY_S < first.ttft_s < COPY_S + 0.2
 
 
-def test_clairvoyant_neither_waits_nor_holds_devices() -> None:
-    plant, (first,) = run("clairvoyant", requests("t/first", 1, 1.0))
-    assert first.ttft_s < 0.2
-    assert devices_held(plant, 1.0) == 0
-
-
 @pytest.mark.parametrize("system", ["distserve_mean", "distserve_peak"])
 def test_static_instances_present_from_start(system: str) -> None:
     plant, outcomes = run(system, requests("t/first", 3, 0.1))

@@ -7,7 +7,6 @@ from functools import partial
 
 from torchrelay.sim.policies.all_cache import all_cache
 from torchrelay.sim.policies.blitzscale import blitzscale
-from torchrelay.sim.policies.clairvoyant import clairvoyant
 from torchrelay.sim.policies.distserve import distserve
 from torchrelay.sim.policies.serverlessllm import serverlessllm
 from torchrelay.sim.policies.setup import System, ours
@@ -20,5 +19,4 @@ SYSTEMS: Mapping[str, System] = {
     "distserve_peak": partial(distserve, is_peak=True),
     "distserve_mean": partial(distserve, is_peak=False),
     "all_cache": all_cache,
-    "clairvoyant": clairvoyant,
 }
