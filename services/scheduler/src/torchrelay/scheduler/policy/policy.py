@@ -1,19 +1,28 @@
 """All decisions of the scheduler: inputs in, effects out. No I/O and no clock, so that a simulation runs the same code.
 
+    on each input:                     record it in the state
+        requests may be placed now:    dispatch.place_waiting
+            while some instance of the version has less than one full step of prompts queued:
+                of the tenant with the fewest tokens, the earliest deadline that can be met, else the first late request
+                goes to the pair with the least time to the first token and delay of later tokens
+        a version lacks an instance:   scaling.scale, by autoscaling/decision.py
+    each turn (20 ms):                 scale idle versions and a few others
+    each tick (100 ms):                expire silent peers and stalled loads, refuse what cannot be served,
+                                       scale all waiting versions, replicate packs
+
 Called from a single thread, one input at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
 
-from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy import inputs
-from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
+from torchrelay.scheduler.policy.cluster.instances import TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
@@ -21,6 +30,7 @@ from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.transitions import (
     cluster_load,
     dispatch,
+    instance_changes,
     lifecycle,
     pools,
     recalls,
@@ -89,13 +99,14 @@ class Policy:
                 if lost := state.membership.drop_store(store_id, now):
                     self._remove_store(lost, "the store's process is gone", now)
             case inputs.LoadAccepted(instance_id):
-                self._load_accepted(instance_id, now)
+                instance_changes.load_accepted(state, instance_id, now)
             case inputs.LoadUnanswered(instance_id):
                 instance = state.instances.get(instance_id)
                 if instance is not None and not instance.accepted:
                     state.instances.put(replace(instance, unanswered_at=now))
             case inputs.LoadRefused():
-                self._load_failed(input_, now)
+                if instance_changes.load_refused(state, input_, now):
+                    self._react(now)
             case inputs.RolesSet(instance_id):
                 instance = state.instances.get(instance_id)
                 if instance is not None and instance.pending_roles is not None:
@@ -184,7 +195,7 @@ class Policy:
             rosters.forget_roster(state, None if was_suspect else before, accepted, instance)
         changes = state.instances.observe(accepted, now)
         for change in changes:
-            self._record_transition(change, now)
+            instance_changes.record(self.state, change, now)
         if accepted.is_leaving and not (before is not None and before.is_leaving):
             self._worker_leaves(accepted, now)
         own = sorted({change.instance.version_id for change in changes})
@@ -211,7 +222,7 @@ class Policy:
 
     def _drop_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         if self.state.membership.drop_worker(worker_id, now):
-            self._remove_instances(worker_id, kind, reason, now)
+            instance_changes.worker_gone(self.state, worker_id, kind, reason, now)
             self._react(now)
 
     def _observe_store(self, store: StoreStatus, streamed: bool, now: float) -> None:
@@ -233,31 +244,6 @@ class Policy:
         relay_plans.store_lost(self.state, store, cause, now)
         self.state.replication_state.left(store, now + self.state.config.loss_grace_s)
 
-    # Outcomes of commands
-
-    def _load_accepted(self, instance_id: str, now: float) -> None:
-        """Places requests on an accepted load at once: the worker computes with the layers that it has."""
-        instance = self.state.instances.get(instance_id)
-        if instance is not None and not instance.accepted:
-            self.state.instances.put(replace(instance, accepted_at=now))
-            dispatch.place_waiting(self.state, now, (instance.version_id,))
-
-    def _load_failed(self, input_: inputs.LoadRefused, now: float) -> None:
-        state, cause = self.state, input_.cause
-        instance = state.instances.get(input_.instance_id)
-        if instance is None:
-            return
-        waits_for_store = (
-            input_.failed_store and instance.phase is InstancePhase.LOADING and not instance.num_layers_ready
-        )
-        if instance.accepted and not waits_for_store:
-            return
-        if input_.failed_store:
-            relay_plans.relay_refused(state, instance.pack_id, input_.failed_store, cause, now)
-        figures = {"error": cause} | ({"store": input_.failed_store} if input_.failed_store else {})
-        self._give_up_load(instance, Reason(scaling.LOAD_REFUSED, cause, figures), now)
-        self._react(now)
-
     # Time
 
     def _tick(self, listening_since: float, now: float) -> None:
@@ -267,7 +253,7 @@ class Policy:
         for lost_worker in lost.workers:
             worker, cause = lost_worker.worker, "worker_stalled" if lost_worker.is_stalled else "worker_silent"
             reason = Reason(cause, f"its worker {lost_worker.why}")
-            self._remove_instances(worker.worker_id, TransitionKind.LOST, reason, now)
+            instance_changes.worker_gone(self.state, worker.worker_id, TransitionKind.LOST, reason, now)
             state.effects.commands.append(DisconnectCommand(worker.grpc_address))
         for store in lost.stores:
             self._remove_store(store, f"its store was silent for {state.config.stale_s:g} s", now)
@@ -282,7 +268,7 @@ class Policy:
         scaling.retry_unloads(state, now)
         state.load_failures.prune(now)
         for instance, reason in stalled_loads.detect(state, now):
-            self._give_up_load(instance, reason, now)
+            instance_changes.give_up_load(self.state, instance, reason, now)
         is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
         if is_whole:
             lifecycle.refuse_infeasible(state, now)
@@ -315,89 +301,8 @@ class Policy:
         if due:
             scaling.scale(state, now, sorted({*due, *(waiting if has_few_waiting else ())}))
 
-    def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:
-        if instance.accepted:
-            scaling.drain(self.state, instance, reason, now)
-            self._count_failure(instance, reason, now)
-        else:
-            self.state.instances.remove(instance.instance_id)
-            self._record_transition(InstanceTransition(TransitionKind.FAILED, instance, instance, reason), now)
-
     # Shared
 
     def _react(self, now: float) -> None:
         dispatch.place_waiting(self.state, now)
         scaling.scale(self.state, now)
-
-    def _remove_instances(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
-        for change in self.state.instances.leave(worker_id, kind, reason):
-            self._record_transition(change, now)
-
-    def _record_transition(self, change: InstanceTransition, now: float) -> None:
-        """Records that an instance appeared, changed its phase or is gone."""
-        state, instance = self.state, change.instance
-        if change.gone:
-            if state.queues.num_waiting(instance.version_id):
-                state.slot_lost_at[instance.version_id] = now
-            state.prefix_index.forget(instance.instance_id)
-            if not state.instances.of_version(instance.version_id):
-                state.cached_prompts.forget(instance.version_id)
-            state.corrections.forget(instance.instance_id)
-            state.prompt_times.forget(instance.instance_id)
-            state.token_times.forget(instance.instance_id)
-            state.load_times.end(instance.instance_id)
-            state.prompt_moves.pop(instance.instance_id, None)
-        fields = scaling.event_fields(instance)
-        if change.before is not None:
-            fields["in_state_s"] = now - change.before.since
-        match change.kind:
-            case TransitionKind.MOVED if change.before is not None and change.before.phase is not instance.phase:
-                reason = instance.reason
-                if instance.phase is InstancePhase.READY:
-                    state.load_failures.succeeded(instance.version_id, instance.worker_id)
-                    state.attempts.resumed(instance.instance_id, now)
-                    state.load_times.end(instance.instance_id, now - instance.created_at)
-                    moves = state.prompt_moves.get(instance.instance_id, {})
-                    reason = _ready_reason(instance, now - change.before.since, moves)
-                phase = instance.phase.value
-                state.happened(now, phase, instance, reason, f"instance.{phase}", fields)
-            case TransitionKind.ADOPTED:
-                state.happened(now, "adopted", instance, instance.reason, f"instance.{instance.phase.value}", fields)
-            case TransitionKind.RELEASED:
-                state.happened(now, "released", instance, instance.reason, "instance.released", fields)
-            case TransitionKind.STOPPED | TransitionKind.LOST:
-                kind = change.kind.value
-                state.happened(now, kind, instance, change.reason, f"instance.{kind}", fields)
-            case TransitionKind.FAILED:
-                state.happened(now, "load_failed", instance, change.reason, "instance.failed", fields)
-                self._count_failure(instance, change.reason, now)
-
-    def _count_failure(self, instance: Instance, reason: Reason, now: float) -> None:
-        """Counts a failed load; after the last try, refuses the waiting requests unless other instances serve them."""
-        state = self.state
-        version_id, is_lost = instance.version_id, reason.cause == STORE_LOST
-        is_of_store = is_lost or "store" in reason.figures
-        if is_lost and (worker := state.membership.workers.get(instance.worker_id)) is not None:
-            workers = state.membership.workers.values()
-            state.load_failures.store_lost((each.worker_id for each in workers if each.host_id == worker.host_id), now)
-        decided_at = instance.created_at
-        if state.load_failures.add(
-            version_id, instance.worker_id, reason.text, decided_at, now, is_of_store=is_of_store
-        ):
-            for admission in state.queues.waiting(version_id):
-                if not is_of_store or now - admission.admitted_at > state.config.load_backoff_max_s:
-                    lifecycle.refuse_if_given_up(state, admission, now)
-
-
-def _ready_reason(instance: Instance, took_s: float, moves: Mapping[str, tuple[int, float]]) -> Reason:
-    """``moves``: the prompts that other workers took over meanwhile; see ``State.prompt_moves``."""
-    layers = f"all {instance.num_layers} layers" if instance.num_layers > 1 else "all"
-    text = f"{layers} loaded in {format_duration(took_s)}"
-    figures: dict[str, str | int | float] = {"num_layers": instance.num_layers}
-    for worker_id, (number, saved_s) in moves.items():
-        text += (
-            f"; {worker_id} took over {format_count(number, 'prompt')} with {format_duration(saved_s)} of computation"
-        )
-    if moves:
-        figures["num_moved"] = sum(number for number, _ in moves.values())
-    return Reason("loaded", text, figures)
