@@ -31,8 +31,6 @@ REPLACED: Mapping[str, Mapping[str, object]] = {
     "late_before": {"autoscaling.arrivals.ArrivalHistory.num_late": _returns(0)},
     "late_credit": {"admission.deadline_queue._TIMELY_PER_LATE": 10**9},
     "learned_keep": {"autoscaling.price.IdleGaps.plan": lambda _, break_even_s, __: IdlePlan(break_even_s)},
-    "link_order": {"relay.link_order.LinkOrder.has_to_yield": _returns(value=False)},
-    "move_copies": {"replication.repair.next_move": _returns(None)},
     "overdue": {"autoscaling.instance_eviction._overdue_tenant": _returns("")},
     "prompt_time": {"estimates.prompt_time.PromptTimes.of": _returns(prompt_time.UNKNOWN)},
     "share_slots": {"autoscaling.instance_eviction._share_slots": _returns([])},

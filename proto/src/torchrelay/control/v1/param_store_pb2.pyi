@@ -31,7 +31,7 @@ class _RelayUrgencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RelayUrg
     RELAY_URGENCY_URGENT: _RelayUrgency.ValueType  # 1
     """a request waits for it"""
     RELAY_URGENCY_IDLE: _RelayUrgency.ValueType  # 2
-    """a cache copy, or other relays are due sooner: uses only spare bandwidth"""
+    """a cache copy: uses only spare bandwidth"""
 
 class RelayUrgency(_RelayUrgency, metaclass=_RelayUrgencyEnumTypeWrapper):
     """Priority of relays that share a link; KV and activations precede all relays. A running relay takes on the urgency that
@@ -43,7 +43,7 @@ RELAY_URGENCY_UNSPECIFIED: RelayUrgency.ValueType  # 0
 RELAY_URGENCY_URGENT: RelayUrgency.ValueType  # 1
 """a request waits for it"""
 RELAY_URGENCY_IDLE: RelayUrgency.ValueType  # 2
-"""a cache copy, or other relays are due sooner: uses only spare bandwidth"""
+"""a cache copy: uses only spare bandwidth"""
 Global___RelayUrgency: _TypeAlias = RelayUrgency  # noqa: Y015
 
 @_typing.final

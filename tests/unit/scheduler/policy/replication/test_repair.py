@@ -308,27 +308,6 @@ def test_lost_pack_may_displace_second_copies() -> None:
     assert not decide(stores, *last).orders  # a last copy frees space for nobody
 
 
-def test_balance_moves_copies_from_fuller_host_and_ends() -> None:
-    packs = [used(f"p{number}", 1.0 + number) for number in range(8)]
-    first = {pack.pack_id: a_copy(pack.pack_id) for pack in packs}
-    held: dict[str, dict[str, PackCopy]] = {"a": dict(first), "b": dict(first), "c": {}, "d": {}}
-    num_moves = 0
-    for _ in range(100):
-        decided = decide([a_store(name, *copies.values()) for name, copies in held.items()], *packs)
-        before = held
-        held = {name: {pack_id: before[name][pack_id] for pack_id in decided.retained_packs[name]} for name in before}
-        if not decided.orders:
-            if held == before:
-                break
-            continue
-        (order,) = decided.orders
-        assert order.cause is CopyCause.BALANCE and not order.urgent
-        held[order.store_id][order.pack_id] = a_copy(order.pack_id)
-        num_moves += 1
-    assert 4 <= num_moves <= 10
-    assert sorted(len(copies) for copies in held.values()) == [4, 4, 4, 4]
-
-
 def test_unknown_packs_only_take_space() -> None:
     decided = decide([a_store("a", a_copy("unknown")), a_store("b")])
     assert not decided.orders and decided.retained_packs == {"a": (), "b": ()}

@@ -12,7 +12,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 REQUESTS_PER_S = 3.6
 RULES = PolicyConfig(recent_s=300.0)
 NUM_SINGLE, NUM_DOUBLE = 8, 1
-BUILD_STEPS = 150
+BUILD_STEPS = 160
 
 
 def run(seed: int = 7) -> Figures:

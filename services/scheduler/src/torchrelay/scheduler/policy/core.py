@@ -68,7 +68,6 @@ class CopyCause(enum.Enum):
     REPLICATE = "replicate"  # used recently, and not yet in as many places as it should be
     SPREAD = "spread"  # its copies would fail together
     KEEP = "keep"  # not used recently; its last copy was lost
-    BALANCE = "balance"  # a fuller host may then drop its copy
 
 
 class AttemptKey(NamedTuple):

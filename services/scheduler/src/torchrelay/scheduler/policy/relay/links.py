@@ -279,12 +279,6 @@ class Links:
         """The expected rate of a link that nothing else uses."""
         return min(self._best_peak or DEFAULT_BYTES_PER_S, self._cap)
 
-    def free_bytes_per_s(self, store_id: str, is_out: bool, now: float) -> float:
-        """The rate that a direction of the host's link can carry beside background traffic."""
-        link = self._links.get(self._host_of.get(store_id, "")) or _Link()
-        direction = link.out if is_out else link.into
-        return max(min(direction.capacity(self._best_peak, now), self._cap) - direction.background(now), 0.0)
-
     def _node(
         self, host_id: str, leaf: str, best: float, out: _Rates, into: _Rates, is_sending: bool, now: float
     ) -> Node:

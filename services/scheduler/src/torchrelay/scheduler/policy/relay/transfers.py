@@ -25,7 +25,6 @@ reports until the next one begins. It is a stamp by the target's clock, compared
 from __future__ import annotations
 
 import enum
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -85,9 +84,7 @@ class Transfer:
     planned_at: float  # or first reported
     sources: tuple[PlannedSource, ...] = ()  # as planned; empty: the plan is not known
     planned_bytes_per_s: float = 0.0  # 0: not predicted
-    urgent: bool = True  # a request waits for it
-    deadline: float = math.inf  # of the request that it is for; infinite: the replicator ordered it
-    yields: bool = False  # for now it takes only what those that are due sooner leave; see ``link_order``
+    urgent: bool = True  # a request waits for it: its store runs it before idle transfers
     reason: Reason = NO_REASON
     cause: CopyCause | None = None  # the replicator's, if it ordered this copy
     rank: int = 0  # by age; older transfers have lower ranks
@@ -121,11 +118,6 @@ class Transfer:
     def holder_ids(self) -> tuple[str, ...]:
         """The planned sources."""
         return tuple(source.holder_id for source in self.sources)
-
-    @property
-    def goes_first(self) -> bool:
-        """Whether its store runs it in the urgent class, before idle transfers and those that yield."""
-        return self.urgent and not self.yields
 
     def running_s(self, now: float) -> float:
         """Time since it began; once it has finished, the duration that its store measured."""
@@ -194,7 +186,6 @@ class Transfers:
         now: float,
         *,
         urgent: bool = True,
-        deadline: float = math.inf,
         reason: Reason = NO_REASON,
         cause: CopyCause | None = None,
     ) -> None:
@@ -203,9 +194,7 @@ class Transfers:
             key = pack_id, edge.target
             running = self._running.get(key)
             if edge.already_there and running is not None:
-                is_urgent, earlier_deadline = running.urgent or urgent, min(running.deadline, deadline)
-                cause_now = cause or running.cause
-                self._run(replace(running, urgent=is_urgent, deadline=earlier_deadline, cause=cause_now))
+                self._run(replace(running, urgent=running.urgent or urgent, cause=cause or running.cause))
             elif not edge.already_there or cause is not None:
                 earlier = stores[edge.target].copies.get(pack_id) if edge.target in stores else None
                 planned = Transfer(
@@ -215,7 +204,6 @@ class Transfers:
                     sources=() if edge.already_there else planned_sources(edge),
                     planned_bytes_per_s=0.0 if edge.already_there else edge.bytes_per_s,
                     urgent=urgent,
-                    deadline=deadline,
                     reason=reason,
                     cause=cause,
                     rank=next(self._ranks),

@@ -128,14 +128,6 @@ class CopyIndex:
             left.remove(kept[-1])
         return kept
 
-    def kept_at(self, store_id: str) -> list[str]:
-        """Packs whose copy on the store is kept and not pinned."""
-        return [
-            pack_id
-            for pack_id, copies in self._of.items()
-            if any(holder.store_id == store_id and not holder.pinned for holder in copies.kept)
-        ]
-
     def fullness(self, store_id: str, more_bytes: int = 0) -> float:
         """Share of the arena that kept and incoming copies and ``more_bytes`` take."""
         return (self.kept_bytes[store_id] + more_bytes) / max(self.stores[store_id].arena_target_bytes, 1)

@@ -95,11 +95,6 @@ class CopyPlacement:
 
         return min(ready, key=cost)
 
-    def has_space(self, pack_id: str, store_id: str) -> bool:
-        """Whether a copy that is not urgent may go to the store."""
-        fits = self.space[store_id] >= self._copy_index.sizes[pack_id]
-        return fits and (pack_id, store_id) not in self._avoid and not self._copy_index.incoming[store_id]
-
     def take(self, pack_id: str, store_id: str) -> None:
         """Counts a copy as placed on the store."""
         num_bytes = self._copy_index.sizes[pack_id]

@@ -19,7 +19,6 @@ from typing import Final, TypeAlias, TypeVar
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import CopyCause, StoreStatus
-from torchrelay.scheduler.policy.replication.balance import next_move
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex, CopySet
 from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
 from torchrelay.scheduler.policy.replication.pack_worth import UNKNOWN, PackWorth
@@ -118,11 +117,6 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Steps[R
     settled = frozenset(pack.pack_id for pack in recent if copy_index.of(pack.pack_id).is_settled)
     yield len(recent) // _PER_STEP
     orders = yield from _orders(recent, others, copy_index, copy_placement)
-    if not orders and not replication_input.under_way:
-        yield 2 * len(replication_input.stores) // _PER_STEP
-        if move := next_move(sizes, copy_index, copy_placement):
-            pack_id, source, target = move
-            orders = [CopyOrder(pack_id, target, CopyCause.BALANCE, f"{source} is much fuller")]
     return ReplicationPlan(
         tuple(orders),
         (yield from _retained_packs(recent, copy_index)),

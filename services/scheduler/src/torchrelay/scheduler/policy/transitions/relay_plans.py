@@ -4,16 +4,13 @@ slow.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.core import REMOTE, CopyCause, Model, PackCopy, StoreStatus
 from torchrelay.scheduler.policy.effects import Hop, RerouteCommand, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
-from torchrelay.scheduler.policy.relay.link_order import Direction, LinkOrder, is_ordered
 from torchrelay.scheduler.policy.relay.replan import is_replan_due, replanned_edge, with_slowness
 from torchrelay.scheduler.policy.relay.transfer_events import slow_event, transfer_event
 from torchrelay.scheduler.policy.relay.transfers import (
@@ -34,115 +31,62 @@ def plan_relay(
     now: float,
     *,
     urgent: bool = True,
-    deadline: float = math.inf,
     reason: Reason = NO_REASON,
     cause: CopyCause | None = None,
 ) -> tuple[TransferEdge, ...]:
     """Plans edges that bring the pack to the stores with the bandwidth that running transfers leave, and records them
     as started.
 
-    ``deadline``: of the request that waits for the pack; infinite for copies that the replicator ordered, for
-    ``cause``. Where the links cannot carry all transfers, those that are due later yield.
+    ``urgent``: a request waits for the pack; transfers of other packs that no request waits for leave it their rates.
     """
     stores = state.membership.stores
     whole = state.membership.whole_holders(pack_id)
     receiving = _receiving(state, pack_id, whole)
     concerned = [stores[store_id] for store_id in dict.fromkeys((*whole, *receiving, *store_ids)) if store_id in stores]
     running = state.transfers.touching((*(store.store_id for store in concerned), REMOTE))
-    link_order = LinkOrder(state.links.usual_bytes_per_s, stores)
-    due = link_order.due_of(deadline, now, pack_bytes)
     # Transfers of the same pack do not yield: a new target follows their target rather than their source.
-    rivals = [transfer for transfer in running if urgent and transfer.pack_id != pack_id]
-    yielding = {transfer.key: transfer for transfer in rivals if link_order.leaves(transfer, due)}
-    others = [transfer for transfer in running if transfer.key not in yielding]
+    yielding, others = list[Transfer](), list[Transfer]()
+    for transfer in running:
+        (yielding if urgent and not transfer.urgent and transfer.pack_id != pack_id else others).append(transfer)
     edges = state.strategies.plan(
         whole,
         receiving,
         store_ids,
-        nodes=state.links.nodes(concerned, others, now, yielding.values()),
+        nodes=state.links.nodes(concerned, others, now, yielding),
         arriving=state.transfers.progress(pack_id, _having(state, pack_id)),
         live=_busy_stores(state, store_ids),
         num_bytes=pack_bytes,
     )
-    state.transfers.plan(
-        pack_id, pack_bytes, edges, stores, now, urgent=urgent, deadline=deadline, reason=reason, cause=cause
-    )
-    keys = [(pack_id, edge.target) for edge in edges if not edge.whole]
+    state.transfers.plan(pack_id, pack_bytes, edges, stores, now, urgent=urgent, reason=reason, cause=cause)
     if urgent:
-        _hasten(state, keys, deadline)
-    planned = [transfer for key in keys if (transfer := state.transfers.get(key)) is not None]
-    _order_links(state, planned, now, told=keys)
+        _hasten(state, ((pack_id, edge.target) for edge in edges if not edge.whole))
     return tuple(_with_running_sources(state, pack_id, edge) for edge in edges)
 
 
 def goes_first(state: State, pack_id: str, store_id: str) -> bool:
     """Whether the store's relay may take all bandwidth it can get, rather than only what other transfers leave."""
     transfer = state.transfers.get((pack_id, store_id))
-    return transfer is None or transfer.goes_first
+    return transfer is None or transfer.urgent
 
 
-def _hasten(state: State, keys: Iterable[TransferKey], deadline: float) -> None:
-    """Makes all transfers upstream of these urgent, due by ``deadline``."""
+def _hasten(state: State, keys: Iterable[TransferKey]) -> None:
+    """Makes all transfers upstream of these urgent, and tells their stores, which keep their sources."""
     upstream = [followed for key in keys for followed in _followed(state, key)]
     while upstream:
         key = upstream.pop()
         transfer = state.transfers.get(key)
-        if transfer is None or (transfer.urgent and transfer.deadline <= deadline):
+        if transfer is None or transfer.urgent:
             continue
-        state.transfers.put(replace(transfer, urgent=True, deadline=min(transfer.deadline, deadline)))
-        if not transfer.urgent:
-            _tell(state, transfer, urgent=True)
+        state.transfers.put(replace(transfer, urgent=True))
+        model = state.model_of_pack(transfer.pack_id, transfer.pack_bytes)
+        hop = Hop(transfer.target, transfer.holder_ids, (), max(len(transfer.sources), 1))
+        state.effects.commands.append(RerouteCommand(model, hop, True))
         upstream += _followed(state, key)
 
 
 def _followed(state: State, key: TransferKey) -> list[TransferKey]:
     transfer = state.transfers.get(key)
     return [(transfer.pack_id, source) for source in transfer.holder_ids] if transfer is not None else []
-
-
-def _tell(state: State, transfer: Transfer, *, urgent: bool) -> None:
-    """Tells the store the new urgency of its transfer, which keeps its sources."""
-    model = state.model_of_pack(transfer.pack_id, transfer.pack_bytes)
-    hop = Hop(transfer.target, transfer.holder_ids, (), max(len(transfer.sources), 1))
-    state.effects.commands.append(RerouteCommand(model, hop, urgent))
-
-
-def _order_links(state: State, changed: Iterable[Transfer], now: float, told: Collection[TransferKey] = ()) -> None:
-    """Decides again which transfers yield on the links of these transfers, which began, ended or changed sources.
-
-    Sends a command to each store whose transfer changes, except for those in ``told``, which learn it otherwise.
-    """
-    link_order = LinkOrder(state.links.usual_bytes_per_s, state.membership.stores)
-    directions = dict.fromkeys(direction for transfer in changed for direction in link_order.rates(transfer))
-    concerned = {transfer.key: transfer for direction in directions for transfer in _on(state, direction)}
-    ordered = sorted(filter(is_ordered, concerned.values()), key=link_order.place)
-    if len(ordered) < 2 and not any(transfer.yields for transfer in ordered):
-        return
-
-    def free_bytes_per_s(direction: Direction) -> float:
-        return state.links.free_bytes_per_s(direction.store_id, direction.is_out, now)
-
-    for transfer in ordered:
-        yields = link_order.has_to_yield(transfer, partial(_on, state), free_bytes_per_s)
-        if yields == transfer.yields:
-            continue
-        decided = replace(transfer, yields=yields, slow_since=0.0)
-        state.transfers.put(decided)
-        if transfer.key not in told:
-            _tell(state, decided, urgent=not yields)
-        model = state.model_of_pack(transfer.pack_id, transfer.pack_bytes)
-        why = "other loads are due sooner: it takes what they leave of its links" if yields else "it is due next"
-        state.happened(now, "yield" if yields else "resume", model, f"{transfer.target}: {why}")
-
-
-def _on(state: State, direction: Direction) -> list[Transfer]:
-    transfers = state.transfers
-    return transfers.out_of(direction.store_id) if direction.is_out else transfers.into(direction.store_id)
-
-
-def _ended(events: Iterable[TransferEvent]) -> list[Transfer]:
-    ends = (TransferEventKind.FINISHED, TransferEventKind.FAILED)
-    return [event.transfer for event in events if event.kind in ends]
 
 
 def _with_running_sources(state: State, pack_id: str, edge: TransferEdge) -> TransferEdge:
@@ -186,13 +130,11 @@ def store_reported(state: State, store: StoreStatus, before: StoreStatus | None,
     report.
     """
     state.links.observe_store(store, before, now)
-    events = state.transfers.observe(store, before, now)
-    _record(state, events, now)
-    _order_links(state, _ended(events), now)
+    _record(state, state.transfers.observe(store, before, now), now)
     for transfer in state.transfers.into(store.store_id):
         copy = store.copies.get(transfer.pack_id)
-        if copy is None or not copy.shares or not transfer.planned_bytes_per_s or transfer.yields:
-            continue  # nothing measured yet, nothing predicted, or slow because other transfers are due sooner
+        if copy is None or not copy.shares or not transfer.planned_bytes_per_s:
+            continue  # nothing measured yet, or nothing predicted
         whole = state.membership.whole_holders(transfer.pack_id)
         progress = state.transfers.progress(transfer.pack_id, _having(state, transfer.pack_id))
         transfer = with_slowness(transfer, copy.bytes_per_s, whole, progress, now)
@@ -203,16 +145,12 @@ def store_reported(state: State, store: StoreStatus, before: StoreStatus | None,
 
 def store_lost(state: State, store: StoreStatus, cause: str, now: float) -> None:
     state.links.forget_store(store)
-    events = state.transfers.lost(store.store_id, cause, now)
-    _record_lost(state, events, now)
-    _order_links(state, _ended(events), now)
+    _record_lost(state, state.transfers.lost(store.store_id, cause, now), now)
 
 
 def relay_refused(state: State, pack_id: str, store_id: str, cause: str, now: float) -> None:
     """Records that the store could not be reached with the relay, or refused it."""
-    events = state.transfers.refused((pack_id, store_id), cause, now)
-    _record(state, events, now)
-    _order_links(state, _ended(events), now)
+    _record(state, state.transfers.refused((pack_id, store_id), cause, now), now)
 
 
 def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCopy, now: float) -> None:
@@ -240,10 +178,8 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
         checked = replace(checked, sources=sources, planned_bytes_per_s=edge.bytes_per_s, num_replans=num_replans)
     state.transfers.put(checked)
     if edge is not None:
-        _order_links(state, (transfer, checked), now, told=(transfer.key,))
         hop = Hop(edge.target, edge.sources, (), edge.num_striped)
-        first = goes_first(state, *transfer.key)
-        state.effects.commands.append(RerouteCommand(model, hop, first))
+        state.effects.commands.append(RerouteCommand(model, hop, transfer.urgent))
     if edge is not None or is_first:  # the lack of a better source is reported once
         state.effects.events.append(slow_event(transfer, copy.bytes_per_s, edge, model, now))
 

@@ -181,10 +181,7 @@ def _wake(state: State, action: Wake, now: float) -> None:
     stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}
     store_ids = [store.store_id for store in stores.values()]
     waiting = state.queues.waiting(model.version_id)
-    deadline = min((admission.deadline for admission in waiting), default=now)
-    edges = relay_plans.plan_relay(
-        state, model.pack_id, model.pack_bytes, store_ids, now, deadline=deadline, reason=action.reason
-    )
+    edges = relay_plans.plan_relay(state, model.pack_id, model.pack_bytes, store_ids, now, reason=action.reason)
     for edge in edges:
         host_id = state.membership.stores[edge.target].host_id
         tier = _tier(state, model, stores[host_id])
