@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.transitions import (
     cluster_load,
     dispatch,
     lifecycle,
+    load_notices,
     pools,
     recalls,
     relay_plans,
@@ -148,6 +149,8 @@ class Policy:
             is_short = opened is None or opened.placement.cold
             if is_short and scaling.may_act_alone(state, model, now):
                 scaling.scale(state, now, (model.version_id,))
+            if is_short:
+                load_notices.tell(state, (model.version_id,), now)
 
     def _release(self, input_: inputs.Release, now: float) -> None:
         """Closes an attempt. Workers that the gateway saw fail are named in the next admission instead, because a
@@ -302,6 +305,7 @@ class Policy:
         if is_whole:
             pools.evaluate_pools(state, now)
             lifecycle.refuse_unserved(state, now)  # by the new targets
+        load_notices.tell(state, sorted({*state.queues.versions, *state.instances.loading_versions}), now)
         replication.replicate(state, now)
 
     def _turn(self, now: float) -> None:
