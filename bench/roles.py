@@ -5,6 +5,9 @@
 `torchrelay up` runs with padded workers: a layer takes 20 ms for a prompt of 512 tokens, and 160 ms to load, as if the
 weights were copied to a device. A worker that has the model gets the other role, and a request at once; the time counts
 until its first token in that role. The same worker then loads the model for that role, with the same request.
+
+At first the model is loaded for a stream, whose comments tell how long that takes: `eta_error` is the distance from the
+time that a comment tells to the time until the first token, as a share of the latter, in the median of the comments.
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ import asyncio
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.calibration.padding import padded_workers
-from bench.report import finish, parser_of
+from bench.report import Check, finish, parser_of
 from bench.scaling.role_change import measured
 from tests.support.checkpoints import make_checkpoint
-from tests.support.completions import complete
+from tests.support.completions import wake
 from tests.support.platform import running_platform
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 
@@ -46,8 +50,12 @@ def main() -> None:
         with running_platform(root / "home", (*options, *workers), env) as platform:
             key = platform.tenant("bench")
             prompt = [token % 250 for token in range(PROMPT_TOKENS)]
-            complete(platform, key, platform.upload(key, checkpoint, "model"), prompt[:8], max_tokens=2)
+            told, first_token_s = wake(platform, key, platform.upload(key, checkpoint, "model"), prompt[:8])
             checks = asyncio.run(measured(platform, prompt, num_samples))
+    left_s = [(each.left_s, first_token_s - each.at_s) for each in told]
+    error = median(abs(predicted_s - real_s) / real_s for predicted_s, real_s in left_s)
+    note = ", ".join(f"{predicted_s:.1f} of {real_s:.1f} s" for predicted_s, real_s in left_s)
+    checks.append(Check("eta_error", error, "ratio", None, note))
     conditions = {
         "samples": num_samples,
         "layers": NUM_LAYERS,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,3 +82,34 @@ def _lines(response: httpx.Response) -> Iterator[str]:
     for received in response.iter_bytes():
         *lines, rest = (rest + received).split(b"\n")
         yield from (line.decode() for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldWait:
+    """A comment on a stream about the load of its model, with its time since the request was sent."""
+
+    at_s: float
+    num_layers_ready: int
+    num_layers: int
+    left_s: float
+
+
+def wake(platform: Platform, key: str, model: str, prompt: list[int]) -> tuple[list[ToldWait], float]:
+    """Streams a completion of a model that no instance serves. Returns what its comments told while the model loaded,
+    and the seconds until its first token.
+    """
+    body = {"model": model, "prompt": prompt, "max_tokens": 2, "stream": True}
+    told: list[ToldWait] = []
+    begin = time.monotonic()
+    url = f"{platform.http}/v1/completions"
+    with http.stream("POST", url, json=body, headers=headers(key), timeout=HANG_S) as response:
+        for line in response.iter_lines():
+            at_s = time.monotonic() - begin
+            if line.startswith("data: {"):
+                return told, at_s
+            if match := re.fullmatch(
+                rf": loading {re.escape(model)}(?:, (\d+) of (\d+) layers)?, about (.+) s left", line
+            ):
+                ready, number, left_s = match.groups(default="0")
+                told.append(ToldWait(at_s, int(ready), int(number), float(left_s)))
+    raise AssertionError(f"no token came: status {response.status_code}")

@@ -81,6 +81,11 @@ class EchoScheduler:
         for events in self._streams:
             await events.put(admit_pb.AdmitEvent(recall=admit_pb.Recall(key=key, keeps_prompt=keeps_prompt)))
 
+    async def tell(self, loading: admit_pb.Loading) -> None:
+        """Tells every gateway about a load."""
+        for events in self._streams:
+            await events.put(admit_pb.AdmitEvent(loading=loading))
+
     async def _commands(self, batches: AsyncIterator[admit_pb.AdmitCommands]) -> AsyncIterator[admit_pb.AdmitCommand]:
         async for batch in batches:
             self.messages.append([command.WhichOneof("command") for command in batch.commands])

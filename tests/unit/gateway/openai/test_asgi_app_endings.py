@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import openai
 import pytest
@@ -12,6 +13,7 @@ from tests.support.sample_tokenizers import PANIC, panicking_tokenizer
 from tests.support.wait import eventually
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import Unavailable
+from torchrelay.control.v1.scheduler_pb2 import Loading
 from torchrelay.gateway.core import FinishCause
 
 
@@ -28,6 +30,43 @@ async def test_waiting_stream_gets_headers_and_comments_first(make_rig: MakeRig)
         rig.scheduler.open_gate.set()
         rest = [line async for line in lines if line.startswith("data: ")]
     assert len(rest) == 4 + 1 + 1
+
+
+async def test_comments_tell_how_long_a_load_takes(make_rig: MakeRig) -> None:
+    rig = await make_rig(keep_alive_s=0.05)
+    rig.scheduler.open_gate.clear()
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    async with rig.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line async for line in response.aiter_lines() if line)
+        assert await anext(lines) == ": waiting"
+        version = rig.scheduler.admits[0].version
+        other = Loading(version_id="other", has_slot=True, num_layers=4, left_s=9.0)
+        await rig.scheduler.tell(other)
+        await rig.scheduler.tell(Loading(version_id=version.version_id, left_s=12.4))
+        waits = f": {version.model} waits for a slot, and then about 12 s to load"
+        assert await first_of(lines, beside=": waiting") == waits
+        loads = Loading(version_id=version.version_id, has_slot=True, num_layers_ready=3, num_layers=32, left_s=60.0)
+        await rig.scheduler.tell(loads)
+        assert await first_of(lines, beside=waits) == f": loading {version.model}, 3 of 32 layers, about 60 s left"
+        rig.workers[0].pause_at = 1
+        rig.scheduler.open_gate.set()
+        rest: list[str] = []
+        async for line in lines:
+            rest.append(line)
+            if line == ": waiting":  # beside an answer that pauses
+                rig.workers[0].resume()
+    tokens = [place for place, line in enumerate(rest) if line.startswith("data: ")]
+    assert len(tokens) == 4 + 1 + 1
+    assert all(line.startswith(": loading") for line in rest[: tokens[0]])
+    assert not any(line.startswith(": loading") for line in rest[tokens[0] :])
+
+
+async def first_of(lines: AsyncIterator[str], beside: str) -> str:
+    """The first line other than ``beside``."""
+    async for line in lines:
+        if line != beside:
+            return line
+    raise AssertionError("the stream ended")
 
 
 async def test_error_after_the_headers_is_an_event(make_rig: MakeRig) -> None:

@@ -44,6 +44,7 @@ class GatewayClient:
         self._gateway_id = gateway_id
         self._call: Any = None
         self._events: deque[scheduler_pb2.AdmitEvent] = deque()
+        self.loading: list[scheduler_pb2.Loading] = []  # as told so far
 
     async def __aenter__(self) -> Self:
         self._call = self.stub.Admit()
@@ -62,11 +63,13 @@ class GatewayClient:
         await self._call.write(scheduler_pb2.AdmitCommands(commands=commands))
 
     async def event(self, timeout_s: float = WAIT_S) -> scheduler_pb2.AdmitEvent:
-        if not self._events:
-            async with asyncio.timeout(timeout_s):
+        """The next event other than what is told about loads."""
+        async with asyncio.timeout(timeout_s):
+            while not self._events:
                 batch = await self._call.read()
-            assert isinstance(batch, scheduler_pb2.AdmitEvents), "the stream ended"
-            self._events.extend(batch.events)
+                assert isinstance(batch, scheduler_pb2.AdmitEvents), "the stream ended"
+                self.loading += [event.loading for event in batch.events if event.HasField("loading")]
+                self._events.extend(event for event in batch.events if not event.HasField("loading"))
         return self._events.popleft()
 
     async def admit(self, request_id: str, attempt: int = 1, **changes: Any) -> None:

@@ -409,6 +409,7 @@ class AdmitEvent(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     RECALL_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placement(self) -> Global___Placement: ...
     @_builtins.property
@@ -417,6 +418,8 @@ class AdmitEvent(_message.Message):
     def beat(self) -> Global___Beat: ...
     @_builtins.property
     def recall(self) -> Global___Recall: ...
+    @_builtins.property
+    def loading(self) -> Global___Loading: ...
     def __init__(
         self,
         *,
@@ -424,16 +427,54 @@ class AdmitEvent(_message.Message):
         refusal: Global___Refusal | None = ...,
         beat: Global___Beat | None = ...,
         recall: Global___Recall | None = ...,
+        loading: Global___Loading | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "loading", b"loading", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "loading", b"loading", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "beat", "recall"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "beat", "recall", "loading"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___AdmitEvent: _TypeAlias = AdmitEvent  # noqa: Y015
+
+@_typing.final
+class Loading(_message.Message):
+    """Requests of the gateway wait for a model that no instance serves yet. Sent at once, and once a second while they wait."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_ID_FIELD_NUMBER: _builtins.int
+    HAS_SLOT_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_READY_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    version_id: _builtins.str
+    has_slot: _builtins.bool
+    """false: no instance loads yet, since no slot is free"""
+    num_layers_ready: _builtins.int
+    """of the load that is expected to end first"""
+    num_layers: _builtins.int
+    """0: not known before the first layer has arrived"""
+    left_s: _builtins.float
+    """expected time until all prompts that wait now are computed; without the wait for a slot"""
+    def __init__(
+        self,
+        *,
+        version_id: _builtins.str = ...,
+        has_slot: _builtins.bool = ...,
+        num_layers_ready: _builtins.int = ...,
+        num_layers: _builtins.int = ...,
+        left_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_slot", b"has_slot", "left_s", b"left_s", "num_layers", b"num_layers", "num_layers_ready", b"num_layers_ready", "version_id", b"version_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Loading: _TypeAlias = Loading  # noqa: Y015
 
 @_typing.final
 class Recall(_message.Message):

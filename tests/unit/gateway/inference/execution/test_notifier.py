@@ -8,7 +8,7 @@ from torchrelay.gateway.inference.execution.notifier import Notifier
 
 
 async def test_notifications_are_coalesced_and_none_is_lost() -> None:
-    notifier = Notifier(10, 10)
+    notifier = Notifier(10, lambda: 10)
     notifier.notify()
     notifier.notify()
     assert await notifier.wait()
@@ -21,7 +21,7 @@ async def test_notifications_are_coalesced_and_none_is_lost() -> None:
 
 
 async def test_notifier_ticks_without_notifications_until_closed() -> None:
-    notifier = Notifier(0.01, 0.02)
+    notifier = Notifier(0.01, lambda: 0.02)
     assert not await notifier.wait()
     assert not await notifier.wait()
     notifier.close()
@@ -32,7 +32,7 @@ async def test_notifier_ticks_without_notifications_until_closed() -> None:
 
 
 async def test_cancelled_wait_loses_no_notification() -> None:
-    notifier = Notifier(10, 10)
+    notifier = Notifier(10, lambda: 10)
     waiting = asyncio.ensure_future(notifier.wait())
     await asyncio.sleep(0)
     waiting.cancel()
@@ -43,7 +43,7 @@ async def test_cancelled_wait_loses_no_notification() -> None:
 
 
 async def test_pause_ignores_notifications_and_can_be_ended() -> None:
-    notifier = Notifier(10, 10)
+    notifier = Notifier(10, lambda: 10)
     await notifier.pause(0.01)
     notifier.end_pause()  # nobody pauses
     pausing = asyncio.ensure_future(notifier.pause(10))

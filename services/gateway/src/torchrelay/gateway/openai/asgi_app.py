@@ -293,7 +293,7 @@ class SseEncoder:
         self._unstarted = set(range(len(session.texts)))  # choices without a first event
 
     def keep_alive(self) -> bytes:
-        return replies.KEEP_ALIVE
+        return replies.comment(self._session.request.waits_for)
 
     def end(self, usage: Usage) -> bytes:
         return self.reply.usage(with_reasoning(usage, self._session, self._parsers)) + replies.DONE

@@ -27,9 +27,13 @@ from torchrelay.gateway.inference.core import ResolvedRequest, Usage
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"
 # Characters at which clients split lines that take more than line feeds for their ends.
 _LINE_ENDS = {"\u0085".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
+
+
+def comment(text: str) -> bytes:
+    """A comment, which clients ignore. ``text``: one line."""
+    return f": {text}\n\n".encode()
 
 
 def encode_json(value: Any) -> bytes:

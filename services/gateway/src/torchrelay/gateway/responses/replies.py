@@ -13,7 +13,7 @@ from torchrelay.gateway.inference.answers.parts import Part
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.openai.asgi_app import with_reasoning
-from torchrelay.gateway.openai.replies import KEEP_ALIVE, ChoiceBuffer, ReplyFormat, encode_json, ended
+from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, comment, encode_json, ended
 from torchrelay.gateway.responses.events import Event, event_of
 from torchrelay.gateway.responses.output import Output
 from torchrelay.gateway.responses.requests import ResponseBody, TextFormat
@@ -111,7 +111,7 @@ class ResponseEncoder:
         self._num_events = 0
 
     def keep_alive(self) -> bytes:
-        return self._begin() + KEEP_ALIVE
+        return self._begin() + comment(self._session.request.waits_for)
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes:
         """The events of tokens; a comment if there are none, as while the model writes what is shown later."""
@@ -125,7 +125,7 @@ class ResponseEncoder:
                 events += self._reply.add(ended(self._parser, self._text.flush()))
                 events += self._reply.end(delta.finish)
             encoded += map(self._encoded, events)
-        return b"".join(encoded) or KEEP_ALIVE
+        return b"".join(encoded) or comment(self._session.request.waits_for)
 
     def end(self, usage: Usage) -> bytes:
         """The last event."""

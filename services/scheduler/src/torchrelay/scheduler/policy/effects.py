@@ -131,6 +131,20 @@ Answer = Placed | AdmissionRefused | Recall
 
 
 @dataclass(frozen=True)
+class LoadNotice:
+    """Tells a gateway how long its requests wait for a model that no instance serves yet; see ``Loading`` in the
+    protocol.
+    """
+
+    gateway_id: str
+    version_id: str
+    has_slot: bool
+    num_layers_ready: int
+    num_layers: int
+    left_s: float
+
+
+@dataclass(frozen=True)
 class SchedulerEvent:
     """A decision or a transition, shown by Explain; also published to the history if it has a ``topic``."""
 
@@ -166,8 +180,9 @@ class Effects:
 
     commands: list[Command] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    notices: list[LoadNotice] = field(default_factory=list)
     events: list[SchedulerEvent] = field(default_factory=list)
     opened: list[AttemptPlaced] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.commands or self.answers or self.events or self.opened)
+        return bool(self.commands or self.answers or self.notices or self.events or self.opened)

@@ -32,6 +32,7 @@ from torchrelay.scheduler.policy.transitions import (
     dispatch,
     instance_changes,
     lifecycle,
+    load_notices,
     pools,
     recalls,
     relay_plans,
@@ -159,6 +160,8 @@ class Policy:
             is_short = opened is None or opened.placement.cold
             if is_short and scaling.may_act_alone(state, model, now):
                 scaling.scale(state, now, (model.version_id,))
+            if is_short:
+                load_notices.tell(state, (model.version_id,), now)
 
     def _release(self, input_: inputs.Release, now: float) -> None:
         """Closes an attempt. Workers that the gateway saw fail are named in the next admission instead, because a
@@ -288,6 +291,7 @@ class Policy:
         if is_whole:
             pools.evaluate_pools(state, now)
             lifecycle.refuse_unserved(state, now)  # by the new targets
+        load_notices.tell(state, sorted({*state.queues.versions, *state.instances.loading_versions}), now)
         replication.replicate(state, now)
 
     def _turn(self, now: float) -> None:

@@ -109,6 +109,8 @@ class State:
     advised_at: Recent[tuple[str, str], float] = field(
         default_factory=lambda: Recent(MAX_VERSIONS)
     )  # by subject and cause
+    # By version: when gateways were last told about its load, and whether it had a slot; see ``load_notices``.
+    loads_told: Recent[str, tuple[float, bool]] = field(default_factory=lambda: Recent(MAX_VERSIONS))
     unserved_since: float | None = None  # since when no model can be loaded; None: models can be loaded
     without_slot_since: dict[AttemptKey, float] = field(default_factory=dict)  # of requests; see ``reserved_slots``
 

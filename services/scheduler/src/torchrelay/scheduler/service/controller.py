@@ -270,6 +270,8 @@ class Controller:
             self.actuator.start(command)
         for answer in effects.answers:
             self._send(answer)
+        for notice in effects.notices:
+            self.streams.send(notice.gateway_id, AdmitEvent(loading=converters.notice_to_proto(notice)))
         for placed in effects.opened:
             self._record_placement(placed)
         for event in effects.events:

@@ -10,7 +10,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import core, inputs
-from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent
+from torchrelay.scheduler.policy.effects import AdmissionRefused, LoadNotice, SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -264,4 +264,14 @@ def refusal_to_proto(refused: AdmissionRefused) -> scheduler_pb2.Refusal:
         reason=scheduler_pb2.Refusal.Reason.Value(f"REASON_{refused.reason.name}"),
         message=refused.message,
         retry_after_s=refused.retry_after_s,
+    )
+
+
+def notice_to_proto(notice: LoadNotice) -> scheduler_pb2.Loading:
+    return scheduler_pb2.Loading(
+        version_id=notice.version_id,
+        has_slot=notice.has_slot,
+        num_layers_ready=notice.num_layers_ready,
+        num_layers=notice.num_layers,
+        left_s=notice.left_s,
     )

@@ -27,6 +27,7 @@ from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.clients.endpoint import scheduler_endpoint
 from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent
+from torchrelay.gateway.inference.execution.load_notices import LoadNotices
 from torchrelay.gateway.inference.execution.stream_watch import WATCH_EVERY_S, StreamReports, read_watched
 
 log = get_logger(__name__)
@@ -69,6 +70,7 @@ class AdmissionStream:
         self._unreachable_after_s = unreachable_after_s
         self._open: dict[AttemptId, _Admission] = {}
         self._call: Any = None  # the present stream, or the last one
+        self._load_notices = LoadNotices()
         self._unsent: deque[pb.AdmitCommand] = deque()
         self._max_unsent = max_unsent
         self._minimums: pb.Minimums | None = None  # as last sent; None before the catalog was read
@@ -100,6 +102,10 @@ class AdmissionStream:
         """Requests a placement; ``listener`` receives it or a failure."""
         self._open[attempt_id_of(request.key)] = _Admission(request, listener)
         self._send(pb.AdmitCommand(admit=request))
+
+    def load_text(self, version_id: str, model: str) -> str:
+        """A line about the load that a request for ``model`` waits for; empty if it waits for none."""
+        return self._load_notices.text(version_id, model, asyncio.get_running_loop().time())
 
     def first_token(self, key: types_pb2.AttemptKey) -> None:
         """Tells the scheduler that the attempt's prompt is computed."""
@@ -253,6 +259,8 @@ class AdmissionStream:
             admission = self._open.pop(attempt_id_of(event.refusal.key), None)
             if admission is not None:
                 admission.listener(event.refusal)
+        elif kind == "loading":
+            self._load_notices.note(event.loading, asyncio.get_running_loop().time())
         elif kind == "recall" and (placed := self._open.get(attempt_id_of(event.recall.key))) is not None:
             placed.listener(event.recall)
 

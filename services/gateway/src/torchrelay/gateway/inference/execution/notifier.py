@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 
 class Notifier:
-    """Coalesces notifications, and ticks while there are none. One timer per tick, none per token."""
+    """Coalesces notifications, and ticks while there are none. One timer per tick, none per token.
 
-    def __init__(self, first_tick_s: float, tick_s: float) -> None:
+    ``tick_s``: at each tick, the time until the next.
+    """
+
+    def __init__(self, first_tick_s: float, tick_s: Callable[[], float]) -> None:
         self._tick_s = tick_s
         self._is_notified = False
         self._has_ticked = False
@@ -53,7 +57,7 @@ class Notifier:
 
     def _tick(self) -> None:
         self._has_ticked = True
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        self._timer = self._loop.call_later(self._tick_s(), self._tick)
         self._wake()
 
     def _wake(self) -> None:

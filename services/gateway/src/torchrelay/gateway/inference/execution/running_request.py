@@ -48,6 +48,7 @@ RETRIABLE_CODES = frozenset(
 FAILED_REASONS = frozenset({pb.FINISH_REASON_ERROR, pb.FINISH_REASON_CANCELLED})
 SETTLE_TIMEOUT_S = 1.0  # how long a reply waits for its bill, so that usage read next includes it
 FIRST_KEEP_ALIVE_S = 0.3  # then a waiting client gets its headers
+LOADING_KEEP_ALIVE_S = 1.0  # at most, while its model loads
 
 
 def retry_delay_s(num_attempts: int) -> float:
@@ -105,7 +106,8 @@ class RunningRequest:
         self._max_attempts = max_attempts
         self._num_excused = 0  # attempts that ended without a failure of theirs
         self._generation = generation_of(resolved)
-        self._notifier = Notifier(FIRST_KEEP_ALIVE_S, keep_alive_s)
+        self._keep_alive_s = keep_alive_s
+        self._notifier = Notifier(FIRST_KEEP_ALIVE_S, self._next_keep_alive_s)
         self._attempts: dict[int, Attempt] = {}
         self._lost_workers: list[str] = []
         self._timers: list[asyncio.TimerHandle] = []
@@ -126,6 +128,18 @@ class RunningRequest:
     @property
     def usage(self) -> Usage:
         return self._generation.usage(len(self.resolved.prompt))
+
+    @property
+    def waits_for(self) -> str:
+        """A line for the client about what the request waits for."""
+        if self.ttft_s is not None:
+            return "waiting"
+        model = self.resolved.model
+        return self._upstreams.admissions.load_text(model.version.version_id, model.name) or "waiting"
+
+    def _next_keep_alive_s(self) -> float:
+        is_loading = self.waits_for != "waiting"
+        return min(self._keep_alive_s, LOADING_KEEP_ALIVE_S) if is_loading else self._keep_alive_s
 
     def start(self) -> None:
         """Opens the ledger row and requests a placement, concurrently."""

@@ -55,14 +55,18 @@ def computation_s(state: State, model: Model, entries: Sequence[RosterEntry]) ->
     return lambda num_tokens: latency.queued_s(math.ceil(num_tokens * share))
 
 
-def first_load_left_s(state: State, model: Model, now: float) -> float:
-    """Time until an instance of the model can compute prompts."""
-    entries = rosters.prefills(state, model, now)
+def cold_wait_s(state: State, model: Model, now: float) -> float | None:
+    """Time until all prompts that wait for a model are computed, in the queue and at its instances, once the first of
+    these is loaded; without an instance, as if its load began now. None if a loaded instance serves the model.
+    """
+    entries = rosters.loading_prefills(state, model, now)
+    if entries is None:
+        return None
+    queued_s = prompts_s(state, model, state.queues.num_prefill_tokens(model.version_id), now)
     if not entries:
-        return state.expected_load_s(model)
-    if any(entry.phase is not InstancePhase.LOADING for entry in entries):
-        return 0.0
-    return min(entry.load_left_s(now) for entry in entries)
+        return state.expected_load_s(model) + queued_s
+    bound_s = min(entry.free_s(state.attempts.at(entry.instance_id).queue, now) for entry in entries)
+    return bound_s + queued_s / len(entries)
 
 
 def prompts_ahead_s(state: State, model: Model, now: float) -> float:

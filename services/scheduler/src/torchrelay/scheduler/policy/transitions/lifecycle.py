@@ -9,6 +9,7 @@ from msgspec import structs
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.admission.retry_times import MAX_S, MIN_S
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
@@ -106,9 +107,11 @@ def _ttft_s(targets: LatencyTargets | PolicyConfig, service_class: ServiceClass)
 
 
 def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
-    retry_s = state.retry_times.retry_s(
-        model.version_id, _places_per_s(state, model, now), backlogs.first_load_left_s(state, model, now), now
-    )
+    cold_s = backlogs.cold_wait_s(state, model, now)
+    if cold_s is None:
+        retry_s = state.retry_times.retry_s(model.version_id, _places_per_s(state, model, now), 0.0, now)
+    else:
+        retry_s = min(max(cold_s, MIN_S), MAX_S)  # as the streams of requests that wait are told
     num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
     own = f"your waiting requests: {num_own}"
     message = f"the queue for {admission.model} is full ({own}); retry in {format_duration(retry_s)}"

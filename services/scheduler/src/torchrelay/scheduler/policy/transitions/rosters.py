@@ -31,12 +31,18 @@ def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None
 def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
     """The instances of the version that take requests."""
 
-    def load_of(before: RosterEntry) -> RosterEntry:
-        instance = state.instances.get(before.instance_id)
-        assert instance is not None, "a roster is forgotten when an instance goes"
-        return replace(before, **_load_of(state, model, instance, now))
+    return state.roster_cache.of(
+        model.version_id,
+        lambda: _roster(state, model, now),
+        lambda entry: _with_load(state, model, entry, now),
+    )
 
-    return state.roster_cache.of(model.version_id, lambda: _roster(state, model, now), load_of)
+
+def _with_load(state: State, model: Model, entry: RosterEntry, now: float) -> RosterEntry:
+    """The entry of a loading instance with the time of its load as predicted now."""
+    instance = state.instances.get(entry.instance_id)
+    assert instance is not None, "a roster is forgotten when an instance goes"
+    return replace(entry, **_load_of(state, model, instance, now))
 
 
 def _roster(state: State, model: Model, now: float) -> Iterator[RosterEntry]:
@@ -84,6 +90,16 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
         tier = tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
         expected_s = state.load_times.predict_s(model, tier, state.config)
     return load_left_s(instance, expected_s, now)
+
+
+def loading_prefills(state: State, model: Model, now: float) -> Sequence[RosterEntry] | None:
+    """The instances of the version that take prompts if all of them load, with the times of their loads as predicted
+    now; None if one is loaded.
+    """
+    entries = prefills(state, model, now)
+    if any(entry.phase is not InstancePhase.LOADING for entry in entries):
+        return None
+    return [_with_load(state, model, entry, now) for entry in entries]
 
 
 def prefills(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
