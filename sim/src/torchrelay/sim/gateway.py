@@ -89,6 +89,7 @@ class SimulatedGateway:
             max_tokens=request.max_tokens,
             num_choices=1,
             admitted_at=self._events.now,
+            age_s=self._events.now - outcome.arrived_at,
             model=name,
             service_class=request.service_class,
             ttft_target_s=0.0 if is_batch else served.ttft_target_s(request.num_prompt_tokens),

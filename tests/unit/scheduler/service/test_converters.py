@@ -20,6 +20,13 @@ def test_admission_has_service_class_of_request() -> None:
     assert admission().service_class is ServiceClass.STANDARD
 
 
+def test_retried_request_keeps_its_arrival() -> None:
+    """After its worker's death it had a new deadline and the last place."""
+    first, again = admission(), admission(attempt=2, age_ms=7500)
+    assert again.admitted_at == first.admitted_at == 100.0
+    assert again.deadline == first.deadline - 7.5
+
+
 def test_admission_has_targets_of_model() -> None:
     version = a_version()
     assert model_from_proto(version).targets == LatencyTargets()

@@ -267,6 +267,7 @@ class AdmitRequest(_message.Message):
     IS_COMPUTED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_forced_tokens: _builtins.int
     """most tokens any choice of this attempt brings along"""
@@ -278,6 +279,8 @@ class AdmitRequest(_message.Message):
     traceparent: _builtins.str
     service_class: Global___ServiceClass.ValueType
     """one that the scheduler does not know counts as standard"""
+    age_ms: _builtins.int
+    """since the request arrived at the gateway; an age, because the clocks of hosts differ"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -309,10 +312,11 @@ class AdmitRequest(_message.Message):
         is_computed: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         service_class: Global___ServiceClass.ValueType = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -176,10 +176,11 @@ async def test_resumed_scheduler_gets_open_admissions_again() -> None:
     async with scheduler() as there, admissions_to(there.address) as admissions:
         await eventually(lambda: len(there.hellos) == 1)
         there.answers.clear()
-        admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
+        admissions.admit(pb.AdmitRequest(key=key("r"), age_ms=5000), events.append)
         await eventually(lambda: len(there.hellos) == 2)
         there.answers.set()
         await eventually(lambda: any(isinstance(event, pb.Placement) for event in events))
+        assert there.admits[0].age_ms == 5000 < there.admits[-1].age_ms  # its age is that of the moment
         assert [admit.key.request_id for admit in there.admits] == ["r"] * len(there.admits)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from tests.support.gateway_ports import PRINCIPAL, published_model
@@ -19,6 +20,14 @@ async def test_routing_keys_are_page_keys_of_the_tenant(rig: TokenPathRig) -> No
     [admit] = rig.scheduler.admits
     assert list(admit.block_hashes) == list(page_hashes(PRINCIPAL.tenant_id, prompt))[3::4]
     assert len(admit.block_hashes) == 2
+
+
+async def test_admission_carries_the_age_of_its_request(rig: TokenPathRig) -> None:
+    begin = time.monotonic()
+    body = {"model": "echo", "prompt": "hello", "max_tokens": 1}
+    assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
+    [admit] = rig.scheduler.admits
+    assert admit.age_ms <= (time.monotonic() - begin) * 1000
 
 
 def test_model_version_carries_the_latency_targets() -> None:

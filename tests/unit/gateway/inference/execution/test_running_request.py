@@ -181,7 +181,7 @@ async def test_retriable_errors_are_not_seen(rig: TokenPathRig, code: pb.RunErro
 
 async def test_attempts_are_bounded_and_the_last_error_returned(make_rig: MakeRig) -> None:
     rig = await make_rig(max_attempts=3)
-    error = pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message="the instance is gone")
+    error = pb.RunError(code=pb.RunError.CODE_LOAD_FAILED, message="the instance is gone")
     for worker in rig.workers:
         worker.errors["decode"] += [error] * 10
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})

@@ -392,6 +392,21 @@ def test_recalled_request_is_next_by_passed_deadline(had_tokens: bool) -> None:
     assert scene.placement("first", attempt=2) is not None and scene.placement("newcomer") is None
 
 
+def test_retried_request_without_tokens_is_next_by_first_arrival() -> None:
+    """After a worker's death it counted as late by then, and went behind all newcomers."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("cold", 1)))
+    scene.release("cold")
+    full: dict[str, Any] = {"num_prompt_tokens": 2 * LATENCY.token_budget, "tbt_target_s": 10.0}
+    scene.admit(MODEL, "ahead", **full)
+    scene.admit(MODEL, "newcomer", ttft_target_s=1000.0, **full)
+    scene.admit(MODEL, "retried", attempt=2, age_s=20.0, **full)
+    scene.apply(FirstToken(AttemptKey("ahead", 1)))
+    assert scene.placement("retried", attempt=2) is not None and scene.placement("newcomer") is None
+
+
 @pytest.mark.parametrize("num_short", [1, 3])
 def test_long_prompt_yields_only_if_not_all_are_in_time(num_short: int) -> None:
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))

@@ -361,13 +361,14 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     num_forced_tokens: int
     max_tokens: int
     num_choices: int
-    admitted_at: float
+    admitted_at: float  # by the scheduler's clock; waits count from here
+    age_s: float = 0.0  # of the request then, since its gateway got it, in this or an earlier attempt
     lost_workers: tuple[str, ...] = ()
     traceparent: str = ""
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
     model: str = ""  # the tenant's name for the version; others may have uploaded the same files
     service_class: ServiceClass = ServiceClass.STANDARD
-    ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0, until it is admitted: that of the model for its class
+    ttft_target_s: float = 0.0  # from the request's arrival; 0, until it is admitted: that of the model for its class
     tbt_target_s: float = 0.0  # between its tokens, in the mean; 0, until it is admitted: that of the model
     was_recalled: bool = False  # it had been placed, and keeps its arrival time
     prompt_source: PromptSource | None = None  # it was recalled from a loading instance
@@ -380,7 +381,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     @property
     def deadline(self) -> float:
         """Time by which the first token is due."""
-        return self.admitted_at + self.ttft_target_s
+        return self.admitted_at - self.age_s + self.ttft_target_s
 
     @property
     def num_contexts(self) -> int:

@@ -21,7 +21,7 @@ from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model, PromptSource, Role
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, Admission, AttemptKey, Instance, Model, PromptSource, Role
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
@@ -96,8 +96,8 @@ class State:
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
-    # By request id: its first admission time and the source of its prompt, until it is admitted again.
-    recalled: Recent[str, tuple[float, PromptSource | None]] = field(default_factory=lambda: Recent(_MAX_RECALLED))
+    # By request id: its first admission and the source of its prompt, until it is admitted again.
+    recalled: Recent[str, tuple[Admission, PromptSource | None]] = field(default_factory=lambda: Recent(_MAX_RECALLED))
     returning: ReturningPrompts = field(default_factory=ReturningPrompts)  # recalled from loading instances
     # By loading instance and worker that took prompts over: their number, and the computation that it need not do.
     prompt_moves: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)

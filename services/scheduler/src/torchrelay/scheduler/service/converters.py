@@ -185,6 +185,7 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         max_tokens=request.max_tokens,
         num_choices=max(request.num_choices, 1),
         admitted_at=now,
+        age_s=request.age_ms / 1000,
         lost_workers=tuple(request.lost_workers),
         traceparent=request.traceparent,
         block_hashes=tuple(request.block_hashes),

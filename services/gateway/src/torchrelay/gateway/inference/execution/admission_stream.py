@@ -50,6 +50,7 @@ def attempt_id_of(key: types_pb2.AttemptKey) -> AttemptId:
 class _Admission:
     request: pb.AdmitRequest
     listener: Listener
+    arrived_at: float  # by the event loop's clock
     is_placed: bool = False
 
 
@@ -100,7 +101,8 @@ class AdmissionStream:
 
     def admit(self, request: pb.AdmitRequest, listener: Listener) -> None:
         """Requests a placement; ``listener`` receives it or a failure."""
-        self._open[attempt_id_of(request.key)] = _Admission(request, listener)
+        arrived_at = asyncio.get_running_loop().time() - request.age_ms / 1000
+        self._open[attempt_id_of(request.key)] = _Admission(request, listener, arrived_at)
         self._send(pb.AdmitCommand(admit=request))
 
     def load_text(self, version_id: str, model: str) -> str:
@@ -201,6 +203,9 @@ class AdmissionStream:
     def _admit_again(self) -> None:
         others = [command for command in self._unsent if not command.HasField("admit")]
         self._unsent.clear()
+        now = asyncio.get_running_loop().time()
+        for admission in self._open.values():
+            admission.request.age_ms = round((now - admission.arrived_at) * 1000)
         self._unsent.extend(pb.AdmitCommand(admit=admission.request) for admission in self._open.values())
         self._unsent.extend(others)
         self._filled.set()

@@ -60,6 +60,7 @@ def admit_request(
         lost_workers=lost_workers,
         traceparent=traceparent,
         service_class=scheduler_pb2.ServiceClass.ValueType(resolved.service_class),
+        age_ms=max(now_unix_us() - resolved.arrived_unix_us, 0) // 1000,
     )
 
 

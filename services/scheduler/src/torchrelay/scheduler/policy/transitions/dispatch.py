@@ -117,7 +117,7 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
 
 def _may_be_late(admission: Admission) -> bool:
     """Whether the request may be marked as late; a request that was placed before never is."""
-    return not admission.was_recalled and not admission.num_forced_tokens
+    return admission.key.attempt == 1 and not admission.num_forced_tokens
 
 
 def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
@@ -313,7 +313,8 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
         state.prompt_times.observe(instance_id, predicted.steps_s, ttft_s / predicted.ttft_correction)
         state.corrections.observe(instance_id, predicted.ttft_s, predicted.ttft_correction, ttft_s, now)
     instance = state.instances.get(instance_id)
-    if is_measured and instance is not None and admission.admitted_at > instance.since and now > admission.deadline:
+    is_late = now > admission.deadline and (admission.key.attempt == 1 or admission.was_recalled)
+    if is_measured and instance is not None and admission.admitted_at > instance.since and is_late:
         state.arrivals.of(admission.version_id).late(admission.admitted_at)
     model, worker = state.models.get(admission.version_id), state.membership.workers.get(worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:

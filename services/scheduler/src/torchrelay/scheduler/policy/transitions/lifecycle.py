@@ -58,8 +58,10 @@ def admit(
         return False
     before = state.recalled.pop(key.request_id, None)
     if before is not None:  # it keeps its arrival time and is never displaced by a newer request
-        admitted_at, source = before
-        recalled = structs.replace(admission, admitted_at=admitted_at, was_recalled=True, prompt_source=source)
+        earlier, source = before
+        recalled = structs.replace(
+            admission, admitted_at=earlier.admitted_at, age_s=earlier.age_s, was_recalled=True, prompt_source=source
+        )
         state.queues.push(recalled)
         state.returning.admitted(recalled)
         return True

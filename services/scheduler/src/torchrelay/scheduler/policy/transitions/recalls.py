@@ -55,7 +55,7 @@ def recalled(state: State, attempt: OpenAttempt, now: float) -> None:
     admission = attempt.admission
     state.queues.refund(admission)
     source = _source(state, attempt, now) if attempt.is_partly_computed else None
-    state.recalled[admission.key.request_id] = admission.admitted_at, source
+    state.recalled[admission.key.request_id] = admission, source
 
 
 def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | None:
