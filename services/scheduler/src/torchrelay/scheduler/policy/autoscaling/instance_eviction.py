@@ -244,17 +244,17 @@ def _growth_exchange(
     load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, claims: SlotClaims
 ) -> _Exchange | None:
     """The exchange for growth; None if it does not pay or the slot's model would reclaim the slot: because it is the
-    model's only slot and a request is expected meanwhile, or because the instance saves its model more than half of
-    the gain.
+    model's only slot and a request is expected within a turn, or because the instance saves its model more than half
+    of the gain.
     """
     exchange = _exchange(load, demand, claims, gain.held_s)._replace(num_gained=gain.num_saved)
     if gain.is_due or not exchange.pays:
         return exchange if exchange.pays else None
     others = claims.others(load)
-    if not cover_both_roles(other.instance for other in others):
-        is_wanted_back = load.arrivals_per_s * (_away_s(load, demand, claims) + gain.held_s) >= 1
-    else:
+    if cover_both_roles(other.instance for other in others):
         is_wanted_back = 2 * _num_late_without(load, others, autoscaler_input) > gain.num_saved
+    else:
+        is_wanted_back = load.arrivals_per_s * (_away_s(load, demand, claims) + claims.config.turn_s) >= 1
     return None if is_wanted_back else exchange
 
 

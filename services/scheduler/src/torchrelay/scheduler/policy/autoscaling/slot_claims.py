@@ -35,7 +35,7 @@ class SlotClaims:
     """
 
     def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, decided: Iterable[Action]) -> None:
-        self._input, self._config = autoscaler_input, config
+        self._input, self.config = autoscaler_input, config
         self._on_host: dict[str, _HostPacks] = {}
         self._fits: dict[tuple[str, str], bool] = {}  # by pack and host
         self._drained: set[str] = set()  # instances that this decision drains
@@ -118,7 +118,7 @@ class SlotClaims:
             return False
         worker = self._input.workers.get(instance.worker_id)
         is_kept = worker is not None and not worker.is_leaving
-        return instance.since > self._input.now - self._config.longest_drain_s and is_kept
+        return instance.since > self._input.now - self.config.longest_drain_s and is_kept
 
     def drain_s(self, load: InstanceLoad) -> float:
         """Predicted time until the instance's answers have ended."""
