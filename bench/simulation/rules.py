@@ -29,7 +29,6 @@ REPLACED: Mapping[str, Mapping[str, object]] = {
     "forecast": {"autoscaling.price._with_wake": lambda gaps_s, keep_s, *_: IdlePlan(keep_s)},
     "growth": {"autoscaling.decision._growth": _returns(None)},
     "late_before": {"autoscaling.arrivals.ArrivalHistory.num_late": _returns(0)},
-    "late_credit": {"admission.deadline_queue._TIMELY_PER_LATE": 10**9},
     "learned_keep": {"autoscaling.price.IdleGaps.plan": lambda _, break_even_s, __: IdlePlan(break_even_s)},
     "overdue": {"autoscaling.instance_eviction._overdue_tenant": _returns("")},
     "prompt_time": {"estimates.prompt_time.PromptTimes.of": _returns(prompt_time.UNKNOWN)},
