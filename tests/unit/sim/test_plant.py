@@ -109,6 +109,7 @@ def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
     changed_to = {roles for _, roles in policy.changes}
     both = {frozenset((role,)) for role in Role}
     assert changed_to == both if phase_s > policy.state.config.turn_s else changed_to <= both
+    plant.events.run(plant.events.now + 1.0)  # until the release of the last request has arrived
     assert_nothing_left(policy)
 
 
@@ -296,4 +297,4 @@ def test_mixed_overload_beats_deadline_order() -> None:
 
     in_time, late = served(Strategies())
     by_deadlines, _ = served(by_deadline(Strategies()))
-    assert (round(in_time, 2), round(late, 3), round(by_deadlines, 2)) == (0.4, 0.007, 0.32)
+    assert (round(in_time, 2), round(late, 3), round(by_deadlines, 2)) == (0.41, 0.005, 0.32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs

@@ -114,7 +114,6 @@ class State:
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:
         queues = AdmissionQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
-        links = Links(config.link_cap_bytes_per_s)
         failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
         losses = LeastLosses(config.turn_s)
         state = cls(
@@ -129,7 +128,6 @@ class State:
             turns,
             losses,
             strategies,
-            links=links,
         )
         state.instances = Instances(on_change=state._instances_changed)
         state.attempts = OpenAttempts(on_change=state.roster_cache.work_changed)

@@ -92,9 +92,7 @@ def place(
     def transfer_s(prefill_host: str, decode_host: str) -> float:
         return kv_transfer_times.predict_s(prefill_host, decode_host, prompt_bytes, config.kv_bytes_per_s)
 
-    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
-        prefills, decodes, transfer_s
-    )
+    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
     first, second = prefill.entry, decode.entry
     after_s = _pause_after_s(admission, prefill, is_answered_there=second is first)
     return core.Placement(
