@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from torchrelay.scheduler.policy.autoscaling.price import IdlePlan
-from torchrelay.scheduler.policy.estimates import prompt_time, token_time
+from torchrelay.scheduler.policy.estimates import token_time
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.sim.policies.deadline_order import by_deadline
 from torchrelay.sim.policies.relay_plans import no_copies
@@ -29,10 +29,8 @@ REPLACED: Mapping[str, Mapping[str, object]] = {
     "forecast": {"autoscaling.price._with_wake": lambda gaps_s, keep_s, *_: IdlePlan(keep_s)},
     "growth": {"autoscaling.decision._growth": _returns(None)},
     "late_before": {"autoscaling.arrivals.ArrivalHistory.num_late": _returns(0)},
-    "late_credit": {"admission.deadline_queue._TIMELY_PER_LATE": 10**9},
     "learned_keep": {"autoscaling.price.IdleGaps.plan": lambda _, break_even_s, __: IdlePlan(break_even_s)},
     "overdue": {"autoscaling.instance_eviction._overdue_tenant": _returns("")},
-    "prompt_time": {"estimates.prompt_time.PromptTimes.of": _returns(prompt_time.UNKNOWN)},
     "share_slots": {"autoscaling.instance_eviction._share_slots": _returns([])},
     "shared_versions": {"dispatch.shared_versions.SharedVersions.is_shared": _returns(value=False)},
     "split_roles": {"transitions.demands._decode_demand": _returns(None)},

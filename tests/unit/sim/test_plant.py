@@ -109,6 +109,7 @@ def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
     changed_to = {roles for _, roles in policy.changes}
     both = {frozenset((role,)) for role in Role}
     assert changed_to == both if phase_s > policy.state.config.turn_s else changed_to <= both
+    plant.events.run(plant.events.now + 1.0)  # until the release of the last request has arrived
     assert_nothing_left(policy)
 
 
@@ -274,7 +275,7 @@ def test_threefold_overload_most_of_capacity_in_time() -> None:
     overload = requests("t/small", round(3 * computed_per_s * 30), 1 / (3 * computed_per_s), 2000, 30)
     _, outcomes = run(overload, max_instances=1)
     in_time = [each for each in outcomes if each.arrived_at > outcomes[0].arrived_at + 5.0 and each.attains(SMALL)]
-    assert len(in_time) / (25 * computed_per_s) >= 0.6, "a sixteenth is for late requests, a tenth for answers"
+    assert len(in_time) / (25 * computed_per_s) >= 0.6, "a tenth is for answers"
     assert all(outcome.ended_at for outcome in outcomes)
 
 
@@ -290,9 +291,10 @@ def test_mixed_overload_beats_deadline_order() -> None:
         policy = new_policy(Policy, strategies, max_instances=1)
         outcomes = Plant(policy, FLEET, [model]).run(overload, 30.0)
         in_time = sum(outcome.ttft_s <= 2.0 for outcome in outcomes)
-        early = sum(outcome.first_token_at < outcomes[-1].arrived_at for outcome in outcomes)
-        return in_time / len(outcomes), (early - in_time) / len(outcomes)
+        late = [outcome for outcome in outcomes if outcome.ttft_s > 2.0]
+        early = sum(outcome.first_token_at < outcomes[-1].arrived_at for outcome in late)
+        return in_time / len(outcomes), early / len(outcomes)
 
     in_time, late = served(Strategies())
     by_deadlines, _ = served(by_deadline(Strategies()))
-    assert (round(in_time, 2), round(late, 3), round(by_deadlines, 2)) == (0.38, 0.023, 0.29)
+    assert (round(in_time, 2), round(late, 3), round(by_deadlines, 2)) == (0.41, 0.005, 0.32)

@@ -162,7 +162,7 @@ def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: Even
             clock=clock,
             epoch=Epoch(clock.now()),
             # A stream holds an answer for each of its requests at most a few times over.
-            streams=AdmitStreams(max_queued=4 * settings.queue_limit_total),
+            streams=AdmitStreams(max_queued=4 * settings.config.queue_limit_total),
             cluster_tickets=ClusterTickets(bytes.fromhex(settings.cluster_key)),
             explain=ExplainLog(),
             event_publisher=event_publisher,

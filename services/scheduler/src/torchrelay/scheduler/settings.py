@@ -76,7 +76,6 @@ class SchedulerSettings(ServiceSettings):
     queue_limit: int = Field(
         1024, ge=1, description="Maximum waiting requests per model; further ones are refused with Retry-After."
     )
-    queue_limit_total: int = Field(8192, ge=1, description="Maximum waiting requests in total.")
     interactive_ttft_s: float = Field(
         0.5,
         gt=0,
@@ -95,33 +94,10 @@ class SchedulerSettings(ServiceSettings):
         "override it.",
     )
     drain_s: float = Field(30.0, ge=0, description="Time for the running requests of a drained instance to finish.")
-    load_tries: int = Field(3, ge=1, description="Failed loads of a model before its waiting requests are refused.")
-    load_stall_s: float = Field(
-        45.0,
-        gt=0,
-        description="A load of which nothing arrives for this long has failed. More than the stores' remote_give_up_s: "
-        "a store waits that long for its object store, and names the cause.",
-    )
     gateway_grace_s: float = Field(10.0, ge=0, description="Time for a disconnected gateway to reconnect.")
 
     replicate: bool = Field(
         True, description="Keep and rebuild copies of packs in RAM beside those that instances use."
-    )
-    recent_s: float = Field(600.0, gt=0, description="A model used within this time has recent demand.")
-    recent_copies: int = Field(
-        2, ge=1, le=8, description="Copies in RAM of a model with recent demand, in different failure domains."
-    )
-    max_replications: int = Field(32, ge=1, description="Maximum concurrent copies that no request waits for.")
-    max_replications_per_store: int = Field(2, ge=1, description="Maximum of these into one store.")
-    cache_share: float = Field(
-        0.8, gt=0, le=1, description="Share of each arena that models without recent demand may fill."
-    )
-    retention_s: float = Field(
-        30.0, ge=1, le=3600, description="How long stores keep the last copies without renewal by a scheduler."
-    )
-
-    link_cap_bytes_per_s: float = Field(
-        0.0, ge=0, description="Planned maximum of relays on a host's link, in bytes/s; 0: as measured."
     )
 
     @field_validator("cluster_key")

@@ -100,9 +100,10 @@ def test_each_refused_client_gets_later_retry_time() -> None:
     told = [retry_times.retry_s(VERSION, 0.5, 4.0, 100.0) for _ in range(3)]
     assert told == [6.0, 8.0, 10.0]
     assert retry_times.retry_s("another", 0.5, 0.0, 100.0) == 2.0
-    assert retry_times.retry_s(VERSION, 0.5, 0.0, 109.0) == 4.0  # two were due to come back, at 106 and 108
-    assert retry_times.retry_s(VERSION, 1e6, 0.0, 109.0) == MIN_S
-    assert retry_times.retry_s(VERSION, 1e-6, 0.0, 109.0) == MAX_S
+    assert retry_times.retry_s(VERSION, 0.5, 0.0, 109.0) == 3.0  # 2 s after the client that is due at 110
+    assert retry_times.retry_s(VERSION, 1e6, 0.0, 113.0) == MIN_S
+    assert retry_times.retry_s(VERSION, 1e-6, 0.0, 113.0) == MAX_S
+    assert retry_times.retry_s(VERSION, 0.5, 0.0, 173.0) == 2.0  # it came back, whatever it was told
 
 
 def test_place_rate_counts_only_waiting_time() -> None:

@@ -67,7 +67,9 @@ class PolicyConfig:
     load_backoff_s: float = 0.1  # after the first failure; doubled by each further one
     load_backoff_max_s: float = 5.0
     stale_s: float = SILENT_S  # silence, or time without an advance, after which a worker or store counts as lost
-    load_stall_s: float = 45.0  # a load without any bytes for this long has failed; see the setting
+    # A load without any bytes for this long has failed: longer than a store waits for its object store, to name the
+    # cause.
+    load_stall_s: float = 45.0
     load_orphan_s: float = 5.0  # the same if the host's store is lost
     unserved_s: float = 10.0  # requests that need a load are refused after no model could be loaded for this long
     unserved_resumed_s: float = 60.0  # the same for requests that have output tokens already
@@ -81,15 +83,11 @@ class PolicyConfig:
     recent_copies: int = 2  # copies of such a pack, in different failure domains
     max_replications: int = 32  # concurrent copies that no request waits for; half as many if nothing was lost
     max_replications_per_store: int = 2  # the same into one store
-    cache_share: float = 0.8  # share of an arena that packs without recent demand may fill
     replicate_every_s: float = 0.5
     loss_grace_s: float = 2.0  # a store that stopped reporting may come back with its arena within this time
     retention_s: float = 30.0  # how long a store keeps retained packs without a renewal
     copy_backoff_s: float = 1.0  # after a failed copy; doubled by each further failure, up to copy_backoff_max_s
     copy_backoff_max_s: float = 60.0
-
-    # Relays
-    link_cap_bytes_per_s: float = 0.0  # planned maximum per direction of a host's link; 0: as measured
 
     # Latency
     tbt_target_s: float = 0.1  # for models without a target; exceeded only if all other decode instances are worse

@@ -18,7 +18,6 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
     tbt_s: float = 0.0
     step_s: float = 0.0  # a decode step with the batch at placement
     num_cached_tokens: int = 0  # tokens of the prompt that are expected to be cached
-    steps_s: float = 0.0  # the prompt's steps by the worker's own model; 0: other prompts are ahead of it
     ttft_correction: float = 1.0  # the prefill instance's factor at placement, which is part of ``ttft_s``
     tbt_correction: float = 1.0  # the decode instance's factor, which is part of ``tbt_s``
     pause_s: float = 0.0  # pause without prompts after this one, so that the instance's answers meet their token times

@@ -35,7 +35,6 @@ from torchrelay.scheduler.policy.estimates.correction import TTFT_WEIGHT, Correc
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
-from torchrelay.scheduler.policy.estimates.prompt_time import PromptTimes
 from torchrelay.scheduler.policy.estimates.token_time import TokenTimes
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
@@ -70,7 +69,6 @@ class State:
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
     roster_cache: RosterCache = field(default_factory=RosterCache)
     corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
-    prompt_times: PromptTimes = field(default_factory=PromptTimes)
     token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     cached_prompts: CachedPrompts = field(default_factory=CachedPrompts)
@@ -118,7 +116,6 @@ class State:
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:
         queues = AdmissionQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
-        links = Links(config.link_cap_bytes_per_s)
         failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
         losses = LeastLosses(config.turn_s)
         state = cls(
@@ -133,7 +130,6 @@ class State:
             turns,
             losses,
             strategies,
-            links=links,
         )
         state.instances = Instances(on_change=state._instances_changed)
         state.attempts = OpenAttempts(on_change=state.roster_cache.work_changed)

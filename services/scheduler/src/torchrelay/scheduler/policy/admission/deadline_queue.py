@@ -1,7 +1,7 @@
 """Requests whose tenants take turns (``common.fair_queue``), charged by prompt tokens.
 
-The tenant's request with the earliest deadline that can still be met is first. Late requests follow in an order of
-their own, and get at least a sixteenth of the tenant's service.
+The tenant's request with the earliest deadline that can still be met is first. Late requests follow when none of these
+waits, in an order of their own.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from torchrelay.common.fair_queue import StartTags
 from torchrelay.scheduler.policy.core import Admission, AttemptKey
 
-Entry = tuple[float, int, AttemptKey, int]  # deadline, or rank if late; order of arrival; key; prompt tokens
-
-_TIMELY_PER_LATE = 15  # prompt tokens of timely requests per token of late requests, while a tenant has both
+Entry = tuple[float, int, AttemptKey]  # deadline, or rank if late; order of arrival; key
 
 
 class OrderedRequests:
@@ -59,39 +57,24 @@ class _TenantRequests:
 
     timely: OrderedRequests = field(default_factory=OrderedRequests)
     late: OrderedRequests = field(default_factory=OrderedRequests)
-    late_credit: int = 0  # prompt tokens of timely requests that were served since the last late request
 
     def __len__(self) -> int:
         return len(self.timely) + len(self.late)
 
     def first(self) -> Entry:
         """The tenant's next request; there must be one."""
-        if not len(self.late):
-            return self.timely.first()
-        late = self.late.first()
-        is_due = self.late_credit >= _TIMELY_PER_LATE * late[3] or not len(self.timely)
-        return late if is_due else self.timely.first()
+        return (self.timely if len(self.timely) else self.late).first()
 
     def fall_late(self, admission: Admission, rank: float) -> bool:
         """Returns False if the request was late already."""
         if admission.key in self.late:
             return False
-        _, sequence, key, num_tokens = self.timely.remove(admission.key)
-        self.late.push((rank, sequence, key, num_tokens))
+        _, sequence, key = self.timely.remove(admission.key)
+        self.late.push((rank, sequence, key))
         return True
 
     def remove(self, key: AttemptKey) -> None:
         (self.late if key in self.late else self.timely).remove(key)
-        if not len(self.late):
-            self.late_credit = 0
-
-    def serve(self, admission: Admission) -> None:
-        """Accounts for a request that is served now."""
-        num_tokens = admission.num_prefill_tokens
-        if admission.key in self.late:
-            self.late_credit = max(self.late_credit - _TIMELY_PER_LATE * num_tokens, 0)
-        elif len(self.late):
-            self.late_credit += num_tokens
 
 
 class DeadlineQueue:
@@ -110,8 +93,7 @@ class DeadlineQueue:
         if name not in self._tenants:
             self._tenants[name] = _TenantRequests()
             self._tags.join(name)
-        entry = (admission.deadline, sequence, admission.key, admission.num_prefill_tokens)
-        self._tenants[name].timely.push(entry)
+        self._tenants[name].timely.push((admission.deadline, sequence, admission.key))
 
     def remove(self, admission: Admission) -> None:
         tenant = self._tenants[admission.tenant]
@@ -122,7 +104,6 @@ class DeadlineQueue:
     def take(self, admission: Admission) -> None:
         """Removes a request that is served now, and charges its tenant."""
         self._tags.serve(admission.tenant, admission.num_prefill_tokens)
-        self._tenants[admission.tenant].serve(admission)
         self.remove(admission)
 
     def fall_late(self, admission: Admission, rank: float) -> bool:

@@ -1,7 +1,7 @@
 """Requests that wait for a placement, by model version: which is next, and which must leave when a queue is full.
 
 The next request comes from the tenant that was served least, among tenants with requests that are not batch work: its
-timely request with the earliest deadline, and now and then a late request. Batch work is next only if no other request
+timely request with the earliest deadline, or without one a late request. Batch work is next only if no other request
 waits; once its own deadline is near, it is no longer batch work. A request that cannot be placed now is *parked*: it
 waits like the others and keeps its position, but is not next. A full queue refuses requests of the tenant that has most
 of its places.

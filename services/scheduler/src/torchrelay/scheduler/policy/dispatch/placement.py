@@ -23,9 +23,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
-from torchrelay.scheduler.policy.estimates import prompt_time
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
-from torchrelay.scheduler.policy.estimates.prompt_time import PromptTime
 from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
 
@@ -44,7 +42,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0  # of this attempt's prompt
     correction: float = 1.0  # measured over predicted times to the first token there
     token_time: TokenTime = UNKNOWN
-    prompt_time: PromptTime = prompt_time.UNKNOWN
 
     @property
     def kv_unreserved_bytes(self) -> int:
@@ -65,8 +62,8 @@ class NoPlacement:
 
 
 # Plain tuples, because each admission makes a tuple per candidate, and they are compared in the order of fields.
-# TTFT, instance, seconds of the prompt itself, seconds of its steps alone if nothing is ahead.
-_Prefill: TypeAlias = tuple[float, str, float, float, Candidate]
+# TTFT, instance, seconds of the prompt itself.
+_Prefill: TypeAlias = tuple[float, str, float, Candidate]
 # Cost of later tokens, instance, TBT, seconds of a step, load left.
 _Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
 
@@ -95,9 +92,7 @@ def place(
     def transfer_s(prefill_host: str, decode_host: str) -> float:
         return kv_transfer_times.predict_s(prefill_host, decode_host, prompt_bytes, config.kv_bytes_per_s)
 
-    (ttft_s, _, prefill_s, steps_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
-        prefills, decodes, transfer_s
-    )
+    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
     first, second = prefill.entry, decode.entry
     after_s = _pause_after_s(admission, prefill, is_answered_there=second is first)
     return core.Placement(
@@ -111,7 +106,6 @@ def place(
             tbt_s=tbt_s,
             step_s=step_s,
             num_cached_tokens=prefill.num_cached_tokens,
-            steps_s=steps_s,
             ttft_correction=prefill.correction,
             tbt_correction=decode.token_time.correction,
             pause_s=after_s,
@@ -174,14 +168,10 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
                 paused_s = work.queue.paused_s(decode_s, now)
         else:
             context_s = latency.prefill_s(num_tokens, num_cached)
-        steps_s, load_left_s = num_contexts * context_s, entry.load_left_s(now)
+        prefill_s, load_left_s = num_contexts * context_s * candidate.correction, entry.load_left_s(now)
         queued_s, overdue_s = entry.queued_and_overdue_s(work.queue, now)
         if source is not None and source.worker.worker_id != entry.worker_ref.worker_id:
-            steps_s *= source.left_share(now + queued_s)
-        if load_left_s or queued_s:
-            prefill_s, alone_s = steps_s * candidate.correction, 0.0
-        else:
-            prefill_s, alone_s = candidate.prompt_time.alone_s(steps_s) * candidate.correction, steps_s
+            prefill_s *= source.left_share(now + queued_s)
         if load_left_s:
             left_s = work.queue.left_by_layer_s(entry.loaded_share(now), now)
             ttft_s = entry.computed_s(left_s + prefill_s, now) + paused_s
@@ -190,7 +180,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         # Later requests would wait behind batch work that is bound to a load.
         can_take = queued_s < entry.full_step_s if is_batch else entry.can_take(queued_s, prefill_s, now)
         if can_take and not paused_s:
-            prefills.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
+            prefills.append((ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)
         unpaused_at = work.queue.paused_until(decode_s) if paused_s else 0.0
@@ -263,7 +253,7 @@ def _best_pair(
     best: tuple[float, int, str, str] = (least_s, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
-        ttft_s, prefill_id, _, _, first = prefill
+        ttft_s, prefill_id, _, first = prefill
         if ttft_s + decodes[0][0] > least_s:
             break  # the same holds for every later prefill instance
         host_id = first.entry.host_id

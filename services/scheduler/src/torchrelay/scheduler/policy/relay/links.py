@@ -119,12 +119,9 @@ class _Link:
 
 
 class Links:
-    """Links by host; the remote store counts as a host. ``cap_bytes_per_s`` limits what a direction is planned to
-    carry.
-    """
+    """Links by host; the remote store counts as a host."""
 
-    def __init__(self, cap_bytes_per_s: float = 0.0) -> None:  # 0: no limit
-        self._cap = cap_bytes_per_s or math.inf
+    def __init__(self) -> None:
         self._links: defaultdict[str, _Link] = defaultdict(_Link)
         self._host_of: dict[str, str] = {REMOTE: REMOTE}  # by store
         self._incoming: dict[str, dict[str, float]] = {}  # by host: the rate from each source's host
@@ -277,17 +274,16 @@ class Links:
     @property
     def usual_bytes_per_s(self) -> float:
         """The expected rate of a link that nothing else uses."""
-        return min(self._best_peak or DEFAULT_BYTES_PER_S, self._cap)
+        return self._best_peak or DEFAULT_BYTES_PER_S
 
     def _node(
         self, host_id: str, leaf: str, best: float, out: _Rates, into: _Rates, is_sending: bool, now: float
     ) -> Node:
         link = self._links.get(host_id) or _Link()
-        capacity_out, background_out = min(link.out.capacity(best, now), self._cap), link.out.background(now)
-        capacity_in = min(link.into.capacity(best, now), self._cap)
+        capacity_out, background_out = link.out.capacity(best, now), link.out.background(now)
         return Node(
             residual_out=_residual_bytes_per_s(capacity_out, background_out, out[host_id]),
-            residual_in=_residual_bytes_per_s(capacity_in, link.into.background(now), into[host_id]),
+            residual_in=_residual_bytes_per_s(link.into.capacity(best, now), link.into.background(now), into[host_id]),
             host=host_id,
             busy_out=is_sending or bool(out[host_id]) or background_out > _BUSY_SHARE * capacity_out,
             leaf=leaf,

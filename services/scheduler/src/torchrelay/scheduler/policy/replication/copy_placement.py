@@ -9,6 +9,8 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import StoreStatus
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
 
+_CACHE_SHARE = 0.8  # of an arena, which packs without recent demand may fill
+
 
 class CopyPlacement:
     """The space left on each store during one decision, once it is measured; a copy counts as soon as it is placed.
@@ -53,7 +55,7 @@ class CopyPlacement:
         total = store.arena_target_bytes
         self.last_space[store.store_id] = total - num_fixed
         self.space[store.store_id] = total - num_fixed - num_spare
-        budget = int(total * self._config.cache_share)
+        budget = int(total * _CACHE_SHARE)
         self.idle_space[store.store_id] = budget - num_fixed - num_spare - num_other
 
     def is_full(self, urgent: bool) -> bool:

@@ -17,7 +17,6 @@ from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
-from torchrelay.scheduler.policy.estimates.prompt_time import UNKNOWN as UNKNOWN_PROMPT_TIME
 from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import backlogs, live_scaling, rosters
@@ -261,17 +260,17 @@ def _candidates(
     hashes, block_tokens, work_of = admission.block_hashes, model.routing_block_tokens, state.attempts.at
     num_cached_blocks, correction_of = state.prefix_index.num_blocks, state.corrections.of
     result: list[Candidate] = []
-    prompt_time_of, token_time_of = state.prompt_times.of, state.token_times.of
+    token_time_of = state.token_times.of
     for entry in entries:
         instance_id, num_cached, correction = entry.worker_ref.instance_id, 0, 1.0
-        prompt_time, token_time = UNKNOWN_PROMPT_TIME, UNKNOWN_TOKEN_TIME
+        token_time = UNKNOWN_TOKEN_TIME
         if entry.plays_prefill:
-            prompt_time, correction = prompt_time_of(instance_id), correction_of(instance_id, now)
+            correction = correction_of(instance_id, now)
             if hashes:
                 num_cached = num_cached_blocks(instance_id, hashes) * block_tokens
         if entry.plays_decode:
             token_time = token_time_of(instance_id, now)
-        result.append(Candidate(entry, work_of(instance_id), num_cached, correction, token_time, prompt_time))
+        result.append(Candidate(entry, work_of(instance_id), num_cached, correction, token_time))
     if state.shared_versions.is_shared(admission.version_id, now):
         return [candidate for candidate in result if _takes_beside_others(candidate)]
     return result
@@ -310,7 +309,6 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
     state.instances.touch(instance_id, now)
     if is_measured and not placement.cold and placement.prompt_source is None:
         ttft_s, predicted = now - attempt.placed_at, placement.predicted
-        state.prompt_times.observe(instance_id, predicted.steps_s, ttft_s / predicted.ttft_correction)
         state.corrections.observe(instance_id, predicted.ttft_s, predicted.ttft_correction, ttft_s, now)
     instance = state.instances.get(instance_id)
     is_late = now > admission.deadline and (admission.key.attempt == 1 or admission.was_recalled)

@@ -64,7 +64,6 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
         if not state.instances.of_version(instance.version_id):
             state.cached_prompts.forget(instance.version_id)
         state.corrections.forget(instance.instance_id)
-        state.prompt_times.forget(instance.instance_id)
         state.token_times.forget(instance.instance_id)
         state.load_times.end(instance.instance_id)
         state.prompt_moves.pop(instance.instance_id, None)
