@@ -180,7 +180,7 @@ def num_exchanges(monkeypatch: pytest.MonkeyPatch, num_busy: int) -> int:
     scene.admit(waiting, "waits")
     scene.pass_time(1.5)
     assert scene.policy.state.queues.versions == (waiting.version_id,)
-    exchange, num = instance_eviction._exchange, 0
+    exchange, num = instance_eviction.exchange_of, 0
 
     def count_exchange(*args: Any, **options: Any) -> Any:
         nonlocal num
@@ -188,7 +188,7 @@ def num_exchanges(monkeypatch: pytest.MonkeyPatch, num_busy: int) -> int:
         return exchange(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(instance_eviction, "_exchange", count_exchange)
+        patch.setattr(instance_eviction, "exchange_of", count_exchange)
         scene.pass_time(0.1)
     return num
 

@@ -270,6 +270,8 @@ async def test_explain_shows_cold_start_from_queue_to_first_token(nats_url: str)
             assert "wake" in [decision.kind for decision in reply.decisions]
             model = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert all(decision.reason for decision in model.decisions)
+            labels = [line.label for line in model.worth if line.text]
+            assert labels in (["bid", "ask"], ["bid", "ask", "idle"]) and not reply.worth
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await gateway.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r0"))
             assert caught.value.details() == (

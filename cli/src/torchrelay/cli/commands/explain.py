@@ -43,10 +43,11 @@ def explain(
     if as_json:
         console.print_json(explained)
         return
-    if not explained["phases"] and not explained["decisions"]:
+    worth = explained.get("worth", ())
+    if not explained["phases"] and not explained["decisions"] and not worth:
         console.err().print("no recent activity")
         return
-    console.out().print(explanation(explained["phases"], explained["decisions"]))
+    console.out().print(explanation(explained["phases"], explained["decisions"], worth))
 
 
 def _full_model_name(access: Access, name: str) -> str:
@@ -74,6 +75,7 @@ def _from_scheduler(home: Home, subject: str, is_request: bool) -> dict[str, Any
     return {
         "phases": [_with_ints(phase, "begin_unix_us", "end_unix_us") for phase in reply_dict["phases"]],
         "decisions": [_with_ints(decision, "at_unix_us") for decision in reply_dict["decisions"]],
+        "worth": reply_dict["worth"],
     }
 
 

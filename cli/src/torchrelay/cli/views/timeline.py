@@ -17,13 +17,16 @@ Phase = Mapping[str, Any]
 Decision = Mapping[str, Any]
 
 
-def explanation(phases: Sequence[Phase], decisions: Sequence[Decision]) -> WidthAware:
-    """The timeline, with bars on a wide terminal, then the decisions."""
+def explanation(
+    phases: Sequence[Phase], decisions: Sequence[Decision], worth: Sequence[Mapping[str, str]] = ()
+) -> WidthAware:
+    """The timeline, with bars on a wide terminal, then the decisions, and what a slot is worth to the model now."""
 
     def draw(width: int) -> Group:
         bar_cells = min(BAR_CELLS, width - COLUMNS_CELLS) if width >= NARROW_CELLS else 0
         parts = [timeline(phases, bar_cells)] if phases else []
-        return Group(*parts, *([decisions_table(decisions)] if decisions else []))
+        parts += [decisions_table(decisions)] if decisions else []
+        return Group(*parts, *([worth_table(worth)] if worth else []))
 
     return WidthAware(draw)
 
@@ -36,6 +39,14 @@ def decisions_table(decisions: Sequence[Decision]) -> ResultTable:
         table.add_line(
             at, decision["kind"], Text(shorten_ids(decision["subject"])), Text(shorten_ids(decision["reason"]))
         )
+    return table
+
+
+def worth_table(worth: Sequence[Mapping[str, str]]) -> ResultTable:
+    """The present bid and ask of a model, and why it waits."""
+    table = ResultTable("now", "worth of a slot", whole=("now",), is_narrow=True)
+    for line in worth:
+        table.add_line(line["label"], Text(shorten_ids(line["text"])))
     return table
 
 

@@ -647,6 +647,7 @@ class ExplainReply(_message.Message):
 
     PHASES_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
+    WORTH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Phase]:
         """in order of begin"""
@@ -655,19 +656,49 @@ class ExplainReply(_message.Message):
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
         """newest last"""
 
+    @_builtins.property
+    def worth(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorthLine]:
+        """of a slot to the model, now; not with a request"""
+
     def __init__(
         self,
         *,
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         decisions: _abc.Iterable[Global___Decision] | None = ...,
+        worth: _abc.Iterable[Global___WorthLine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "phases", b"phases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "phases", b"phases", "worth", b"worth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015
+
+@_typing.final
+class WorthLine(_message.Message):
+    """A line about the worth of a slot to a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    label: _builtins.str
+    """"bid", "ask", "idle", "victim", "why" """
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        label: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorthLine: _TypeAlias = WorthLine  # noqa: Y015
 
 @_typing.final
 class Decision(_message.Message):

@@ -422,28 +422,45 @@ def test_model_gives_up_one_slot_per_decision() -> None:
 
 
 def test_eviction_reason_names_figures() -> None:
-    def told(situation: AutoscalerInput) -> list[str]:
-        return [action.reason.text for action in decide(situation, RULES) if isinstance(action, Drain)]
-
     stores, idle = [a_store("s", "host-1")], an_instance(0, a_model("acme/idle"))
     load = replace(a_full_host([idle], [waiting("acme/new")], stores), cluster_load=ListedLoad([]))
     unused = [InstanceLoad(idle, 0, 0, NOW - 12.0, reload_s=4.0, tenants=frozenset(("acme",)))]
-    assert told(replace(load, cluster_load=ListedLoad(unused))) == [
+    assert drain_texts(replace(load, cluster_load=ListedLoad(unused))) == [
         "idle for 12 s, and acme/new has waited 100 ms for a slot; to load it again takes 4 s (0.0 late requests)"
     ]
     crowded = crowded_demand(a_model("acme/crowded"), 6.0)
     grows = a_full_host([idle, an_instance(1, crowded.model)], [crowded], stores)
     loads = [*unused, InstanceLoad(an_instance(1, crowded.model), 9, 0)]
-    assert told(replace(grows, cluster_load=ListedLoad(loads))) == [
+    assert drain_texts(replace(grows, cluster_load=ListedLoad(loads))) == [
         "idle for 12 s, and acme/crowded saves 438.3 late requests; to load it again takes 4 s (0.0 late requests)"
     ]
     busy = a_model("birch/busy")
     shares = a_full_host([an_instance(0, busy), an_instance(1, busy)], [waiting("acme/new", 1.25)], stores, busy=2)
-    assert told(shares) == ["a model of another tenant has waited 1.25 s for a slot, and this model can do without one"]
-    turns = a_full_host([an_instance(0, busy, since=NOW - 30.0)], [waiting("acme/new", 11.5)], stores, busy=1)
-    assert told(turns) == [
-        "a model of another tenant has waited 11.5 s, and no slot can be spared; this one was held for 30 s"
+    assert drain_texts(shares) == [
+        "a model of another tenant has waited 1.25 s for a slot, and this model can do without one; without it 0.0 "
+        "requests of this model are late"
     ]
+    turns = a_full_host([an_instance(0, busy, since=NOW - 30.0)], [waiting("acme/new", 11.5)], stores, busy=1)
+    assert drain_texts(turns) == [
+        "a model of another tenant has waited 11.5 s, and no slot can be spared; this one was held for 30 s; "
+        "without it 0.0 requests of this model are late"
+    ]
+
+
+def drain_texts(situation: AutoscalerInput) -> list[str]:
+    return [action.reason.text for action in decide(situation, RULES) if isinstance(action, Drain)]
+
+
+def test_tenants_see_no_counts_of_each_other() -> None:
+    stores, idle = [a_store("s", "host-1")], an_instance(0, a_model("acme/idle"))
+    crowded = crowded_demand(a_model("birch/crowded"), 6.0)
+    grows = a_full_host([idle, an_instance(1, crowded.model)], [crowded], stores)
+    unused = InstanceLoad(idle, 0, 0, NOW - 12.0, reload_s=4.0, tenants=frozenset(("acme",)))
+    busy = InstanceLoad(an_instance(1, crowded.model), 9, 0)
+    text = "idle for 12 s, and a model of another tenant needs more instances; to load it again takes 4 s"
+    assert drain_texts(replace(grows, cluster_load=ListedLoad([unused, busy]))) == [f"{text} (0.0 late requests)"]
+    shared = unused._replace(tenants=frozenset(("acme", "cedar")))
+    assert drain_texts(replace(grows, cluster_load=ListedLoad([shared, busy]))) == [text]
 
 
 def report_pins(scene: PaperCluster, store_id: str) -> None:

@@ -18,6 +18,7 @@ from torchrelay.scheduler.policy.inputs import (
     ModelDeleted,
     Withdraw,
 )
+from torchrelay.scheduler.policy.transitions.cluster_load import worth_lines
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.cluster_view import cluster_view
@@ -105,7 +106,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
         if not request.request_id:
             decisions = self._controller.explain.model(request.model)
-            return scheduler_pb2.ExplainReply(decisions=map(converters.decision_to_proto, decisions))
+            worth = worth_lines(self._controller.policy.state, request.model, self._controller.clock.now())
+            return scheduler_pb2.ExplainReply(
+                decisions=map(converters.decision_to_proto, decisions),
+                worth=[scheduler_pb2.WorthLine(label=line.label, text=line.text) for line in worth],
+            )
         explained = self._controller.explain.request(request.request_id)
         if explained is None:
             kept = f"only requests since the scheduler's start, the last {MAX_REQUESTS:,}, are kept"

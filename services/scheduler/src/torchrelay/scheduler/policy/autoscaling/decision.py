@@ -17,6 +17,7 @@ from functools import cache, partial
 from itertools import count, repeat
 
 from torchrelay.common.quantities import format_duration
+from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
     AutoscalerInput,
@@ -201,9 +202,7 @@ def _growth(
         or not (demand.num_late_before or any(sizing.work.num_saved(sizing.number, 0.0) for sizing in sizings))
     ):
         return None
-    nearest = free.of(demand.model, demand.avoid, demand.least_kv_bytes, most=1)
-    tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, autoscaler_input)
-    load_s = demand.load_s.get(tier, 0.0)
+    load_s = next_load_s(demand, autoscaler_input, free)
     wanted = wanted_instances(demand, playing, load_s, config)
     missing = wanted - playing
     if not missing:
@@ -218,6 +217,13 @@ def _growth(
     ]
     saved, held_s = max(gains)
     return Growth(wanted, missing, slots, load_s, max(saved, demand.num_late_before), held_s)
+
+
+def next_load_s(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> float:
+    """Predicted load time of one more instance, in a free slot or else in that of an idle instance."""
+    nearest = free.of(demand.model, demand.avoid, demand.least_kv_bytes, most=1)
+    tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, autoscaler_input)
+    return demand.load_s.get(tier, 0.0)
 
 
 def _assign_growth(demand: Demand, growth: Growth, missing: Counter[Role]) -> tuple[SlotAssignment, ...]:
@@ -265,19 +271,22 @@ def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:
     """Reason of a growth: the late requests that it saves and its load time."""
     numbers = [growth.wanted[role] for role in ROLES]
+    num_paid = price.least_saved(growth.load_s, growth.held_s, demand.late_s)
     wanted = f"{numbers[0]} per role wanted"
     if (decode := demand.decode) is not None:
         answers = f"{decode.num_answers} answers, {decode.num_held} on each"
         wanted = f"{numbers[0]} prefill and {numbers[1]} decode wanted ({answers})"
     text = (
-        f"{wanted}: the next saves {growth.num_saved:.1f} late requests, and loads in "
+        f"{wanted}: the next saves {growth.num_saved:.1f} late requests, costs {num_paid:.1f}, and loads in "
         f"{format_duration(growth.load_s)}; a queue of {format_duration(demand.backlog_s)}, "
         f"a wait of {format_duration(demand.oldest_wait_s)} (target {format_duration(demand.target_s)})"
     )
     figures = {
         "num_wanted": max(growth.wanted[role] for role in growth.missing),
         "num_saved": growth.num_saved,
+        "num_paid": num_paid,
         "load_s": growth.load_s,
+        "held_s": growth.held_s,
         "backlog_s": demand.backlog_s,
         "oldest_wait_s": demand.oldest_wait_s,
     }

@@ -65,7 +65,7 @@ def _idle_slots(
     overdue_tenant: str,
 ) -> list[Drain]:
     idle = claims.idle_up_to(math.inf if overdue_tenant else demand.num_gained(0.0))
-    exchanges = {load.instance.instance_id: _exchange(load, demand, claims) for load in idle}
+    exchanges = {load.instance.instance_id: exchange_of(load, demand, claims) for load in idle}
     idle = [
         load
         for load in idle
@@ -128,8 +128,8 @@ def _first_slot(
     order = (InstancePhase.DRAINING, InstancePhase.READY, InstancePhase.LOADING)
     victim = min(candidates, key=lambda load: (order.index(load.instance.phase), load.instance.since))
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and its tenant has no slot"
-    figures = _exchange(victim, demand, claims, config.turn_s).figures
-    return [_drain(victim, FIRST_SLOT, waited, demand.model, figures, tenant)]
+    exchange = exchange_of(victim, demand, claims, config.turn_s)
+    return [_drain(victim, FIRST_SLOT, waited + _cost(victim, exchange), demand.model, exchange.figures, tenant)]
 
 
 def _is_first_slot(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> bool:
@@ -148,12 +148,12 @@ def _overdue_tenant(demand: Demand, claims: SlotClaims, config: PolicyConfig) ->
     """The tenant that may take a slot for the model, whatever the slot's model loses: if the model has waited longer
     than the limit and its target, the first waiting tenant that has taken no such slot for a turn. Empty without one.
     """
-    if demand.slot_wait_s < _overdue_s(demand, config):
+    if demand.slot_wait_s < overdue_s(demand, config):
         return ""
     return next((tenant for tenant in demand.waiting_tenants if tenant not in claims.overdue_tenants), "")
 
 
-def _overdue_s(demand: Demand, config: PolicyConfig) -> float:
+def overdue_s(demand: Demand, config: PolicyConfig) -> float:
     return max(config.longest_wait_s, demand.target_s)
 
 
@@ -198,7 +198,8 @@ def evict_to_grow(
         for load in _enough_of(idle, demand, rest, claims) if rest else []:
             exchange = _growth_exchange(load, demand, gain, autoscaler_input, claims)
             if exchange is not None:  # the drain before may have left this as its model's last instance
-                drains.append(_evict(load, f"and {{}} {gain.text}", demand, exchange, autoscaler_input))
+                text = gain.text if is_of_tenant(load, demand.model.name) else "needs more instances"
+                drains.append(_evict(load, f"and {{}} {text}", demand, exchange, autoscaler_input))
                 claims.add(drains[-1:])
     return drains
 
@@ -210,7 +211,7 @@ def _away_s(load: InstanceLoad, demand: Demand, claims: SlotClaims) -> float:
     return claims.drain_s(load) + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
 
 
-class _Exchange(NamedTuple):
+class Exchange(NamedTuple):
     """The exchange of a slot: late requests of its present model without it, and requests that the other model serves
     with it; see ``price``.
     """
@@ -228,26 +229,26 @@ class _Exchange(NamedTuple):
         return {"num_lost": self.num_lost} | ({} if math.isinf(self.num_gained) else {"num_gained": self.num_gained})
 
 
-def _exchange(
+def exchange_of(
     load: InstanceLoad, demand: Demand, claims: SlotClaims, held_s: float = 0.0, *, is_spared: bool = False
-) -> _Exchange:
+) -> Exchange:
     """The exchange if the other model holds the slot for ``held_s`` once it is loaded. The model's remaining instances
     take their part of its requests, if they play both roles, or will do so (``is_spared``).
     """
     others = claims.others(load)
     number = 1 + len(others) if is_spared or cover_both_roles(other.instance for other in others) else 1
     lost = num_lost(load.arrivals_per_s / number, _away_s(load, demand, claims) + held_s, load.target_s)
-    return _Exchange(lost, demand.num_gained(held_s))
+    return Exchange(lost, demand.num_gained(held_s))
 
 
 def _growth_exchange(
     load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, claims: SlotClaims
-) -> _Exchange | None:
+) -> Exchange | None:
     """The exchange for growth; None if it does not pay or the slot's model would reclaim the slot: because it is the
     model's only slot and a request is expected within a turn, or because the instance saves its model more than half
     of the gain.
     """
-    exchange = _exchange(load, demand, claims, gain.held_s)._replace(num_gained=gain.num_saved)
+    exchange = exchange_of(load, demand, claims, gain.held_s)._replace(num_gained=gain.num_saved)
     if gain.is_due or not exchange.pays:
         return exchange if exchange.pays else None
     others = claims.others(load)
@@ -347,13 +348,13 @@ def _shared_slot(
         instance = victim.instance
         if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.reserved:
             continue
-        exchange = _exchange(victim, demand, claims, config.turn_s, is_spared=True)
+        exchange = exchange_of(victim, demand, claims, config.turn_s, is_spared=True)
         is_over = instance.since <= held_since and demand.slot_wait_s >= config.turn_s
         if is_served and not is_over and not exchange.pays:
             continue
         if not claims.roles(demand, instance.worker_id, without=[victim]) >= missing:
             continue
-        drain = _drain(victim, "share", waited, model, exchange.figures)
+        drain = _drain(victim, "share", waited + _cost(victim, exchange), model, exchange.figures)
         changes = _role_takeover(loads, victim, autoscaler_input, drain.reason)
         if changes is not None:
             is_decode = instance.plays(Role.DECODE)
@@ -369,11 +370,23 @@ def _any_turn_pays(demand: Demand, autoscaler_input: AutoscalerInput, claims: Sl
     return any(
         load.instance.phase is InstancePhase.READY
         and load.instance.since <= held_since
-        and _exchange(load, demand, claims, config.turn_s).pays
+        and exchange_of(load, demand, claims, config.turn_s).pays
         for version_id in least_losses.up_to(demand.num_gained(config.turn_s), autoscaler_input.now)
         if version_id not in spared
         for load in autoscaler_input.cluster_load.of_version(version_id)
     )
+
+
+def turn_exchanges(
+    demand: Demand, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig
+) -> dict[str, Exchange]:
+    """The exchange of each slot that the model could take from another for a turn, by instance."""
+    return {
+        load.instance.instance_id: exchange_of(load, demand, claims, config.turn_s)
+        for load in autoscaler_input.loads
+        if load.instance.version_id not in {demand.model.version_id, *claims.versions}
+        and load.instance.instance_id not in autoscaler_input.reserved
+    }
 
 
 def _end_turn(
@@ -390,13 +403,8 @@ def _end_turn(
     host are drained. Requests of the drained model wait for its next turn.
     """
     model, held_since = demand.model, autoscaler_input.now - config.turn_s
-    may_wait = demand.slot_wait_s < _overdue_s(demand, config) + config.turn_s
-    exchanges = {
-        load.instance.instance_id: _exchange(load, demand, claims, config.turn_s)
-        for load in autoscaler_input.loads
-        if load.instance.version_id not in {model.version_id, *claims.versions}
-        and load.instance.instance_id not in autoscaler_input.reserved
-    }
+    may_wait = demand.slot_wait_s < overdue_s(demand, config) + config.turn_s
+    exchanges = turn_exchanges(demand, autoscaler_input, claims, config)
 
     def may_end(load: InstanceLoad) -> bool:
         if load.instance.instance_id not in exchanges:
@@ -436,7 +444,7 @@ def _end_turn(
         exchange = exchanges[load.instance.instance_id]
         held = format_duration(autoscaler_input.now - load.instance.since)
         taker = "" if exchange.pays else overdue_tenant
-        drains.append(_drain(load, "turn", f"{waited} {held}", model, exchange.figures, taker))
+        drains.append(_drain(load, "turn", f"{waited} {held}{_cost(load, exchange)}", model, exchange.figures, taker))
     return drains
 
 
@@ -444,15 +452,26 @@ def _evict(
     victim: InstanceLoad,
     why: str,
     demand: Demand,
-    exchange: _Exchange,
+    exchange: Exchange,
     autoscaler_input: AutoscalerInput,
     overdue_tenant: str = "",
 ) -> Drain:
     idle_s, reload_s = _idle_s(victim, autoscaler_input), victim.reload_s
-    lost = f"to load it again takes {format_duration(reload_s)} ({exchange.num_lost:.1f} late requests)"
+    count = "" if len(victim.tenants) > 1 else f" ({exchange.num_lost:.1f} late requests)"
+    lost = f"to load it again takes {format_duration(reload_s)}{count}"
     figures = {"idle_s": idle_s, "reload_s": reload_s, **exchange.figures}
     taker = "" if exchange.pays else overdue_tenant
     return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {lost}", demand.model, figures, taker)
+
+
+def _cost(victim: InstanceLoad, exchange: Exchange) -> str:
+    """The end of a reason for the model that loses the slot. Tenants that share it see no count of each other."""
+    return "" if len(victim.tenants) > 1 else f"; without it {exchange.num_lost:.1f} requests of this model are late"
+
+
+def is_of_tenant(load: InstanceLoad, model: str) -> bool:
+    """Whether only the tenant of ``model`` uses the instance, so that each may be named to the other."""
+    return load.tenants == {tenant_of(model)}
 
 
 def _drain(
@@ -464,7 +483,7 @@ def _drain(
     overdue_tenant: str = "",
 ) -> Drain:
     """The drain of ``victim``. ``text`` names the waiting model only if the victim's tenants may know it."""
-    name = waiting.name if victim.tenants == {tenant_of(waiting.name)} else "a model of another tenant"
+    name = waiting.name if is_of_tenant(victim, waiting.name) else "a model of another tenant"
     reason = Reason(cause, text.format(name), figures or {})
     return Drain(victim.instance.instance_id, reason, overdue_tenant)
 

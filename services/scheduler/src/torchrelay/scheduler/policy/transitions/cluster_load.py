@@ -14,6 +14,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     InstanceLoad,
 )
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
+from torchrelay.scheduler.policy.autoscaling.slot_worth import WorthLine, slot_worth
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import Instance, InstancePhase
@@ -23,12 +24,20 @@ from torchrelay.scheduler.policy.transitions import demands
 
 def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None = None) -> AutoscalerInput:
     """Autoscaler input for the whole cluster or for these versions. Stores in the state what later decisions need."""
-    membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
         version_ids = sorted(
             staying.union(state.queues.versions, state.minimums.in_force, expected_versions(state, now))
         )
+    made = present_input(state, now, version_ids)
+    for demand in made.demands:
+        demands.note_demand(state, demand, now)
+    return made
+
+
+def present_input(state: State, now: float, version_ids: Iterable[str]) -> AutoscalerInput:
+    """The same for these versions, without a note in the state."""
+    membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     version_ids = list(version_ids)
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
     prices_s = {version_id: state.idle_timeout_s(version_id, now) for version_id in version_ids}
@@ -36,9 +45,6 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     by_version = {
         model.version_id: demands.demand_of(state, model, prices_s[model.version_id], now) for model in settled_models
     }
-    for demand in by_version.values():
-        demands.note_demand(state, demand, now)
-
     return AutoscalerInput(
         now=now,
         demands=tuple(by_version.values()),
@@ -54,6 +60,17 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         holder_index=membership,
         overdue_slots_at=state.overdue_slots_at,
     )
+
+
+def worth_lines(state: State, model: str, now: float) -> list[WorthLine]:
+    """The present worth of a slot to a model; empty if the model is unknown, or while reports arrive after a start."""
+    names = ((version_id, {*state.aliases.of(version_id), known.name}) for version_id, known in state.models.items())
+    version_id = next((version_id for version_id, of_version in reversed(list(names)) if model in of_version), None)
+    if version_id is None:
+        return []
+    made = present_input(state, now, dict.fromkeys((version_id, *state.queues.versions)))
+    demand = made.cluster_load.demand_of(version_id) if made.demands else None
+    return slot_worth(demand, made, state.config) if demand is not None else []
 
 
 def expected_versions(state: State, now: float) -> list[str]:

@@ -1,0 +1,186 @@
+"""The present worth of a slot to a model, in words: its bid for one more, the cost of its own, and why it waits.
+
+The numbers come from the functions that decide. A tenant sees its own numbers and names: nothing is said of how much
+another tenant's model loses or waits for, and models that share their files with other tenants show no count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torchrelay.common.quantities import format_count, format_duration
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Demand, InstanceLoad, Wake
+from torchrelay.scheduler.policy.autoscaling.decision import decide, next_load_s
+from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
+from torchrelay.scheduler.policy.autoscaling.instance_eviction import (
+    Exchange,
+    exchange_of,
+    is_of_tenant,
+    overdue_s,
+    turn_exchanges,
+)
+from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
+from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims
+from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
+from torchrelay.scheduler.policy.core import InstancePhase, Roles
+
+
+class WorthLine(NamedTuple):
+    label: str
+    text: str
+
+
+def slot_worth(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> list[WorthLine]:
+    """Lines about the model of ``demand``, as its tenant may see them."""
+    missing = autoscaler_input.missing(demand, demand.most_kv_bytes)
+    waits = bool(demand.num_waiting and missing)
+    lines = [_bid_for_first(demand, config) if missing else _bid_for_next(demand, autoscaler_input)]
+    if autoscaler_input.of(demand.model):
+        lines += _ask(demand, autoscaler_input, config)
+    if waits:
+        lines += _wait(demand, missing, autoscaler_input, config)
+    return lines
+
+
+def _device_seconds(num_late: float, demand: Demand) -> str:
+    """The worth of late requests."""
+    return f"{num_late * demand.late_s * demand.model.num_devices:,.0f} device seconds"
+
+
+def _bid_for_first(demand: Demand, config: PolicyConfig) -> WorthLine:
+    """The bid of a model that cannot serve: the requests that it would serve with a slot for a turn."""
+    if demand.by_tenant:
+        return WorthLine("bid", "its files are shared with other tenants: no numbers of all together are shown")
+    turn = format_duration(config.turn_s)
+    if not demand.num_waiting:
+        return WorthLine("bid", f"none: no request waits, and the next one asks for a slot at once (a turn of {turn})")
+    gained = demand.num_gained(config.turn_s)
+    waiting = f"{format_count(demand.num_waiting, 'request')} waiting, {demand.arrivals_per_s:.2g} more per second"
+    return WorthLine(
+        "bid",
+        f"a slot for a turn of {turn} serves {gained:.1f} requests ({waiting}): {_device_seconds(gained, demand)}",
+    )
+
+
+def _bid_for_next(demand: Demand, autoscaler_input: AutoscalerInput) -> WorthLine:
+    """The bid of a model that serves: the late requests that one more instance would save, against its cost."""
+    if demand.by_tenant:
+        return WorthLine("bid", "its files are shared with other tenants: no numbers of all together are shown")
+    free = FreeSlots(autoscaler_input, autoscaler_input.free_workers)
+    load_s = next_load_s(demand, autoscaler_input, free)
+    playing = Counter(role for load in autoscaler_input.of(demand.model) for role in load.instance.target_roles)
+    bids = []
+    for sizing in sizings_of(demand, playing):
+        saved, least = sizing.work.num_saved(sizing.number, load_s), sizing.work.least_saved(sizing.number, load_s)
+        held = format_duration(sizing.work.held_s(sizing.number, load_s))
+        roles = "" if demand.decode is None else f" {' and '.join(role.name.lower() for role in sorted(sizing.roles))}"
+        bids.append(
+            f"one more{roles} instance beside {sizing.number} saves {saved:.1f} late requests "
+            f"({_device_seconds(saved, demand)}) and costs {least:.1f} ({_device_seconds(least, demand)}): "
+            f"{format_duration(load_s)} to load, held for {held}"
+        )
+    return WorthLine("bid", "; ".join(bids))
+
+
+def _ask(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> Iterator[WorthLine]:
+    """The cost of the model's cheapest slot, if a model that loads as fast takes it for a turn."""
+    claims = SlotClaims(autoscaler_input, config, decided=())
+    own = [
+        load for load in autoscaler_input.of(demand.model) if load.instance.instance_id not in autoscaler_input.reserved
+    ]
+    if not own:
+        yield WorthLine("ask", "none: its minimum keeps all its slots")
+        return
+    exchanges = {load.instance.instance_id: exchange_of(load, demand, claims, config.turn_s) for load in own}
+    cheapest = min(own, key=lambda load: exchanges[load.instance.instance_id].num_lost)
+    lost = exchanges[cheapest.instance.instance_id].num_lost
+    where = f"{cheapest.instance.instance_id} on {cheapest.instance.worker_id}"
+    worth = f"{lost:.1f} late requests ({_device_seconds(lost, demand)})"
+    if demand.by_tenant:
+        worth = "an undisclosed number of late requests, as its files are shared"
+    text = f"to give up {where} for a turn costs {worth}"
+    if turn_left_s := _turn_left_s(cheapest, autoscaler_input, config):
+        text += f"; its own turn goes on for {format_duration(turn_left_s)}"
+    yield WorthLine("ask", text)
+    if not cheapest.busy and cheapest.instance.accepted and not demand.num_waiting:
+        idle_s = autoscaler_input.now - cheapest.unused_since
+        yield WorthLine("idle", f"for {format_duration(idle_s)}; kept for {format_duration(demand.keep_s)}")
+
+
+def _turn_left_s(load: InstanceLoad, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> float:
+    return max(load.instance.since + config.turn_s - autoscaler_input.now, 0.0)
+
+
+def _wait(
+    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, config: PolicyConfig
+) -> Iterator[WorthLine]:
+    """The slot that a waiting model would get first, and why it has not got it."""
+    claims = SlotClaims(autoscaler_input, config, decided=())
+    rest = claims.claim(demand, missing)
+    exchanges = turn_exchanges(demand, autoscaler_input, claims, config)
+    able = [
+        load
+        for load in autoscaler_input.loads
+        if load.instance.instance_id in exchanges
+        and load.instance.staying
+        and claims.roles(demand, load.instance.worker_id, without=[load]) >= rest
+    ]
+    victim = min(
+        able, key=lambda load: (exchanges[load.instance.instance_id].num_lost, load.instance.since), default=None
+    )
+    if rest and victim is not None:
+        yield WorthLine("victim", _victim_text(victim, exchanges[victim.instance.instance_id], demand))
+    actions = decide(autoscaler_input, config, is_complete=False)
+    if config.scaling is ScalingMode.ADVISE:
+        yield WorthLine("why", "the scheduler only advises (scaling), and loads nothing beyond minimums")
+    elif any(isinstance(action, Wake) and action.model.version_id == demand.model.version_id for action in actions):
+        yield WorthLine("why", "a slot is free: it loads now")
+    elif autoscaler_input.now < demand.not_before:
+        left = format_duration(demand.not_before - autoscaler_input.now)
+        yield WorthLine("why", f"its last load failed; the next try is in {left}")
+    elif not rest:
+        yield WorthLine("why", "a slot that is being freed is reserved for it")
+    elif victim is None:
+        kept = "the minimums of other models keep all slots that could hold it"
+        yield WorthLine("why", kept if autoscaler_input.reserved else "no slot of the pool could hold it now")
+    else:
+        why = _why_not(victim, exchanges[victim.instance.instance_id], demand, claims, autoscaler_input, config)
+        yield WorthLine("why", why or "the slot is taken at the next decision")
+
+
+def _victim_text(victim: InstanceLoad, exchange: Exchange, demand: Demand) -> str:
+    worker = victim.instance.worker_id
+    if not is_of_tenant(victim, demand.model.name):
+        return f"the slot on {worker}, of a model of another tenant"
+    return (
+        f"the slot on {worker}, of {victim.instance.model}: it asks {exchange.num_lost:.1f} late requests "
+        f"against {exchange.num_gained:.1f} served"
+    )
+
+
+def _why_not(
+    victim: InstanceLoad,
+    exchange: Exchange,
+    demand: Demand,
+    claims: SlotClaims,
+    autoscaler_input: AutoscalerInput,
+    config: PolicyConfig,
+) -> str:
+    """Why the model has not got the victim's slot; empty if nothing is in the way."""
+    waited_s, turn_left_s = demand.oldest_wait_s, _turn_left_s(victim, autoscaler_input, config)
+    why = []
+    if not any(load.instance is victim.instance for load in claims.idle_loads):
+        if waited_s < config.share_after_s:
+            after = format_duration(config.share_after_s)
+            why.append(f"it has waited {format_duration(waited_s)}, and a busy slot is taken after {after}")
+        if victim.instance.phase is not InstancePhase.READY:
+            why.append("the model of that slot still loads")
+        elif turn_left_s:
+            why.append(f"the turn of that slot ends in {format_duration(turn_left_s)}")
+    left_s = overdue_s(demand, config) - demand.slot_wait_s
+    if not exchange.pays and left_s > 0:
+        left = format_duration(left_s)
+        why.append(f"the slot is worth more to its model; it is taken in {left} all the same")
+    return "; ".join(why)
