@@ -181,6 +181,17 @@ def test_overdue_model_takes_slot_with_least_loss() -> None:
         assert drained(replace(situation, cluster_load=ListedLoad(loads))) == ended
 
 
+@pytest.mark.parametrize("phase", [InstancePhase.READY, InstancePhase.LOADING])
+def test_young_slot_does_not_delay_older_slot_that_pays(phase: InstancePhase) -> None:
+    """The cheapest slot had not been held for a turn, or still loaded: the model waited for it, for up to 70 s."""
+    older, young = an_instance(0, a_model("acme/older")), an_instance(1, a_model("acme/young"))
+    young = replace(young, phase=phase, since=NOW - RULES.turn_s + 1.0)
+    loads = [InstanceLoad(older, 8, 0, arrivals_per_s=0.5), InstanceLoad(young, 8, 0, arrivals_per_s=0.1)]
+    demand = replace(waiting("acme/new", RULES.turn_s), num_waiting=30)
+    situation = a_full_host([older, young], [demand], [a_store("s", "host-1")])
+    assert drained(replace(situation, cluster_load=ListedLoad(loads))) == ["i0"]
+
+
 @pytest.mark.parametrize("busy", [0, 1], ids=["idle", "busy"])
 @pytest.mark.parametrize(("target_s", "longest_s"), [(2.0, RULES.longest_wait_s), (600.0, 600.0)])
 def test_longest_wait_takes_slot_regardless_of_loss(target_s: float, longest_s: float, busy: int) -> None:

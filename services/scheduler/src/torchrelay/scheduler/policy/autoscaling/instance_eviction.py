@@ -397,24 +397,24 @@ def _end_turn(
     config: PolicyConfig,
     overdue_tenant: str,
 ) -> list[SetRoles | Drain]:
-    """Ends a turn when more models are busy than there are slots: drains the slot whose model loses least, if the
-    waiting model gains as much or is overdue, once that slot was held for a turn. A model that is overdue by a turn
-    chooses only among slots that were held for a turn. If the weights of a pack are in the way, all its slots on one
-    host are drained. Requests of the drained model wait for its next turn.
+    """Ends a turn when more models are busy than there are slots: drains the slot whose model loses least among those
+    that were held for a turn, if the waiting model gains as much. A model that is overdue takes the slot that loses
+    least, whatever that is, and waits for at most a turn until that slot was held for a turn. If the weights of a pack
+    are in the way, all its slots on one host are drained. Requests of the drained model wait for its next turn.
     """
     model, held_since = demand.model, autoscaler_input.now - config.turn_s
-    may_wait = demand.slot_wait_s < overdue_s(demand, config) + config.turn_s
     exchanges = turn_exchanges(demand, autoscaler_input, claims, config)
 
-    def may_end(load: InstanceLoad) -> bool:
-        if load.instance.instance_id not in exchanges:
-            return False
-        if load.instance.phase is not InstancePhase.READY or load.instance.since > held_since:
-            return may_wait and load.instance.staying
-        return bool(overdue_tenant) or exchanges[load.instance.instance_id].pays
+    def is_over(load: InstanceLoad) -> bool:
+        return load.instance.phase is InstancePhase.READY and load.instance.since <= held_since
 
+    loads = [load for load in autoscaler_input.loads if load.instance.instance_id in exchanges]
+    able = [load for load in loads if is_over(load) and exchanges[load.instance.instance_id].pays]
+    if not able and overdue_tenant:
+        may_wait = demand.slot_wait_s < overdue_s(demand, config) + config.turn_s
+        able = [load for load in loads if is_over(load) or (may_wait and load.instance.staying)]
     candidates = sorted(
-        filter(may_end, autoscaler_input.loads),
+        able,
         key=lambda load: (
             exchanges[load.instance.instance_id].num_lost,
             load.instance.since,
@@ -434,7 +434,7 @@ def _end_turn(
             if _enough(slots, missing):
                 victims = group
                 break
-    if any(load.instance.phase is not InstancePhase.READY or load.instance.since > held_since for load in victims):
+    if not all(map(is_over, victims)):
         return []  # waits for this slot's turn to end rather than take a more valuable slot
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
