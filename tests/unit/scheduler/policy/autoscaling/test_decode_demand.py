@@ -125,15 +125,40 @@ def apart(num_decode: int = 1) -> PaperCluster:
     return PaperCluster().settle(a_store("store-1", "host-1"), *prefills, *decodes)
 
 
-def test_full_pools_get_decode_instance_only() -> None:
-    scene = apart()
-    for number in range(8):  # how long answers are is learned
+def learn_length(scene: PaperCluster, num_tokens: int) -> None:
+    """Ends eight answers of that length."""
+    for number in range(8):
         scene.admit(MODEL, f"first-{number}")
         scene.finish_loads()
         scene.apply(FirstToken(AttemptKey(f"first-{number}", 1)))
         scene.pass_time(0.5)
-        outcome = Outcome(ttft_s=0.01, tbt_s=0.02, num_output_tokens=50, ended_at=scene.now)
+        outcome = Outcome(ttft_s=0.01, tbt_s=0.02, num_output_tokens=num_tokens, ended_at=scene.now)
         scene.apply(Release(AttemptKey(f"first-{number}", 1), True, outcome))
+
+
+def test_slow_tokens_add_instance_that_plays_both_roles() -> None:
+    """Only prompts were counted: long answers without a queue missed their target until the KV pool was full."""
+    latency = LatencyModel(
+        prefill=StepCost(per_position_s=1e-5, num_steps=100),
+        decode=StepCost(base_s=0.02, per_position_s=0.01, num_steps=100),
+        token_budget=2048,
+    )
+    workers = [a_worker(f"w{number}", "host-1", latency=latency) for number in range(2)]
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), *workers)
+    learn_length(scene, 500)
+    for number in range(30):  # tokens of more than eight answers are over 100 ms apart
+        scene.admit(MODEL, f"r-{number}", max_tokens=500)
+        assert scene.placement(f"r-{number}") is not None
+        scene.apply(FirstToken(AttemptKey(f"r-{number}", 1)))
+        assert not scene.policy.state.queues.num_waiting(MODEL.version_id)
+    scene.pass_time(1.0)
+    assert len(list(scene.policy.state.instances)) == 2
+    scene.check()
+
+
+def test_full_pools_get_decode_instance_only() -> None:
+    scene = apart()
+    learn_length(scene, 50)
     for number in range(12):
         scene.admit(MODEL, f"r-{number}")
         if scene.placement(f"r-{number}"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
+from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of, wanted_instances
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Role
@@ -40,6 +41,14 @@ def test_wanted_instances_save_more_than_they_cost() -> None:
     assert wanted(crowded(0, num_late_before=2), 1, 12.0) == 2
     assert wanted(crowded(0, num_late_before=1), 1, 12.0) == 1
     assert wanted(crowded(0, num_late_before=9), 1, 61.0) == 1  # worth less than its load
+
+
+def test_answers_size_instances_that_play_both_roles() -> None:
+    """Ten answers of 10 s fit an instance within the target between tokens."""
+    answers = DecodeDemand(20, 10, 20, 10.0, arrivals_per_s=2.0, target_s=2.0, price_s=60.0, late_s=60.0)
+    assert wanted(replace(crowded(0), answers=answers), 1, 0.5) == 2
+    assert wanted(replace(crowded(0), answers=replace(answers, num_answers=5, arrivals_per_s=0.5)), 1, 0.5) == 1
+    assert wanted(replace(crowded(1000), answers=answers), 1, 0.5) == 5, "prompts need more"
 
 
 def test_queue_of_minutes_outweighs_any_cold_start() -> None:

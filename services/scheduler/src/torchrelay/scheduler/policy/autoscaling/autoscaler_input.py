@@ -61,6 +61,7 @@ class Demand:
     crowded_at: float = 0.0  # when it last needed all its instances
     load_s: Mapping[Tier, float] = field(default_factory=dict)
     decode: DecodeDemand | None = None  # if roles are sized apart; the other fields then describe prefill
+    answers: DecodeDemand | None = None  # sizes instances that play both roles, beside prompts
 
     def num_gained(self, held_s: float) -> float:
         """Requests that the model serves with a slot that it holds for ``held_s``; see ``price``."""

@@ -55,6 +55,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         or demand.num_cold
         or demand.backlog_s
         or demand.decode
+        or demand.answers
         or demand.is_expected(autoscaler_input.now)
         for demand in autoscaler_input.demands
     )
@@ -389,7 +390,8 @@ def _uncrowded(
     playing = Counter(role for load in loads for role in load.instance.target_roles)
     drains = []
     for sizing in sizings_of(demand, playing):
-        if sizing.number > 1:
+        # Of instances that play both roles, the demand knows when answers needed all of them.
+        if sizing.number > 1 and sizing.work is not demand.answers:
             drains += _spare(demand, loads, sizing, reserved, now)
     return drains
 

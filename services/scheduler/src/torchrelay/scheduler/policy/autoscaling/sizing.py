@@ -45,9 +45,13 @@ class Growth:
 
 
 def sizings_of(demand: Demand, playing: Counter[Role]) -> list[Sizing]:
-    """The sizings of a model: prompts size both roles, or prefill alone if answers size decode."""
+    """The sizings of a model: prompts and answers both size instances that play both roles; otherwise prompts size
+    prefill, and answers decode.
+    """
     if demand.decode is None:
-        return [Sizing(BOTH, demand, min(playing[role] for role in ROLES))]
+        number = min(playing[role] for role in ROLES)
+        by_prompts = Sizing(BOTH, demand, number)
+        return [by_prompts] if demand.answers is None else [by_prompts, Sizing(BOTH, demand.answers, number)]
     return [
         Sizing(frozenset((Role.PREFILL,)), demand, playing[Role.PREFILL]),
         Sizing(frozenset((Role.DECODE,)), demand.decode, playing[Role.DECODE]),
@@ -71,5 +75,5 @@ def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, conf
             number += 1
         while number < most and work.num_saved(number, load_s) >= work.least_saved(number, load_s):
             number += 1
-        wanted.update(dict.fromkeys(sizing.roles, number))
+        wanted |= Counter(dict.fromkeys(sizing.roles, number))
     return wanted

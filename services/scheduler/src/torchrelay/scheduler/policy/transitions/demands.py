@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
@@ -12,7 +12,7 @@ from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, 
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import BOTH, ROLES, Instance, InstancePhase, Model, Role
+from torchrelay.scheduler.policy.core import BOTH, ROLES, InstancePhase, Model, Role
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
@@ -33,7 +33,9 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     load_s = state.load_times.by_tier(model, state.config)
     idle_plan = history.idle_gaps.plan(price_s, state.expected_load_s(model))
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
-    decode = _decode_demand(state, model, instances, waiting.number, price_s, now)
+    answers = _answer_demand(state, model, waiting.number, price_s, now)
+    are_apart = not any(instance.target_roles >= BOTH for instance in instances)
+    decode = answers if are_apart else None
     if decode is not None and waiting.number:
         num_tokens = state.queues.num_prefill_tokens(version_id) - waiting.num_too_large_tokens
         held_up = _num_held_up(state, model, decode, now) / waiting.number
@@ -62,6 +64,7 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
         load_s=load_s,
         crowded_at=history.crowded_at,
         decode=decode,
+        answers=None if are_apart else answers,
     )
     playing = Counter(role for instance in instances for role in instance.target_roles)
     if decode is not None and playing[Role.DECODE] > 1 and decode.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
@@ -72,7 +75,8 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     queues = (state.attempts.at(instance.instance_id).queue for instance in instances)
     num_stuck = sum(queue.overdue_s(now) > _STUCK_S for queue in queues)
     num_able = num_serving - num_stuck
-    if num_able < 2 or demand.num_saved(num_able - 1, 0.0) >= 1:
+    works = (demand,) if demand.answers is None else (demand, demand.answers)
+    if num_able < 2 or any(work.num_saved(num_able - 1, 0.0) >= 1 for work in works):
         return replace(demand, crowded_at=now)
     return demand
 
@@ -142,14 +146,10 @@ def tenants_of(state: State, version_id: str) -> list[str]:
     return tenants if len(tenants) > 1 else []
 
 
-def _decode_demand(
-    state: State, model: Model, instances: Sequence[Instance], num_waiting: int, price_s: float, now: float
-) -> DecodeDemand | None:
-    """The demand for decode instances; None if an instance plays both roles, or if the length of answers or their KV is
-    unknown.
-    """
+def _answer_demand(state: State, model: Model, num_waiting: int, price_s: float, now: float) -> DecodeDemand | None:
+    """The demand for instances that decode; None if the length of answers or their KV is unknown."""
     num_tokens = state.answer_lengths.mean(model.version_id)
-    if not num_tokens or any(instance.target_roles >= BOTH for instance in instances):
+    if not num_tokens:
         return None
     entries, prefills = _decodes(state, model, now), rosters.prefills(state, model, now)
     works = [state.attempts.at(entry.instance_id) for entry in entries]
