@@ -144,30 +144,6 @@ async def test_refused_relay_of_whole_copy_ends_its_loads(nats_url: str, hung: b
             await gateway.placement()
 
 
-async def test_later_wake_on_shared_link_is_idle_until_first_ends(nats_url: str) -> None:
-    other = a_version("acme/other")
-    async with scripted_cluster(nats_url) as it:
-        source = await a_store(it, 1, 100)
-        source.copies[other.pack_id] = reports_pb2.PackCopy(
-            pack_id=other.pack_id, pack_bytes=other.pack_bytes, num_chunks=8, num_chunks_verified=8
-        )
-        await source.touch()
-        targets = [await a_store(it, number, 100, whole=False) for number in (2, 3)]
-        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 3 and len(view.stores[0].copies) == 2)
-            await asyncio.sleep(0.5)  # the settling time of a start
-            await gateway.admit("r1")
-            await gateway.admit("r2", version=other)
-            await eventually(lambda: all(target.relays for target in targets))
-            first, second = sorted(targets, key=lambda target: target.relays[0].pack_id != PACK)
-            assert first.relays[0].urgency == param_store_pb2.RELAY_URGENCY_URGENT
-            assert second.relays[0].urgency == param_store_pb2.RELAY_URGENCY_IDLE
-            await first.finish_relay(PACK, 1_000_000)
-            await eventually(lambda: len(second.relays) == 2)
-            assert second.relays[1].urgency == param_store_pb2.RELAY_URGENCY_URGENT
-            assert len(first.relays) == 1
-
-
 async def test_wake_without_hosts_calls_no_peer() -> None:
     """It was taken for a wake of one, and ended the service."""
     nobody: Any = None

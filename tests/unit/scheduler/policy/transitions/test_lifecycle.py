@@ -72,10 +72,10 @@ def test_each_refused_client_gets_time_of_its_own_place() -> None:
         assert refusal is not None
         told.append(refusal.retry_after_s)
     assert told == pytest.approx([3.0, 6.0, 9.0])
-    scene.pass_time(7.0)  # two are due to come back, and nothing became free meanwhile
+    scene.pass_time(7.0)  # the last one is due in 2 s, and nothing became free meanwhile
     scene.admit(MODEL, "again", **size)
     refusal = scene.refusal("again")
-    assert refusal is not None and refusal.retry_after_s == pytest.approx(2 * (9.0 + 7.0) / 3)
+    assert refusal is not None and refusal.retry_after_s == pytest.approx(2.0 + (9.0 + 7.0) / 3)
 
 
 def test_first_come_first_served_as_kv_becomes_free() -> None:

@@ -118,19 +118,7 @@ class State:
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
         losses = LeastLosses(config.turn_s)
-        state = cls(
-            config,
-            new_id,
-            now,
-            queues,
-            failures,
-            progress,
-            gateways,
-            membership,
-            turns,
-            losses,
-            strategies,
-        )
+        state = cls(config, new_id, now, queues, failures, progress, gateways, membership, turns, losses, strategies)
         state.instances = Instances(on_change=state._instances_changed)
         state.attempts = OpenAttempts(on_change=state.roster_cache.work_changed)
         return state
