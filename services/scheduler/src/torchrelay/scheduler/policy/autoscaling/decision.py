@@ -1,19 +1,21 @@
 """Autoscaling: decides which instances to load, drain or give other roles, for the whole cluster at once.
 
-Up: directly to the number of prefill and decode instances that the queue justifies. Slots are taken in this order: free
-slots, other roles for the model's own instances, an idle model's slot, a busy model's second slot, and last a busy
-model's only slot, in turns. A model that can serve already gets an instance that its other role can spare, then free
-slots and those of idle models, and last an instance that is worth less to its other role.
-Down: to zero after the idle timeout; an unwanted load is cancelled.
+for each model that cannot serve its requests, those of tenants without a slot first, then the longest wait first:
+    load it into free slots, or give the missing role to an instance of its own
+    else take a slot: of an idle model, the second of a busy model, or by time slices the only slot of a busy model
+for each model that can serve:
+    while one more instance saves more late requests than it costs: grow, but not into slots for which others wait
+for each minimum, load what is missing; for each expected request, load its model into a free slot
+drain what was unused for its keep time, or not needed for as long; cancel loads that no request waits for
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cached_property, partial
 from itertools import count, repeat
 
 from torchrelay.common.quantities import format_duration
@@ -44,81 +46,114 @@ from torchrelay.scheduler.policy.reasons import Reason
 def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
     """All actions that are due; deciding again after applying them yields none. Unless ``is_complete``, the input has
     the demands of some models only, and the decision is about these.
-
-    First each waiting model gets what it needs to serve at all: a model of a tenant without a slot before others, then
-    the longest wait first. Then models grow, but not into slots for which a model without a slot waits, and only if the
-    input has the demand of every waiting model.
     """
-    actions: list[Action] = []
-    is_wanted = bool(autoscaler_input.minimums) or any(
-        demand.num_waiting
-        or demand.num_cold
-        or demand.backlog_s
-        or demand.decode
-        or demand.answers
-        or demand.is_expected(autoscaler_input.now)
-        for demand in autoscaler_input.demands
-    )
-    free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
-    granted: dict[str, list[Roles]] = {}
-    starving: list[Demand] = []
-    demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)
-    lacking = [
-        demand
-        for demand in demands
-        if demand.num_waiting
-        and autoscaler_input.now >= demand.not_before
-        and autoscaler_input.missing(demand, demand.most_kv_bytes)
-    ]
-    if len(lacking) > 1:
-        lacking.sort(key=lambda demand: not autoscaler_input.slotless_tenant(demand))
-    for demand in lacking:
-        started = _scale_from_zero(demand, autoscaler_input, free)
-        _mark_taken(started, free, granted)
-        actions += started
-        if not started:
-            starving.append(demand)
-    claims = cache(lambda: SlotClaims(autoscaler_input, config, decided=actions))
+    decision = _Decision(autoscaler_input, config)
+    starving = [demand for demand in decision.lacking() if not decision.load_into_free_slots(demand)]
     for demand in starving:
-        actions += evict(demand, autoscaler_input, claims(), config)
-    for demand in starving:
-        free.take(free.of(demand.model, kv_bytes=demand.most_kv_bytes))
-    for demand in demands if autoscaler_input.has_all_waiting else ():
-        growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, config)
+        decision.take_slot(demand)
+    decision.keep_free_for(starving)
+    if autoscaler_input.has_all_waiting:
+        for demand in decision.demands:
+            decision.grow(demand)
+        for demand in decision.demands:
+            decision.fill_minimum(demand)
+            decision.load_expected(demand)
+    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
+    return (*decision.actions, *_scale_down(staying, autoscaler_input, decision.actions, config))
+
+
+class _Decision:
+    """The actions so far, with the free slots that they leave and the roles that they grant, by version."""
+
+    def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> None:
+        self.actions: list[Action] = []
+        # The longest wait for a slot comes first.
+        self.demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)
+        self._input, self._config = autoscaler_input, config
+        self._granted: dict[str, list[Roles]] = {}
+        is_wanted = bool(autoscaler_input.minimums) or any(
+            demand.num_waiting
+            or demand.num_cold
+            or demand.backlog_s
+            or demand.decode
+            or demand.answers
+            or demand.is_expected(autoscaler_input.now)
+            for demand in autoscaler_input.demands
+        )
+        self._free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
+
+    @cached_property
+    def _claims(self) -> SlotClaims:
+        return SlotClaims(self._input, self._config, decided=self.actions)
+
+    def lacking(self) -> list[Demand]:
+        """Models that lack a role for a waiting request: those of tenants without any slot first."""
+        lacking = [
+            demand
+            for demand in self.demands
+            if demand.num_waiting
+            and self._input.now >= demand.not_before
+            and self._input.missing(demand, demand.most_kv_bytes)
+        ]
+        if len(lacking) > 1:
+            lacking.sort(key=lambda demand: not self._input.slotless_tenant(demand))
+        return lacking
+
+    def load_into_free_slots(self, demand: Demand) -> bool:
+        """Gives the model the roles that it lacks, without taking a slot from another; whether it could."""
+        started = _scale_from_zero(demand, self._input, self._free)
+        self._add(started)
+        return bool(started)
+
+    def take_slot(self, demand: Demand) -> None:
+        self.actions += evict(demand, self._input, self._claims, self._config)
+
+    def keep_free_for(self, demands: Iterable[Demand]) -> None:
+        """Leaves the slots that suit these models in part to them: no model grows into these."""
+        for demand in demands:
+            self._free.take(self._free.of(demand.model, kv_bytes=demand.most_kv_bytes))
+
+    def grow(self, demand: Demand) -> None:
+        """Adds instances of a model that serves: by an instance that its other role can spare, then into free slots and
+        slots of idle models, and last by an instance that is worth less to its other role.
+        """
+        growth = _growth(demand, self._input, self._granted_to(demand), self._free, self._config)
         if growth is None:
-            continue
-        change = partial(change_role, demand, growth, autoscaler_input, actions, config)
+            return
+        change = partial(change_role, demand, growth, self._input, self.actions, self._config)
         changed = change(most_lost=1.0)  # an instance that the other role can spare serves at once, without a slot
         missing = growth.missing - Counter(role for action in changed for role in action.roles)
         assignments = _assign_growth(demand, growth, missing)
         if assignments:
-            grown = [Wake(demand.model, assignments, _growth_reason(demand, growth))]
-            _mark_taken(grown, free, granted)
-            actions += grown
+            self._add([Wake(demand.model, assignments, _growth_reason(demand, growth))])
         missing -= Counter(role for assignment in assignments for role in assignment.roles)
         if missing:
-            evicted = evict_to_grow(demand, missing, _gains(demand, growth, missing), autoscaler_input, claims())
-            actions += evicted
+            evicted = evict_to_grow(demand, missing, _gains(demand, growth, missing), self._input, self._claims)
+            self.actions += evicted
             if not (changed or assignments or evicted):
                 changed = change(most_lost=math.inf)
         if changed:
-            actions += changed
-            claims().add(changed)
-    for demand in demands if autoscaler_input.has_all_waiting else ():
-        actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, claims)
-        actions += _expect(demand, autoscaler_input, granted.get(demand.model.version_id, []), free)
-    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
-    actions += _scale_down(staying, autoscaler_input, actions, config)
-    return tuple(actions)
+            self.actions += changed
+            self._claims.add(changed)
 
+    def fill_minimum(self, demand: Demand) -> None:
+        granted = self._granted_to(demand)
+        self.actions += _fill_minimum(demand, self._input, granted, self._free, lambda: self._claims)
 
-def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, list[Roles]]) -> None:
-    """Removes the slots of wakes from ``free`` and adds their roles to ``granted``."""
-    for action in actions:
-        if isinstance(action, Wake):
-            free.take(action.assignments)
-            roles = [assignment.roles for assignment in action.assignments]
-            granted.setdefault(action.model.version_id, []).extend(roles)
+    def load_expected(self, demand: Demand) -> None:
+        self.actions += _expect(demand, self._input, self._granted_to(demand), self._free)
+
+    def _granted_to(self, demand: Demand) -> list[Roles]:
+        return self._granted.get(demand.model.version_id, [])
+
+    def _add(self, actions: Sequence[Action]) -> None:
+        """Adds actions, with the slots that loads take and the roles that they grant."""
+        self.actions += actions
+        for action in actions:
+            if isinstance(action, Wake):
+                self._free.take(action.assignments)
+                roles = [assignment.roles for assignment in action.assignments]
+                self._granted.setdefault(action.model.version_id, []).extend(roles)
 
 
 def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> list[Action]:
