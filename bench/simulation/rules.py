@@ -25,7 +25,7 @@ REPLACED: Mapping[str, Mapping[str, object]] = {
     "crowded_spare": {"autoscaling.decision._uncrowded": _returns([])},
     "end_turn": {"autoscaling.instance_eviction._end_turn": _returns([])},
     "evict_to_grow": {"autoscaling.decision.evict_to_grow": _returns([])},
-    "exchange_pays": {"autoscaling.instance_eviction._Exchange.pays": True},
+    "exchange_pays": {"autoscaling.instance_eviction.Exchange.pays": True},
     "forecast": {"autoscaling.price._with_wake": lambda gaps_s, keep_s, *_: IdlePlan(keep_s)},
     "growth": {"autoscaling.decision._growth": _returns(None)},
     "late_before": {"autoscaling.arrivals.ArrivalHistory.num_late": _returns(0)},

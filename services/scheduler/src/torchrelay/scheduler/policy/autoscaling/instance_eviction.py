@@ -198,8 +198,8 @@ def evict_to_grow(
         for load in _enough_of(idle, demand, rest, claims) if rest else []:
             exchange = _growth_exchange(load, demand, gain, autoscaler_input, claims)
             if exchange is not None:  # the drain before may have left this as its model's last instance
-                tells_all = gain.is_due or is_of_tenant(load, demand.model.name)
-                text = gain.text if tells_all else "needs more instances"
+                is_shown = gain.is_due or is_of_tenant(load, demand.model.name)  # a minimum counts no requests
+                text = gain.text if is_shown else "needs more instances"
                 drains.append(_evict(load, f"and {{}} {text}", demand, exchange, autoscaler_input))
                 claims.add(drains[-1:])
     return drains

@@ -14,18 +14,20 @@ EVERY_S: Final = 1.0  # between notices about a version
 
 
 def tell(state: State, version_ids: Iterable[str], now: float) -> None:
-    """Tells the gateways whose requests wait for these versions; about each version once a second, and
-    when it gets a slot.
+    """Tells the gateways whose requests wait for these versions; about each version once a second, and when it
+    gets a slot.
     """
     for version_id in version_ids:
         model, told = state.models.get(version_id), state.loads_told.get(version_id)
-        has_slot = any(instance.staying for instance in state.instances.of_version(version_id))
-        if model is None or (told is not None and now < told[0] + EVERY_S and has_slot <= told[1]):
+        if model is None:
+            continue
+        if told is not None and now < told[0] + EVERY_S and (told[1] or not _has_slot(state, version_id)):
             continue
         entries = rosters.loading_prefills(state, model, now)
         if entries is None:
             continue
         if gateway_ids := _waiting_gateways(state, version_id, entries):
+            has_slot = _has_slot(state, version_id)
             state.loads_told[version_id] = now, has_slot
             ready, number = _layers(state, entries, now)
             left_s = backlogs.cold_wait_s(state, model, now) or 0.0
@@ -46,3 +48,7 @@ def _layers(state: State, entries: Iterable[RosterEntry], now: float) -> tuple[i
     first = min(entries, key=lambda entry: entry.load_left_s(now), default=None)
     instance = state.instances.get(first.instance_id) if first is not None else None
     return (instance.num_layers_ready, instance.num_layers) if instance is not None else (0, 0)
+
+
+def _has_slot(state: State, version_id: str) -> bool:
+    return any(instance.staying for instance in state.instances.of_version(version_id))
