@@ -98,6 +98,11 @@ def model_paths(folder: Path) -> list[Path]:
 
 
 def _folder_beneath(folder: Path) -> str:
-    """A hint at the one folder with a config, at most two levels down as in the cache of Hugging Face."""
+    """A hint at the one GGUF file, or at the one folder with a config, at most two levels down as in the cache of
+    Hugging Face.
+    """
+    files = list(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return f"upload the GGUF file: torchrelay upload {files[0]} --name NAME"
     folders = [path.parent for pattern in ("*/config.json", "*/*/config.json") for path in folder.glob(pattern)]
     return f"{folders[0]} has one: torchrelay upload {folders[0]} --name NAME" if len(folders) == 1 else _NEED_FOLDER
