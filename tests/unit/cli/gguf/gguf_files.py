@@ -14,7 +14,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES
 from safetensors.torch import load_file, save_file
 
-ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "smollm3": gguf.MODEL_ARCH.SMOLLM3}
 ARCHITECTURES |= {"qwen3": gguf.MODEL_ARCH.QWEN3, "gemma2": gguf.MODEL_ARCH.GEMMA2}
 TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _PLACES_OF_SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # fp16 values in a block
@@ -62,7 +62,7 @@ def write_gguf(
         raw = quantized(values, stored_type.name, seed)
         exact = gguf.dequantize(raw, stored_type).reshape(values.shape)
         tensors[tensor_name] = torch.from_numpy(exact.copy()).to(torch.bfloat16)
-        num_heads = heads.get(tensor_name.split(".")[-2], 0) if name == "llama" else 0
+        num_heads = heads.get(tensor_name.split(".")[-2], 0) if name in ("llama", "smollm3") else 0
         if num_heads:  # llama.cpp's own expression
             raw = raw.reshape(num_heads, 2, len(raw) // num_heads // 2, -1).swapaxes(1, 2).reshape(raw.shape)
         if name.startswith("gemma") and "norm" in tensor_name:

@@ -44,10 +44,18 @@ def tokens(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("family", "type_name"),
-    [*(("llama", name) for name in TYPES), ("qwen2", "Q8_0"), ("qwen3", "Q4_0"), ("gemma2", "Q4_1")],
+    [
+        *(("llama", name) for name in TYPES),
+        ("smollm3", "Q8_0"),
+        ("qwen2", "Q8_0"),
+        ("qwen3", "Q4_0"),
+        ("gemma2", "Q4_1"),
+    ],
 )
 def test_weights_and_tokens_are_those_of_checkpoint(tmp_path: Path, family: str, type_name: str) -> None:
     numbers = SIZES if family == "llama" else {}
+    if family == "smollm3":  # the file does not say which layers have no rotation
+        numbers = {"no_rope_layer_interval": 4, "num_hidden_layers": 4}
     if family == "gemma2":  # the file keeps no query_pre_attn_scalar
         numbers = {"head_dim": 32, "query_pre_attn_scalar": 256}
     checkpoint = make_checkpoint(tmp_path / "hf", family, tied=family in ("qwen3", "gemma2"), **numbers)

@@ -36,6 +36,14 @@ def without_rope_scaling(config: ModelConfig) -> ModelConfig:
     return replace(config, rope=RopeConfig(config.rope.theta))
 
 
+def rope_with(**numbers: Any) -> Change:
+    def change(config: ModelConfig) -> ModelConfig:
+        assert config.rope is not None
+        return replace(config, rope=replace(config.rope, **numbers))
+
+    return change
+
+
 def experts_with(**numbers: Any) -> Change:
     def change(config: ModelConfig) -> ModelConfig:
         assert isinstance(config.experts, ExpertConfig)
@@ -51,6 +59,12 @@ UNCAPPED_LOGITS = with_numbers(logit_cap=None)  # a cap keeps their order, and s
     ("family", "change"),
     [
         ("llama3-rope", without_rope_scaling),
+        ("yarn-rope", without_rope_scaling),
+        ("phi3-long-rope", rope_with(short_factors=())),
+        ("phi3-long-rope", rope_with(attention_factor=1.0)),
+        ("phi3-long-rope", rope_with(rotated_share=1.0, short_factors=())),
+        ("smollm3", with_numbers(unrotated_layers=frozenset())),
+        ("smollm3-window", no_window),
         ("mistral", no_window),
         ("qwen2", switched(qkv_bias=False)),
         ("qwen2-window", no_window),

@@ -27,6 +27,7 @@ class GgufFamily:
 
 FAMILIES: Mapping[str, GgufFamily] = {  # by general.architecture
     "llama": GgufFamily("LlamaForCausalLM", "llama", interleaved=True),
+    "smollm3": GgufFamily("SmolLM3ForCausalLM", "smollm3", interleaved=True),
     "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3"),
     "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", unit_offset_norms=True, sandwich_norms=True, windows=True),

@@ -56,6 +56,8 @@ class Architecture:
     window: int | None = None  # default of sliding_window; null in config.json turns it off
     window_switch: str = ""  # the key of config.json that must be true for windows to apply
     full_every: int = 0  # if config.json lists no layer types: every n-th layer has no window
+    partial_rotary: bool = False  # the rotation may leave the last numbers of a head out
+    unrotated_every: int = 0  # if config.json does not say which: every n-th layer has no rotation
     local_rope: bool = False  # windowed layers have their own rotary frequencies
     norm_eps: float = 1e-6  # from here on: defaults for keys missing in config.json
     rope_theta: float = 10_000.0
@@ -131,6 +133,14 @@ _QWEN3_MOE = replace(
         norm_topk_prob_key="norm_topk_prob",
     ),
 )
+_SMOLLM3 = Architecture(
+    "SmolLM3ForCausalLM",
+    windows="by_layer_type",
+    window_switch="use_sliding_window",
+    unrotated_every=4,
+    rope_theta=2_000_000.0,
+    tied_embeddings=True,
+)
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
@@ -140,7 +150,8 @@ ARCHITECTURES = {
         _QWEN3,
         _GEMMA2,
         _GEMMA3,
-        Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", norm_eps=1e-5),
+        Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", partial_rotary=True, norm_eps=1e-5),
+        _SMOLLM3,
         _MIXTRAL,
         _QWEN3_MOE,
         Architecture("BertModel", activation="gelu", encoder=EncoderTraits("bert.")),
