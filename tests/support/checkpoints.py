@@ -73,6 +73,8 @@ FAMILIES = {
         {"head_dim": 24, "sliding_window": 20, "query_pre_attn_scalar": 40, "rope_parameters": GEMMA3_ROPE}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "llama-bias": Family("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3-bias": Family("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24, "attention_bias": True}),
     "yarn-rope": Family("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": YARN_ROPE}),
     "phi3-long-rope": Family(
         "Phi3Config", "Phi3ForCausalLM", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 256}

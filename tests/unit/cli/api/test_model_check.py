@@ -109,7 +109,7 @@ def test_upload_of_invalid_folder_sends_no_request(
 ) -> None:
     home.save_key(TENANT_KEY)
     problems = [run("upload", str(model_folder), "--name", "My Model").exception]
-    (model_folder / "config.json").write_text(json.dumps({**CONFIG, "mlp_bias": True}))
+    (model_folder / "config.json").write_text(json.dumps({**CONFIG, "use_bidirectional_attention": True}))
     problems.append(run("upload", str(model_folder)).exception)
     assert all(isinstance(problem, CliError) for problem in problems)
     assert gateway.asked == []

@@ -59,6 +59,9 @@ UNCAPPED_LOGITS = with_numbers(logit_cap=None)  # a cap keeps their order, and s
     ("family", "change"),
     [
         ("llama3-rope", without_rope_scaling),
+        ("llama-bias", with_numbers(attention_bias=False)),
+        ("llama-bias", with_numbers(mlp_bias=False)),
+        ("qwen3-bias", with_numbers(attention_bias=False)),
         ("yarn-rope", without_rope_scaling),
         ("phi3-long-rope", rope_with(short_factors=())),
         ("phi3-long-rope", rope_with(attention_factor=1.0)),

@@ -43,6 +43,7 @@ class Architecture:
 
     name: str
     qkv_bias: bool = False
+    optional_biases: tuple[str, ...] = ()  # keys of config.json that add biases to all projections of a part
     qk_norm: bool = False
     fused: bool = False  # the checkpoint stores qkv_proj and gate_up_proj as one tensor each
     # Gemma: norms multiply by one plus their weight, in fp32; embeddings are scaled by the root of their size.
@@ -76,6 +77,7 @@ class Architecture:
 
 _GEMMA2 = Architecture(
     "Gemma2ForCausalLM",
+    optional_biases=("attention_bias",),
     unit_offset_norms=True,
     scaled_embeddings=True,
     sandwich_norms=True,
@@ -117,7 +119,7 @@ _MIXTRAL = Architecture(
 _QWEN2 = Architecture(
     "Qwen2ForCausalLM", qkv_bias=True, windows="by_layer_type", window=4096, window_switch="use_sliding_window"
 )
-_QWEN3 = replace(_QWEN2, name="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True)
+_QWEN3 = replace(_QWEN2, name="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, optional_biases=("attention_bias",))
 _QWEN3_MOE = replace(
     _QWEN3,
     name="Qwen3MoeForCausalLM",
@@ -135,6 +137,7 @@ _QWEN3_MOE = replace(
 )
 _SMOLLM3 = Architecture(
     "SmolLM3ForCausalLM",
+    optional_biases=("attention_bias", "mlp_bias"),
     windows="by_layer_type",
     window_switch="use_sliding_window",
     unrotated_every=4,
@@ -144,7 +147,7 @@ _SMOLLM3 = Architecture(
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
-        Architecture("LlamaForCausalLM"),
+        Architecture("LlamaForCausalLM", optional_biases=("attention_bias", "mlp_bias")),
         Architecture("MistralForCausalLM", windows="every_layer", window=4096),
         _QWEN2,
         _QWEN3,

@@ -98,6 +98,8 @@ class ModelConfig:
     experts: ExpertConfig | None
     tied_embeddings: bool
     unrotated_layers: frozenset[int] = frozenset()
+    attention_bias: bool = False  # of all projections of the attention
+    mlp_bias: bool = False
     has_head: bool = True  # False: it gives hidden states instead of tokens
     encoder: EncoderConfig | None = None  # None: a decoder
 
@@ -151,6 +153,8 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
         experts=_experts(config, architecture),
         tied_embeddings=bool(config.get("tie_word_embeddings", architecture.tied_embeddings)),
         unrotated_layers=unrotated,
+        attention_bias=_has_biases(config, architecture, "attention_bias"),
+        mlp_bias=_has_biases(config, architecture, "mlp_bias"),
         has_head=config["architectures"][0] not in HEADLESS,
     )
     _refuse_unsupported(config, parsed)
@@ -231,10 +235,6 @@ def _refuse_unsupported(config: Mapping[str, Any], parsed: ModelConfig) -> None:
             raise UnsupportedModel(message, "partial_rotary_factor")
         if parsed.rope.short_factors and len(parsed.rope.short_factors) != rotated // 2:
             raise UnsupportedModel(f"short_factor must have {rotated // 2} numbers", "rope_scaling")
-    if config.get("mlp_bias"):
-        raise UnsupportedModel("MLP biases are not supported", "mlp_bias")
-    if config.get("attention_bias") and not parsed.architecture.qkv_bias:
-        raise UnsupportedModel("attention biases are not supported for this architecture", "attention_bias")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("bidirectional attention is not supported", "use_bidirectional_attention")
     if config.get("quantization_config"):
@@ -259,6 +259,14 @@ def _query_scalar(config: Mapping[str, Any], architecture: Architecture, head_di
     if architecture.query_scalar is None:
         return float(head_dim)
     return _positive_float(config, "query_pre_attn_scalar", float(architecture.query_scalar))
+
+
+def _has_biases(config: Mapping[str, Any], architecture: Architecture, key: str) -> bool:
+    if not config.get(key) or (key == "attention_bias" and architecture.qkv_bias):
+        return False
+    if key not in architecture.optional_biases:
+        raise UnsupportedModel(f"{key} is not supported for this architecture", key)
+    return True
 
 
 def _unrotated_layers(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> frozenset[int]:

@@ -89,7 +89,7 @@ class Decoder:
             queries = self.fused_ops.place_heads(
                 heads, weights.qk_norm, self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
             )
-            return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
+            return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o, weights.o_bias)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if weights.qk_norm is not None:
             queries_keys = self._norm(queries_keys, weights.qk_norm)
@@ -97,7 +97,7 @@ class Decoder:
         queries, keys = queries_keys[:, :num_heads], queries_keys[:, num_heads:]
         kv[0].index_copy_(0, batch.write_slots, keys)
         kv[1].index_copy_(0, batch.write_slots, values)
-        return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
+        return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o, weights.o_bias)
 
     def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The sum and its norm."""

@@ -163,4 +163,6 @@ def _is_all_on_cpu_kernels(view: LayerView, num_rows: int) -> bool:
 
 def _is_dense(weights: LayerWeights) -> bool:
     matrices = weights.qkv, weights.o, weights.gate_up, weights.down
+    if weights.o_bias is not None or weights.down_bias is not None:
+        return False
     return weights.router is None and all(isinstance(matrix, Tensor) and supports_weight(matrix) for matrix in matrices)
