@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from torchrelay.cli.api.model_folder import is_weights_file, model_paths
+from torchrelay.cli.api.model_folder import model_paths
 from torchrelay.cli.errors import CliError
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
@@ -39,7 +39,7 @@ def check_folder(folder: Path) -> None:
     paths = model_paths(folder)
     _check_config(folder / "config.json")
     for path in paths:
-        if is_weights_file(path.name):
+        if path.suffix == ".safetensors":
             _check_header(path)
 
 
