@@ -75,6 +75,11 @@ FAMILIES = {
     ),
     "llama-bias": Family("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "qwen3-bias": Family("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24, "attention_bias": True}),
+    "granite": Family(
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1},
+    ),
     "yarn-rope": Family("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": YARN_ROPE}),
     "phi3-long-rope": Family(
         "Phi3Config", "Phi3ForCausalLM", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 256}

@@ -49,6 +49,7 @@ class Architecture:
     # Gemma: norms multiply by one plus their weight, in fp32; embeddings are scaled by the root of their size.
     unit_offset_norms: bool = False
     scaled_embeddings: bool = False
+    multipliers: bool = False  # Granite: config.json has factors of embeddings, scores, residuals, and of logits
     sandwich_norms: bool = False  # attention and MLP outputs are normalized too, before the residual add
     soft_caps: tuple[float | None, float | None] | None = None  # defaults for scores and logits; None: never capped
     query_scalar: int | None = None  # default of query_pre_attn_scalar; scores are divided by its root; None: head_dim
@@ -155,6 +156,7 @@ ARCHITECTURES = {
         _GEMMA3,
         Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", partial_rotary=True, norm_eps=1e-5),
         _SMOLLM3,
+        Architecture("GraniteForCausalLM", optional_biases=("attention_bias", "mlp_bias"), multipliers=True),
         _MIXTRAL,
         _QWEN3_MOE,
         Architecture("BertModel", activation="gelu", encoder=EncoderTraits("bert.")),

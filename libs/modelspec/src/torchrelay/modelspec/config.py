@@ -56,6 +56,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Granite's factors; logits are divided by theirs."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertConfig:
     """A mixture of experts that replaces each layer's MLP."""
 
@@ -100,6 +109,7 @@ class ModelConfig:
     unrotated_layers: frozenset[int] = frozenset()
     attention_bias: bool = False  # of all projections of the attention
     mlp_bias: bool = False
+    multipliers: Multipliers = Multipliers()
     has_head: bool = True  # False: it gives hidden states instead of tokens
     encoder: EncoderConfig | None = None  # None: a decoder
 
@@ -147,7 +157,7 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
         rope=_rope(config, architecture, _FULL),
         local_rope=_rope(config, architecture, _WINDOWED) if architecture.local_rope else None,
         windows=_windows(config, architecture, num_layers, unrotated),
-        query_scale=_query_scalar(config, architecture, head_dim) ** -0.5,
+        query_scale=_query_scale(config, architecture, head_dim),
         score_cap=_soft_cap(config, architecture, "attn_logit_softcapping", score_cap),
         logit_cap=_soft_cap(config, architecture, "final_logit_softcapping", logit_cap),
         experts=_experts(config, architecture),
@@ -155,6 +165,7 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
         unrotated_layers=unrotated,
         attention_bias=_has_biases(config, architecture, "attention_bias"),
         mlp_bias=_has_biases(config, architecture, "mlp_bias"),
+        multipliers=_multipliers(config) if architecture.multipliers else Multipliers(),
         has_head=config["architectures"][0] not in HEADLESS,
     )
     _refuse_unsupported(config, parsed)
@@ -255,10 +266,20 @@ def _soft_cap(config: Mapping[str, Any], architecture: Architecture, key: str, d
     return None if architecture.soft_caps is None or cap is None else _positive_float(config, key, cap)
 
 
-def _query_scalar(config: Mapping[str, Any], architecture: Architecture, head_dim: int) -> float:
+def _query_scale(config: Mapping[str, Any], architecture: Architecture, head_dim: int) -> float:
+    if architecture.multipliers:
+        return _positive_float(config, "attention_multiplier", 1.0)
     if architecture.query_scalar is None:
-        return float(head_dim)
-    return _positive_float(config, "query_pre_attn_scalar", float(architecture.query_scalar))
+        return float(head_dim**-0.5)
+    return float(_positive_float(config, "query_pre_attn_scalar", float(architecture.query_scalar)) ** -0.5)
+
+
+def _multipliers(config: Mapping[str, Any]) -> Multipliers:
+    return Multipliers(
+        embedding=_positive_float(config, "embedding_multiplier", 1.0),
+        residual=_positive_float(config, "residual_multiplier", 1.0),
+        logits=_positive_float(config, "logits_scaling", 1.0),
+    )
 
 
 def _has_biases(config: Mapping[str, Any], architecture: Architecture, key: str) -> bool:
