@@ -1,13 +1,13 @@
 """Compares the platform's greedy answers of SmolLM2 with transformers', token by token.
 
-    python examples/smollm2/check.py [FOLDER]
+    python -m examples.smollm2.check [GGUF]
 
-FOLDER is what convert.py wrote. Starts platforms of its own and compares (a) answers of a cold start, (b) a stream
-whose decode worker is killed, (c) a stream that a drain cuts off, and (d) answers whose prompts are computed
-by one worker and continued by another. Weights and computations of these are fp32: in bf16 the best two tokens often
-have the same logit, and then either is right. So (e) of the folder itself, in bf16, each token must have transformers'
-highest logit for the answer before it, or one that rounding may make equal to it. The exit status is 1 if an answer
-differs.
+GGUF is the file that download.py wrote; it is converted as an upload converts it. Starts platforms of its own and
+compares (a) answers of a cold start, (b) a stream whose decode worker is killed, (c) a stream that a drain cuts off,
+and (d) answers whose prompts are computed by one worker and continued by another. Weights and computations of these
+are fp32: in bf16 the best two tokens often have the same logit, and then either is right. So (e) of the weights as they
+are uploaded, in bf16, each token must have transformers' highest logit for the answer before it, or one that rounding
+may make equal to it. The exit status is 1 if an answer differs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from typing import Any
 import httpx
 import torch
 
+from examples.smollm2.download import FOLDER, GGUF
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
+from torchrelay.cli.gguf.conversion import convert
 from torchrelay.cli.home import Home
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.rpc.channels import open_blocking_channel
@@ -48,7 +50,6 @@ QUESTIONS = (
 NUM_TOKENS, NUM_BEFORE_FAULT = 64, 12
 LIMIT_S = 120
 MAX_STEPS = 2  # of bf16 at the highest logit: each of the two sides rounds it, by up to one
-FOLDER = Path(__file__).parent / "model"
 UP = ("--arena-mb", "1024", "--threads", "1", "--idle-timeout-s", "600", "--quiet")
 
 
@@ -260,19 +261,22 @@ def check_bf16(folder: Path, comparison: Comparison) -> None:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    if not (folder / "config.json").exists():
-        raise SystemExit(f"{folder} is no model; make it with: python examples/smollm2/convert.py {folder}")
+    gguf = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER / GGUF
+    if not gguf.is_file():
+        raise SystemExit(f"{gguf} does not exist; make it with: python examples/smollm2/download.py")
     with tempfile.TemporaryDirectory(prefix="torchrelay-smollm2-") as name:
+        folder, widened = Path(name) / "bf16", Path(name) / "fp32"
+        folder.mkdir()
+        convert(gguf, folder, lambda *_: None)
         reference = Reference(folder, torch.float32)
-        reference.save(Path(name))
+        reference.save(widened)
         comparison = Comparison(reference)
         print("A platform with a worker for prefill and one for decode:")
-        check_roles_and_kill(Path(name), comparison)
+        check_roles_and_kill(widened, comparison)
         print("A platform with two workers for both:")
-        check_drain(Path(name), comparison)
-    print("A platform with the folder as it is:")
-    check_bf16(folder, comparison)
+        check_drain(widened, comparison)
+        print("A platform with the weights as they are uploaded:")
+        check_bf16(folder, comparison)
     print(f"{comparison.num_different} differences")
     sys.exit(comparison.num_different > 0)
 

@@ -26,6 +26,10 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
+YARN_ROPE: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE |= {"original_max_position_embeddings": 128, "beta_fast": 4.0}
+LONG_ROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0}
+LONG_ROPE |= {"short_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0], "long_factor": [9.0] * 6, "partial_rotary_factor": 0.75}
 GEMMA3_ROPE: dict[str, Any] = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
@@ -68,6 +72,23 @@ FAMILIES = {
         "Gemma3ForCausalLM",
         {"head_dim": 24, "sliding_window": 20, "query_pre_attn_scalar": 40, "rope_parameters": GEMMA3_ROPE}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "llama-bias": Family("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3-bias": Family("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24, "attention_bias": True}),
+    "granite": Family(
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1},
+    ),
+    "yarn-rope": Family("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": YARN_ROPE}),
+    "phi3-long-rope": Family(
+        "Phi3Config", "Phi3ForCausalLM", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 256}
+    ),
+    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    "smollm3-window": Family(
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 20},
     ),
     "phi3": Family("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 20}),
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": None}),

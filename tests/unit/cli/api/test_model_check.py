@@ -65,7 +65,7 @@ def test_unsupported_config_is_refused(model_folder: Path, config: str, said: st
         (b"\x02" + bytes(4), "it ends within the length of its header, which takes 8 bytes, after 5"),
         (b"\xff" * 64, "claims 18,446,744,073,709,551,615 bytes, but 56 follow"),
         ((100).to_bytes(8, "little") + b"{" * 99, "claims 100 bytes, but 99 follow"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "claims"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git-LFS pointer, not the weights"),
         ((2).to_bytes(8, "little") + b"[]", "its header is not that of a safetensors file"),
         ((9).to_bytes(8, "little") + b'{"w": {}}', "its header is not that of a safetensors file"),
         (
@@ -109,7 +109,7 @@ def test_upload_of_invalid_folder_sends_no_request(
 ) -> None:
     home.save_key(TENANT_KEY)
     problems = [run("upload", str(model_folder), "--name", "My Model").exception]
-    (model_folder / "config.json").write_text(json.dumps({**CONFIG, "mlp_bias": True}))
+    (model_folder / "config.json").write_text(json.dumps({**CONFIG, "use_bidirectional_attention": True}))
     problems.append(run("upload", str(model_folder)).exception)
     assert all(isinstance(problem, CliError) for problem in problems)
     assert gateway.asked == []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.model_folder import is_model_file
+from torchrelay.cli.api.model_folder import model_paths
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
@@ -81,9 +82,30 @@ def test_upload_refuses_other_folder_before_sending(
     assert gateway.asked == []
 
 
-def test_cli_and_store_agree_on_model_files() -> None:
+def test_cli_and_store_agree_on_model_files(tmp_path: Path) -> None:
     names = ["config.json", "tokenizer.json", "merges.txt", "vocab.json", "chat_template.jinja", "model.safetensors"]
     names += ["special_tokens_map.json", "added_tokens.json", "modules.json", "1_Pooling/config.json"]
-    assert all(is_model_file(name) for name in names)
+    (tmp_path / "1_Pooling").mkdir()
+    for name in (*names, "README.md", "pytorch_model.bin", "consolidated.safetensors"):
+        (tmp_path / name).touch()
+    assert {path.relative_to(tmp_path).as_posix() for path in model_paths(tmp_path)} == set(names)
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
-    assert not any(is_model_file(name) for name in ("README.md", "pytorch_model.bin", "consolidated.safetensors"))
+
+
+def test_index_decides_which_weights_are_sent(model_folder: Path) -> None:
+    (model_folder / "model.safetensors").rename(model_folder / "part-a.safetensors")
+    (model_folder / "model-00009-of-00009.safetensors").touch()
+    index = model_folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-a.safetensors"}}))
+    sent = {"config.json", "generation_config.json", "tokenizer.json", "part-a.safetensors", index.name}
+    assert {path.name for path in model_paths(model_folder)} == sent
+    check_declared([DeclaredFile(name, 10, "0" * 64) for name in sent], 0, 1 << 40)
+    for text, said in {
+        '{"weight_map": {"a": "../part-b.safetensors"}}': "has no ../part-b.safetensors, which",
+        '{"weight_map": {"a": 3}}': "has no 3, which",
+        '{"weight_map": []}': "is not an index of weights",
+        "[": "is not an index of weights",
+    }.items():
+        index.write_text(text)
+        with pytest.raises(CliError, match=said):
+            model_paths(model_folder)

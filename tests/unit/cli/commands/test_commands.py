@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import make_checkpoint
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.fake_gateway import ADMIN_KEY, TENANT_KEY, FakeGateway
+from tests.unit.cli.gguf.gguf_files import write_gguf
 from torchrelay.cli import main as program
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.commands import chat as chat_module
@@ -234,6 +236,22 @@ def test_unchanged_upload_is_reported(run: Run, home: Home, gateway: FakeGateway
     assert "published acme/tiny" in run("upload", str(model_folder)).stdout
     gateway.published = {"tiny"}
     assert "unchanged acme/tiny" in run("upload", str(model_folder)).stdout
+
+
+def test_gguf_file_is_converted_and_uploaded(run: Run, home: Home, gateway: FakeGateway, tmp_path: Path) -> None:
+    home.save_key(TENANT_KEY)
+    path = write_gguf(tmp_path / "Tiny.Q8_0.gguf", make_checkpoint(tmp_path / "hf", "llama"), "Q8_0")
+    assert "published acme/tiny" in run("upload", str(path)).stdout
+    begun = next(body for method, path, body in gateway.asked if (method, path) == ("POST", "/v1/uploads"))
+    assert begun["model"] == "tiny.q8_0"
+    documents = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert set(gateway.received) == {*documents, "chat_template.jinja", "model.safetensors"}
+    gateway.asked = []
+    path.write_bytes(path.read_bytes()[:5000])
+    refused = run("upload", str(path)).exception
+    assert isinstance(refused, CliError)
+    assert refused.message.startswith(f"{path}: blk.0.attn_q.weight: it needs 8 bytes")
+    assert gateway.asked == []
 
 
 def test_usage_shows_cost(run: Run, home: Home, gateway: FakeGateway) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.harness import Model, ModelOf, group_of, last_logits, outputs, prompt_of, run
-from torchrelay.modelspec.config import ExpertConfig, ModelConfig, RopeConfig, read_config
+from torchrelay.modelspec.config import ExpertConfig, ModelConfig, Multipliers, RopeConfig, read_config
 
 PROMPTS = [prompt_of(70, salt) for salt in range(3)]
 Change = Callable[[ModelConfig], ModelConfig]
@@ -36,6 +36,14 @@ def without_rope_scaling(config: ModelConfig) -> ModelConfig:
     return replace(config, rope=RopeConfig(config.rope.theta))
 
 
+def rope_with(**numbers: Any) -> Change:
+    def change(config: ModelConfig) -> ModelConfig:
+        assert config.rope is not None
+        return replace(config, rope=replace(config.rope, **numbers))
+
+    return change
+
+
 def experts_with(**numbers: Any) -> Change:
     def change(config: ModelConfig) -> ModelConfig:
         assert isinstance(config.experts, ExpertConfig)
@@ -51,6 +59,18 @@ UNCAPPED_LOGITS = with_numbers(logit_cap=None)  # a cap keeps their order, and s
     ("family", "change"),
     [
         ("llama3-rope", without_rope_scaling),
+        ("llama-bias", with_numbers(attention_bias=False)),
+        ("llama-bias", with_numbers(mlp_bias=False)),
+        ("qwen3-bias", with_numbers(attention_bias=False)),
+        ("granite", with_numbers(multipliers=Multipliers(1.0, 0.4, 2.0))),
+        ("granite", with_numbers(multipliers=Multipliers(3.0, 1.0, 2.0))),
+        ("granite", with_numbers(query_scale=0.25)),
+        ("yarn-rope", without_rope_scaling),
+        ("phi3-long-rope", rope_with(short_factors=())),
+        ("phi3-long-rope", rope_with(attention_factor=1.0)),
+        ("phi3-long-rope", rope_with(rotated_share=1.0, short_factors=())),
+        ("smollm3", with_numbers(unrotated_layers=frozenset())),
+        ("smollm3-window", no_window),
         ("mistral", no_window),
         ("qwen2", switched(qkv_bias=False)),
         ("qwen2-window", no_window),

@@ -7,13 +7,13 @@ from tests.unit.engine.harness import ModelOf
 from torchrelay.engine.model.rope import Rope, rotate
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3-rope"])
+@pytest.mark.parametrize("family", ["llama", "llama3-rope", "yarn-rope", "phi3-long-rope"])
 def test_angles_equal_transformers(model_of: ModelOf, family: str) -> None:
     model = model_of(family)
     config = model.instance().config
     assert config.rope is not None
     rope = Rope(config.rope, config.head_dim, torch.device("cpu"))
-    positions = torch.arange(0, 500, 7)
+    positions = torch.arange(0, config.max_context_tokens, 7)
     expected_cos, expected_sin = model.reference.model.rotary_emb(torch.zeros(1), positions[None])
     cos, sin = rope.angles(positions, torch.float32)
     half = cos.shape[-1]

@@ -67,7 +67,7 @@ def a_model(*more: DeclaredFile) -> list[DeclaredFile]:
         ("..", "it is not a plain file name"),
         ("", "it is not a plain file name"),
         ("modeling_llama.py", "it is not one of the files that a model consists of"),
-        ("model-1-of-2.safetensors", "it is not one of the files"),
+        ("model-1-of-2.safetensors", "the upload has shards and model.safetensors; it must have either"),
         (f"{shard_name(1, 2)}\n", "it is not one of the files"),
         ("config.json", "it is declared twice"),
         (shard_name(1, 2), "must have either"),

@@ -13,7 +13,16 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.param_store.model_folders import Tensors, config_of, tensors_of, write_folder, write_shards
+from tests.unit.param_store.model_folders import (
+    Tensors,
+    config_of,
+    read_index,
+    shard_name,
+    tensors_of,
+    write_folder,
+    write_index,
+    write_shards,
+)
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import tensors_by_segment
 from torchrelay.param_store.packer import pack_writer
@@ -114,6 +123,24 @@ def test_faulty_multimodal_checkpoints_are_refused(tmp_path: Path) -> None:
         with pytest.raises(PackRefused) as refused:
             packed(folder, tmp_path)
         assert refused.value.detail == detail
+
+
+def test_index_alone_decides_about_shards(tmp_path: Path) -> None:
+    """Files may have any names, the total may be wrong, and what the index does not name is left out."""
+    folder = write_shards(tmp_path / "three")
+    index = read_index(folder)
+    (folder / shard_name(2, 3)).rename(folder / "Second_part.safetensors")
+    places = {shard_name(2, 3): "Second_part.safetensors"}
+    index["weight_map"] = {name: places.get(file, file) for name, file in index["weight_map"].items()}
+    index["metadata"]["total_size"] = 1
+    write_index(folder, index)
+    (folder / shard_name(3, 4)).write_bytes(b"not safetensors")
+    third = tensors_of(config_of())
+    header = {"x": ("F32", (2,), bytes(8))} | {
+        name: third.by_name[name] for name, file in index["weight_map"].items() if file == shard_name(3, 3)
+    }
+    Tensors(header).write(folder / shard_name(3, 3))
+    assert packed(folder, tmp_path) == packed(write_folder(tmp_path / "one"), tmp_path)
 
 
 def test_harmless_surplus_is_left_out(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from torchrelay.cli.api.model_folder import is_weights_file, model_paths
+from torchrelay.cli.api.model_folder import model_paths
 from torchrelay.cli.errors import CliError
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
@@ -14,6 +14,7 @@ from torchrelay.modelspec.errors import UnsupportedModel
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # the gateway's rule
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 8 << 20  # the param-store reads no more
+_LFS_POINTER = b"version https://git-lfs"
 _METADATA = "__metadata__"
 
 
@@ -38,7 +39,7 @@ def check_folder(folder: Path) -> None:
     paths = model_paths(folder)
     _check_config(folder / "config.json")
     for path in paths:
-        if is_weights_file(path.name):
+        if path.suffix == ".safetensors":
             _check_header(path)
 
 
@@ -61,6 +62,8 @@ def _check_header(path: Path) -> None:
         prefix = file.read(_LENGTH_BYTES)
         length, num_left = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
         header = file.read(min(length, _MAX_HEADER_BYTES))
+    if (prefix + header).startswith(_LFS_POINTER):
+        raise CliError(f"{path} is a Git-LFS pointer, not the weights", f"fetch them: git -C {path.parent} lfs pull")
     if not prefix:
         fault = "it is empty"
     elif len(prefix) < _LENGTH_BYTES:

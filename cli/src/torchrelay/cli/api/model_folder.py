@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ _DOCUMENTS = frozenset(
     }
 )
 _POOLING = "1_Pooling/config.json"  # beside modules.json: how texts are embedded
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NEED_FOLDER = "give the folder of a Hugging Face model"
 
 
@@ -42,13 +42,18 @@ class LocalFile:
     sha256: str
 
 
-def is_model_file(name: str) -> bool:
-    """Whether a file of this name is uploaded; READMEs and weights in other formats are not."""
-    return name in _DOCUMENTS or name == _POOLING or is_weights_file(name)
-
-
-def is_weights_file(name: str) -> bool:
-    return _WEIGHTS.fullmatch(name) is not None
+def _weights(folder: Path, present: set[str]) -> set[str]:
+    """The files with weights: those that the index names, or else the single one. Raises ``CliError``."""
+    if _INDEX not in present:
+        return {_SINGLE} & present
+    try:
+        names = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+        missing = sorted(names - present)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CliError(f"{folder / _INDEX} is not an index of weights", "copy it again from its source") from error
+    if missing:
+        raise CliError(f"{folder} has no {missing[0]}, which {_INDEX} names", "download it again")
+    return names
 
 
 def model_files(folder: Path, progress: ProgressCallback) -> list[LocalFile]:
@@ -86,18 +91,24 @@ def model_paths(folder: Path) -> list[Path]:
             f"{folder} has no tokenizer.json",
             "save a fast tokenizer into it: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)",
         )
-    if not any(is_weights_file(name) for name in names):
+    weights = _weights(folder, names)
+    if not weights:
         raise CliError(
-            f"{folder} has no safetensors weights (model.safetensors, or model-00001-of-0000N.safetensors)",
+            f"{folder} has no safetensors weights (model.safetensors, or shards with {_INDEX})",
             "save the model as safetensors: model.save_pretrained(FOLDER, safe_serialization=True)",
         )
-    files = [path for path in present if is_model_file(path.name)]
+    files = [path for path in present if path.name in _DOCUMENTS | weights]
     if "modules.json" in names and (folder / _POOLING).is_file():
         files.append(folder / _POOLING)
     return files
 
 
 def _folder_beneath(folder: Path) -> str:
-    """A hint at the one folder with a config, at most two levels down as in the cache of Hugging Face."""
+    """A hint at the one GGUF file, or at the one folder with a config, at most two levels down as in the cache of
+    Hugging Face.
+    """
+    files = list(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return f"upload the GGUF file: torchrelay upload {files[0]} --name NAME"
     folders = [path.parent for pattern in ("*/config.json", "*/*/config.json") for path in folder.glob(pattern)]
     return f"{folders[0]} has one: torchrelay upload {folders[0]} --name NAME" if len(folders) == 1 else _NEED_FOLDER

@@ -1,7 +1,10 @@
-"""`torchrelay upload`: upload and publish a model folder."""
+"""`torchrelay upload`: upload and publish a model folder, or a GGUF file."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +30,7 @@ from torchrelay.common.quantities import format_bytes
 
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
 _STAGES = {
+    "convert": "Converting",
     "hash": "Hashing",
     "upload": "Uploading",
     "wait": "Waiting",
@@ -62,7 +66,12 @@ class RateColumn(rich.progress.TransferSpeedColumn):
 
 
 def upload(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder: config, tokenizer, safetensors.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR|GGUF", help="Hugging Face folder (config, tokenizer, safetensors), or a GGUF file."
+        ),
+    ],
     name: Annotated[
         str | None, typer.Option(help="Name of the model; the folder's by default. With the admin key: TENANT/NAME.")
     ] = None,
@@ -74,21 +83,38 @@ def upload(
 ) -> None:
     """Upload a model folder and publish it under a name.
 
+    A GGUF file is converted on this machine first: weights in bf16, tokenizer and chat template.
+
     Run the same command again to resume an interrupted upload; `torchrelay uploads` lists and aborts those left open. A
     model that is refused ends its upload; what you send again within an hour is only what you changed. Uploading to an
     existing name publishes a new version; running requests finish on the old one.
     """
     access = tenant_access(home, url, key)
     settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
-    full_name = _model_name(access, folder, name)
+    full_name = _model_name(access, source, name)
     check_name(full_name)
-    check_folder(folder)
-    before = _version_before(access, full_name)
-    model = _run(access, folder, full_name, settings)
+    with _model_folder(source) as folder:
+        check_folder(folder)
+        before = _version_before(access, full_name)
+        model = _run(access, folder, full_name, settings)
     facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
     console.err().print(f"[dim]next: torchrelay chat {model['id']}[/]")
+
+
+@contextmanager
+def _model_folder(source: Path) -> Iterator[Path]:
+    """The folder to upload: ``source``, or a temporary one with what a GGUF file is converted to."""
+    if source.suffix.lower() != ".gguf" or not source.is_file():
+        yield source
+        return
+    from torchrelay.cli.gguf.conversion import convert  # NumPy takes a while to import
+
+    with tempfile.TemporaryDirectory(prefix="torchrelay-gguf-") as name:
+        with _progress_bars() as progress:
+            convert(source, Path(name), StageBars(progress))
+        yield Path(name)
 
 
 def _version_before(access: Access, name: str) -> str | None:
@@ -111,7 +137,7 @@ def _version_before(access: Access, name: str) -> str | None:
     return version
 
 
-def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _progress_bars() -> rich.progress.Progress:
     columns = (
         rich.progress.TextColumn("{task.description:<10}"),
         rich.progress.BarColumn(),
@@ -120,15 +146,20 @@ def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> d
         RateColumn(),
         rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
+    return rich.progress.Progress(*columns, console=console.err())
+
+
+def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     try:
-        with rich.progress.Progress(*columns, console=console.err()) as progress, access.client() as client:
+        with _progress_bars() as progress, access.client() as client:
             return ModelUpload(client, folder, name, StageBars(progress), UploadJournal.of_user()).run(settings)
     except KeyboardInterrupt:
         raise CliError("interrupted", "nothing was sent yet") from None
 
 
-def _model_name(access: Access, folder: Path, name: str | None) -> str:
-    chosen = name or folder.resolve().name.lower()
+def _model_name(access: Access, source: Path, name: str | None) -> str:
+    path = source.resolve()
+    chosen = name or (path.stem if path.suffix.lower() == ".gguf" else path.name).lower()
     if access.is_admin and "/" not in chosen:
         raise CliError(
             "with the admin key, the name must include the tenant",

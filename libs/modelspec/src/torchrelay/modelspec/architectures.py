@@ -43,11 +43,13 @@ class Architecture:
 
     name: str
     qkv_bias: bool = False
+    optional_biases: tuple[str, ...] = ()  # keys of config.json that add biases to all projections of a part
     qk_norm: bool = False
     fused: bool = False  # the checkpoint stores qkv_proj and gate_up_proj as one tensor each
     # Gemma: norms multiply by one plus their weight, in fp32; embeddings are scaled by the root of their size.
     unit_offset_norms: bool = False
     scaled_embeddings: bool = False
+    multipliers: bool = False  # Granite: config.json has factors of embeddings, scores, residuals, and of logits
     sandwich_norms: bool = False  # attention and MLP outputs are normalized too, before the residual add
     soft_caps: tuple[float | None, float | None] | None = None  # defaults for scores and logits; None: never capped
     query_scalar: int | None = None  # default of query_pre_attn_scalar; scores are divided by its root; None: head_dim
@@ -56,6 +58,8 @@ class Architecture:
     window: int | None = None  # default of sliding_window; null in config.json turns it off
     window_switch: str = ""  # the key of config.json that must be true for windows to apply
     full_every: int = 0  # if config.json lists no layer types: every n-th layer has no window
+    partial_rotary: bool = False  # the rotation may leave the last numbers of a head out
+    unrotated_every: int = 0  # if config.json does not say which: every n-th layer has no rotation
     local_rope: bool = False  # windowed layers have their own rotary frequencies
     norm_eps: float = 1e-6  # from here on: defaults for keys missing in config.json
     rope_theta: float = 10_000.0
@@ -74,6 +78,7 @@ class Architecture:
 
 _GEMMA2 = Architecture(
     "Gemma2ForCausalLM",
+    optional_biases=("attention_bias",),
     unit_offset_norms=True,
     scaled_embeddings=True,
     sandwich_norms=True,
@@ -115,7 +120,7 @@ _MIXTRAL = Architecture(
 _QWEN2 = Architecture(
     "Qwen2ForCausalLM", qkv_bias=True, windows="by_layer_type", window=4096, window_switch="use_sliding_window"
 )
-_QWEN3 = replace(_QWEN2, name="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True)
+_QWEN3 = replace(_QWEN2, name="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, optional_biases=("attention_bias",))
 _QWEN3_MOE = replace(
     _QWEN3,
     name="Qwen3MoeForCausalLM",
@@ -131,16 +136,27 @@ _QWEN3_MOE = replace(
         norm_topk_prob_key="norm_topk_prob",
     ),
 )
+_SMOLLM3 = Architecture(
+    "SmolLM3ForCausalLM",
+    optional_biases=("attention_bias", "mlp_bias"),
+    windows="by_layer_type",
+    window_switch="use_sliding_window",
+    unrotated_every=4,
+    rope_theta=2_000_000.0,
+    tied_embeddings=True,
+)
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
-        Architecture("LlamaForCausalLM"),
+        Architecture("LlamaForCausalLM", optional_biases=("attention_bias", "mlp_bias")),
         Architecture("MistralForCausalLM", windows="every_layer", window=4096),
         _QWEN2,
         _QWEN3,
         _GEMMA2,
         _GEMMA3,
-        Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", norm_eps=1e-5),
+        Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", partial_rotary=True, norm_eps=1e-5),
+        _SMOLLM3,
+        Architecture("GraniteForCausalLM", optional_biases=("attention_bias", "mlp_bias"), multipliers=True),
         _MIXTRAL,
         _QWEN3_MOE,
         Architecture("BertModel", activation="gelu", encoder=EncoderTraits("bert.")),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, MASKED, Architecture, EncoderTraits
@@ -30,12 +31,37 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN's scaling: short wavelengths are kept, long ones stretched by ``factor``, with a ramp over the planes
+    between those that turn ``beta_fast`` and ``beta_slow`` times within the original context.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position: int
+    truncate: bool  # the ramp begins and ends at whole planes
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary frequencies: the base, and their scaling for longer contexts."""
 
     theta: float
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | YarnScaling | None = None
     linear_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()  # LongRoPE's divisor of each frequency, within the original context
+    attention_factor: float = 1.0  # of cosines and sines
+    rotated_share: float = 1.0  # of a head's first numbers; the others are not rotated
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Granite's factors; logits are divided by theirs."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +106,20 @@ class ModelConfig:
     logit_cap: float | None
     experts: ExpertConfig | None
     tied_embeddings: bool
+    unrotated_layers: frozenset[int] = frozenset()
+    attention_bias: bool = False  # of all projections of the attention
+    mlp_bias: bool = False
+    multipliers: Multipliers = Multipliers()
     has_head: bool = True  # False: it gives hidden states instead of tokens
     encoder: EncoderConfig | None = None  # None: a decoder
 
     @property
     def num_segments(self) -> int:
         return self.num_layers + 2
+
+    @property
+    def rotates_whole_heads(self) -> bool:
+        return self.rope is None or self.rope.rotated_share == 1.0
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -107,6 +141,7 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
     head_dim = _positive_int(config, "head_dim", architecture.head_dim or hidden // heads, at_most=MAX_HEAD_DIM)
     num_layers = _positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS)
     score_cap, logit_cap = architecture.soft_caps or (None, None)
+    unrotated = _unrotated_layers(config, architecture, num_layers)
     parsed = ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -116,17 +151,21 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=_positive_int(config, "num_key_value_heads", heads),
         head_dim=head_dim,
         vocab_size=_positive_int(config, "vocab_size"),
-        max_context_tokens=_positive_int(config, "max_position_embeddings"),
+        max_context_tokens=_max_context_tokens(config),
         norm_eps=_positive_float(config, "rms_norm_eps", architecture.norm_eps),
         activation=_activation(config, architecture),
         rope=_rope(config, architecture, _FULL),
         local_rope=_rope(config, architecture, _WINDOWED) if architecture.local_rope else None,
-        windows=_windows(config, architecture, num_layers),
-        query_scale=_query_scalar(config, architecture, head_dim) ** -0.5,
+        windows=_windows(config, architecture, num_layers, unrotated),
+        query_scale=_query_scale(config, architecture, head_dim),
         score_cap=_soft_cap(config, architecture, "attn_logit_softcapping", score_cap),
         logit_cap=_soft_cap(config, architecture, "final_logit_softcapping", logit_cap),
         experts=_experts(config, architecture),
         tied_embeddings=bool(config.get("tie_word_embeddings", architecture.tied_embeddings)),
+        unrotated_layers=unrotated,
+        attention_bias=_has_biases(config, architecture, "attention_bias"),
+        mlp_bias=_has_biases(config, architecture, "mlp_bias"),
+        multipliers=_multipliers(config) if architecture.multipliers else Multipliers(),
         has_head=config["architectures"][0] not in HEADLESS,
     )
     _refuse_unsupported(config, parsed)
@@ -200,10 +239,13 @@ def _refuse_unsupported(config: Mapping[str, Any], parsed: ModelConfig) -> None:
         raise UnsupportedModel("num_attention_heads must be a multiple of num_key_value_heads", "num_key_value_heads")
     if parsed.head_dim % 2:
         raise UnsupportedModel("head_dim must be even for rotary embeddings", "head_dim")
-    if config.get("mlp_bias"):
-        raise UnsupportedModel("MLP biases are not supported", "mlp_bias")
-    if config.get("attention_bias") and not parsed.architecture.qkv_bias:
-        raise UnsupportedModel("attention biases are not supported for this architecture", "attention_bias")
+    if parsed.rope is not None:
+        rotated = int(parsed.head_dim * parsed.rope.rotated_share)
+        if rotated % 2 or not 0 < rotated <= parsed.head_dim:
+            message = f"{rotated} of {parsed.head_dim} numbers of a head cannot be rotated in pairs"
+            raise UnsupportedModel(message, "partial_rotary_factor")
+        if parsed.rope.short_factors and len(parsed.rope.short_factors) != rotated // 2:
+            raise UnsupportedModel(f"short_factor must have {rotated // 2} numbers", "rope_scaling")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("bidirectional attention is not supported", "use_bidirectional_attention")
     if config.get("quantization_config"):
@@ -224,13 +266,46 @@ def _soft_cap(config: Mapping[str, Any], architecture: Architecture, key: str, d
     return None if architecture.soft_caps is None or cap is None else _positive_float(config, key, cap)
 
 
-def _query_scalar(config: Mapping[str, Any], architecture: Architecture, head_dim: int) -> float:
+def _query_scale(config: Mapping[str, Any], architecture: Architecture, head_dim: int) -> float:
+    if architecture.multipliers:
+        return _positive_float(config, "attention_multiplier", 1.0)
     if architecture.query_scalar is None:
-        return float(head_dim)
-    return _positive_float(config, "query_pre_attn_scalar", float(architecture.query_scalar))
+        return float(head_dim**-0.5)
+    return float(_positive_float(config, "query_pre_attn_scalar", float(architecture.query_scalar)) ** -0.5)
 
 
-def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+def _multipliers(config: Mapping[str, Any]) -> Multipliers:
+    return Multipliers(
+        embedding=_positive_float(config, "embedding_multiplier", 1.0),
+        residual=_positive_float(config, "residual_multiplier", 1.0),
+        logits=_positive_float(config, "logits_scaling", 1.0),
+    )
+
+
+def _has_biases(config: Mapping[str, Any], architecture: Architecture, key: str) -> bool:
+    if not config.get(key) or (key == "attention_bias" and architecture.qkv_bias):
+        return False
+    if key not in architecture.optional_biases:
+        raise UnsupportedModel(f"{key} is not supported for this architecture", key)
+    return True
+
+
+def _unrotated_layers(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> frozenset[int]:
+    """SmolLM3's layers without rotation: those with a 0 in no_rope_layers, by default every fourth."""
+    if not architecture.unrotated_every:
+        return frozenset()
+    rotated = config.get("no_rope_layers")
+    if rotated is None:
+        every = _positive_int(config, "no_rope_layer_interval", architecture.unrotated_every)
+        rotated = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) < num_layers or any(flag not in (0, 1) for flag in rotated):
+        raise UnsupportedModel("no_rope_layers must have a 0 or a 1 for each layer", "no_rope_layers")
+    return frozenset(layer for layer in range(num_layers) if not rotated[layer])
+
+
+def _windows(
+    config: Mapping[str, Any], architecture: Architecture, num_layers: int, unrotated: frozenset[int]
+) -> tuple[int | None, ...]:
     """The window of each layer by its architecture's rules; None: the layer attends to all positions."""
     if architecture.windows == "never" or (architecture.window_switch and not config.get(architecture.window_switch)):
         return (None,) * num_layers
@@ -244,6 +319,8 @@ def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: 
     if types is None and architecture.full_every:
         every = _positive_int(config, "sliding_window_pattern", architecture.full_every)
         types = [_WINDOWED if (layer + 1) % every else _FULL for layer in range(num_layers)]
+    elif types is None and architecture.unrotated_every:
+        types = [_WINDOWED if layer in unrotated else _FULL for layer in range(num_layers)]
     elif types is None:
         first = config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
         if type(first) is not int:
@@ -283,21 +360,35 @@ def _rope(config: Mapping[str, Any], architecture: Architecture, layer_type: str
     if not isinstance(rope, dict):
         raise UnsupportedModel("rope_scaling must be an object", "rope_scaling")
     default = _positive_float(config, "rope_theta", architecture.rope_theta if layer_type == _FULL else 10_000.0)
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
-        raise UnsupportedModel("partial rotary embeddings are not supported", "partial_rotary_factor")
-    return _scaled_rope(rope, _positive_float(rope, "rope_theta", default))
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1) and not architecture.partial_rotary:
+        raise UnsupportedModel(
+            "partial rotary embeddings are not supported for this architecture", "partial_rotary_factor"
+        )
+    scaled = _scaled_rope(config, rope, _positive_float(rope, "rope_theta", default), architecture)
+    if share is None:
+        return scaled
+    return replace(
+        scaled, rotated_share=_positive_float({"partial_rotary_factor": share}, "partial_rotary_factor", 1.0)
+    )
 
 
-def _scaled_rope(rope: Mapping[str, Any], theta: float) -> RopeConfig:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+def _scaled_rope(
+    config: Mapping[str, Any], rope: Mapping[str, Any], theta: float, architecture: Architecture
+) -> RopeConfig:
+    kind = _rope_kind(rope)
+    # transformers stretches "dynamic" only beyond max_position_embeddings, where nothing is served.
+    if kind in ("default", "dynamic"):
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, linear_factor=_positive_float(rope, "factor", 1.0))
+    if kind == "longrope" or (kind in ("su", "yarn") and architecture.partial_rotary):  # names in early Phi-3 configs
+        return _longrope(config, rope, theta)
+    if kind == "yarn":
+        return _yarn(config, rope, theta)
     if kind != "llama3":
-        raise UnsupportedModel(
-            f"rope scaling {kind!r} is not supported; supported are 'default', 'linear' and 'llama3'", "rope_scaling"
-        )
+        known = "'default', 'dynamic', 'linear', 'llama3', 'longrope' and 'yarn'"
+        raise UnsupportedModel(f"rope scaling {kind!r} is not supported; supported are {known}", "rope_scaling")
     scaling = RopeScaling(
         factor=_positive_float(rope, "factor", 1.0),
         low_freq_factor=_positive_float(rope, "low_freq_factor", 1.0),
@@ -305,6 +396,65 @@ def _scaled_rope(rope: Mapping[str, Any], theta: float) -> RopeConfig:
         original_max_position=_positive_int(rope, "original_max_position_embeddings"),
     )
     return RopeConfig(theta, scaling)
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any], theta: float) -> RopeConfig:
+    original = _original_context(config, rope)
+    factor = _optional_float(rope, "factor", _positive_int(config, "max_position_embeddings") / original)
+    scaling = YarnScaling(
+        factor=factor,
+        beta_fast=_positive_float(rope, "beta_fast", 32.0),
+        beta_slow=_positive_float(rope, "beta_slow", 1.0),
+        original_max_position=original,
+        truncate=bool(rope.get("truncate", True)),
+    )
+    if theta <= 1 or not all(1e-3 < beta < 1e6 for beta in (scaling.beta_fast, scaling.beta_slow)):
+        raise UnsupportedModel("YaRN needs rope_theta above 1, and beta_fast and beta_slow in range", "rope_scaling")
+    attention_factor = _magnitude(factor)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention_factor = _magnitude(factor, _positive_float(rope, "mscale", 1.0))
+        attention_factor /= _magnitude(factor, _positive_float(rope, "mscale_all_dim", 1.0))
+    return RopeConfig(theta, scaling, attention_factor=_optional_float(rope, "attention_factor", attention_factor))
+
+
+def _magnitude(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor of cosines and sines, which makes up for flatter scores in longer contexts."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any], theta: float) -> RopeConfig:
+    original = _original_context(config, rope)
+    factors = rope.get("short_factor")
+    if not isinstance(factors, list) or len(factors) > MAX_HEAD_DIM:
+        raise UnsupportedModel("short_factor must be a list of numbers", "rope_scaling")
+    short = tuple(_positive_float({"short_factor": each}, "short_factor", 1.0) for each in factors)
+    factor = _optional_float(rope, "factor", _positive_int(config, "max_position_embeddings") / original)
+    attention_factor = 1.0
+    if factor > 1 and original > 1:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    attention_factor = _optional_float(rope, "attention_factor", attention_factor)
+    return RopeConfig(theta, short_factors=short, attention_factor=attention_factor)
+
+
+def _max_context_tokens(config: Mapping[str, Any]) -> int:
+    """max_position_embeddings, but with LongRoPE the original context: beyond it other frequencies apply to all
+    positions of a text, so that keys and values computed before would have to be computed again.
+    """
+    positions = _positive_int(config, "max_position_embeddings")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping) or "short_factor" not in rope:
+        return positions
+    return min(positions, _original_context(config, rope))
+
+
+def _original_context(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    """The context of pretraining, which some models have beside their rope parameters."""
+    key = "original_max_position_embeddings"
+    return _positive_int({key: config.get(key) or rope.get(key)}, key, _positive_int(config, "max_position_embeddings"))
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None, at_most: int = 2**63 - 1) -> int:
@@ -316,6 +466,10 @@ def _positive_int(config: Mapping[str, Any], key: str, default: int | None = Non
     if value > at_most:
         raise UnsupportedModel(f"{key} must be at most {at_most}", key)
     return value
+
+
+def _optional_float(config: Mapping[str, Any], key: str, default: float) -> float:
+    return default if config.get(key) is None else _positive_float(config, key, default)
 
 
 def _positive_float(config: Mapping[str, Any], key: str, default: float) -> float:

@@ -62,10 +62,12 @@ def _attention(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
         sizes = [("qkv", q_size + 2 * kv_size)]
     for letter, size in sizes:
         yield TensorSpec(f"{prefix}{letter}_proj.weight", (size, hidden), "qkv")
-    if config.architecture.qkv_bias:
+    if config.architecture.qkv_bias or config.attention_bias:
         for letter, size in sizes:
             yield TensorSpec(f"{prefix}{letter}_proj.bias", (size,), "qkv_bias")
     yield TensorSpec(f"{prefix}o_proj.weight", (hidden, q_size), "o")
+    if config.attention_bias:
+        yield TensorSpec(f"{prefix}o_proj.bias", (hidden,), "o_bias")
 
 
 def _mlp(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
@@ -79,6 +81,10 @@ def _mlp(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
         for part in ("gate", "up"):
             yield TensorSpec(f"{prefix}mlp.{part}_proj.weight", (inner, hidden), "gate_up")
     yield TensorSpec(f"{prefix}mlp.down_proj.weight", (hidden, inner), "down")
+    if config.mlp_bias:
+        for part in ("gate", "up"):
+            yield TensorSpec(f"{prefix}mlp.{part}_proj.bias", (inner,), "gate_up_bias")
+        yield TensorSpec(f"{prefix}mlp.down_proj.bias", (hidden,), "down_bias")
 
 
 def _experts(experts: ExpertConfig, names: ExpertNames, hidden: int, prefix: str) -> Iterator[TensorSpec]:

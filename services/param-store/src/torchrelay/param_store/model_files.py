@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,14 @@ MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
     **dict.fromkeys((TOKENIZER, "vocab.json", "merges.txt"), 64 << 20),
     TEMPLATE: 256 << 10,
 }
+
+
+_WEIGHTS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors")
+
+
+def is_weights_file(path: str) -> bool:
+    """Whether a file of this name holds weights; an index may name files as it likes."""
+    return _WEIGHTS.fullmatch(path) is not None
 
 
 class _TokenEntry(msgspec.Struct):

@@ -65,9 +65,10 @@ class ResidentModel:
         if config.encoder is not None:
             self.transformer: Decoder | Encoder = Encoder(config, config.encoder, self.weights)
         else:
+            fused_ops = backends.fused_ops if config.rotates_whole_heads else None
             whole_layers = backends.whole_layers and backends.whole_layers(config, dtype, kinds, active_processes)
             self.transformer = decoder = Decoder(
-                config, self.weights, self.pages.kv, self.backend, kinds, backends.fused_ops, whole_layers
+                config, self.weights, self.pages.kv, self.backend, kinds, fused_ops, whole_layers
             )
             self.graphs = self._graphs(decoder, capturer)
         self.reorderer = reorderer and reorderer(self.weights, config.num_layers)

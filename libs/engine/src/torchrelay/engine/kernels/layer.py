@@ -27,6 +27,9 @@ class LayerWeights:
     router: Tensor | None  # [experts, hidden]; with it, the next two have a leading axis of experts
     gate_up: Matrix
     down: Matrix
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk
 from torchrelay.engine.kernels.attention import AttentionBackend, Span
 from torchrelay.engine.kernels.layer import LayerView
 from torchrelay.engine.model.rope import Rope
-from torchrelay.modelspec.config import ModelConfig
+from torchrelay.modelspec.config import ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,14 @@ def layer_kinds(config: ModelConfig, device: torch.device) -> tuple[tuple[LayerK
         return (), ()
     rope = Rope(config.rope, config.head_dim, device)
     local = rope if config.local_rope is None else Rope(config.local_rope, config.head_dim, device)
-    windows = tuple(dict.fromkeys(config.windows))
-    kinds = tuple(LayerKind(window, rope if window is None else local) for window in windows)
-    return kinds, tuple(windows.index(window) for window in config.windows)
+    still = Rope(RopeConfig(theta=1.0, linear_factor=math.inf), config.head_dim, device)  # cosines 1, sines 0
+    traits = [(window, layer in config.unrotated_layers) for layer, window in enumerate(config.windows)]
+    distinct = tuple(dict.fromkeys(traits))
+    kinds = tuple(
+        LayerKind(window, still if is_unrotated else rope if window is None else local)
+        for window, is_unrotated in distinct
+    )
+    return kinds, tuple(distinct.index(each) for each in traits)
 
 
 def make_batch(

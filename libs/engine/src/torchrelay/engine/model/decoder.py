@@ -44,7 +44,7 @@ class Decoder:
         """[rows, hidden]."""
         hidden = F.embedding(batch.token_ids, self._weights.embedding())
         if not self._config.architecture.scaled_embeddings:
-            return hidden
+            return _times(hidden, self._config.multipliers.embedding)
         # Rounded to the dtype as in transformers, but a plain number: a recorded step cannot create the tensor.
         return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype).item()
 
@@ -66,11 +66,12 @@ class Decoder:
         attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)
-        hidden, inner = self._add_norm(hidden, attended, weights.post_norm)
+        residual = self._config.multipliers.residual
+        hidden, inner = self._add_norm(hidden, _times(attended, residual), weights.post_norm)
         fed_forward = feed_forward(inner, weights, self._config.activation, self._config.experts, self.fused_ops)
         if weights.mlp_out_norm is not None:
             fed_forward = self._norm(fed_forward, weights.mlp_out_norm)
-        return hidden + fed_forward
+        return hidden + _times(fed_forward, residual)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] after the last layer -> the same."""
@@ -79,6 +80,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] after the last layer -> [rows, vocab], in the model's dtype."""
         logits = linear(self.final_norm(hidden), self._weights.head())
+        if self._config.multipliers.logits != 1.0:
+            logits = logits / self._config.multipliers.logits
         cap = self._config.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -89,7 +92,7 @@ class Decoder:
             queries = self.fused_ops.place_heads(
                 heads, weights.qk_norm, self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
             )
-            return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
+            return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o, weights.o_bias)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if weights.qk_norm is not None:
             queries_keys = self._norm(queries_keys, weights.qk_norm)
@@ -97,7 +100,7 @@ class Decoder:
         queries, keys = queries_keys[:, :num_heads], queries_keys[:, num_heads:]
         kv[0].index_copy_(0, batch.write_slots, keys)
         kv[1].index_copy_(0, batch.write_slots, values)
-        return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
+        return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o, weights.o_bias)
 
     def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The sum and its norm."""
@@ -109,6 +112,10 @@ class Decoder:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         norm = rms_norm if self.fused_ops is None else self.fused_ops.rms_norm
         return norm(x, weight, *self._norm_kind)
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:

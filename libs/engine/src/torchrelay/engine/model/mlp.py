@@ -17,7 +17,8 @@ def feed_forward(
 ) -> Tensor:
     """[rows, hidden] -> the same; with fused ``ops`` if the device has them."""
     if experts is None or weights.router is None:
-        return gated_mlp(hidden, weights.gate_up, weights.down, activation, ops)
+        biases = weights.gate_up_bias, weights.down_bias
+        return gated_mlp(hidden, weights.gate_up, weights.down, activation, ops, biases)
     gate_up, down = weights.gate_up, weights.down
     assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "experts are never reordered"
     chosen, shares = route(hidden, weights.router, experts)
@@ -29,10 +30,18 @@ def feed_forward(
     return out.to(hidden.dtype)
 
 
-def gated_mlp(hidden: Tensor, gate_up: Matrix, down: Matrix, activation: str, ops: FusedOps | None = None) -> Tensor:
+def gated_mlp(
+    hidden: Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    activation: str,
+    ops: FusedOps | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
     """down(activation(gate(x)) * up(x)); gate and up are the halves of one projection."""
-    both = linear(hidden, gate_up)
-    return linear(activate_and_multiply(both, activation) if ops is None else ops.gate(both, activation), down)
+    both = linear(hidden, gate_up, biases[0])
+    gated = activate_and_multiply(both, activation) if ops is None else ops.gate(both, activation)
+    return linear(gated, down, biases[1])
 
 
 def activate_and_multiply(gate_up: Tensor, activation: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linearly scaled, and with Llama 3's scaling of the frequencies.
+"""Rotary position embedding: default, or with frequencies scaled linearly or as by Llama 3, YaRN or LongRoPE.
 
 Angles are computed per batch, a few thousand cosines. A table for the whole context would be built at every cold start.
 """
@@ -10,29 +10,58 @@ import math
 import torch
 from torch import Tensor
 
-from torchrelay.modelspec.config import RopeConfig, RopeScaling
+from torchrelay.modelspec.config import RopeConfig, RopeScaling, YarnScaling
 
 
 class Rope:
-    """The rotation of one kind of layer; ``inverse_frequencies`` is fp32 [head_dim / 2]."""
+    """The rotation of one kind of layer; ``inverse_frequencies`` is fp32, half as long as what is rotated of a head."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / (config.theta**exponents) / config.linear_factor
-        if config.scaling is not None:
+        size = int(head_dim * config.rotated_share)
+        stretched = config.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        if config.short_factors:
+            stretched = torch.tensor(config.short_factors) * stretched
+        frequencies = 1.0 / stretched / config.linear_factor
+        if isinstance(config.scaling, YarnScaling):
+            frequencies = _ramped(frequencies, config.scaling, config.theta)
+        elif config.scaling is not None:
             frequencies = _scaled(frequencies, config.scaling)
         self.inverse_frequencies = frequencies.to(device)
+        self._factor = config.attention_factor
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [tokens, 1, head_dim / 2], computed in fp32 and rounded to ``dtype``."""
+        """Cosines and sines, each [tokens, 1, frequencies], computed in fp32 and rounded to ``dtype``."""
         angles = positions[:, None, None].float() * self.inverse_frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if self._factor != 1.0:
+            cos, sin = cos * self._factor, sin * self._factor
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [tokens, heads, head_dim]; its halves are the two coordinates of each plane."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Rotates [tokens, heads, head_dim]: its first numbers, twice as many as cosines. The halves of what is rotated are
+    the two coordinates of each plane.
+    """
+    size = cos.shape[-1]
+    first, second, rest = heads[..., :size], heads[..., size : 2 * size], heads[..., 2 * size :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def _ramped(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    """Blends frequencies with those divided by ``factor``, from plane to plane (Peng et al., 2023)."""
+    size = 2 * len(frequencies)
+
+    def plane(num_turns: float) -> float:
+        """The plane that turns so often within the original context."""
+        return size * math.log(scaling.original_max_position / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = plane(scaling.beta_fast), plane(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low if high != low else 0.001
+    kept = 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

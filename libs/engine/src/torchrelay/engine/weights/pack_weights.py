@@ -186,4 +186,7 @@ def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
         router=groups.get("router"),
         gate_up=gate_up,
         down=down,
+        o_bias=groups.get("o_bias"),
+        gate_up_bias=groups.get("gate_up_bias"),
+        down_bias=groups.get("down_bias"),
     )

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.modelspec.config import read_config
-from torchrelay.param_store.packer.checkpoint import read_checkpoint, weight_files
+from torchrelay.param_store.model_files import INDEX_FILE, SINGLE_FILE
+from torchrelay.param_store.packer.checkpoint import read_checkpoint
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.documents import (
     check_embedding,
@@ -53,7 +54,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
         tensors = served_tensors(config, tensors)
         document = without_missing_head(document, config, tensors)
         config = read_config(document)
-    plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])
+    plan = plan_pack(config, tensors, INDEX_FILE if (folder / INDEX_FILE).exists() else SINGLE_FILE)
     num_bytes = plan.layout.num_bytes
     if largest_slot_bytes and num_bytes > largest_slot_bytes:
         detail = f"the weights need {num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"

@@ -29,7 +29,7 @@ def read_tensors(folder: Path, file: str) -> list[StoredTensor]:
     """The tensors of a file, by offset. Raises ``PackRefused`` for any inconsistency."""
     header, body = _read_header(folder, file)
     num_body_bytes = (folder / file).stat().st_size - body
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", {}) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise PackRefused(file, "__metadata__ is not an object of strings")
     tensors = sorted((_tensor(file, body, *item) for item in header.items()), key=lambda t: (t.offset, t.num_bytes))

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import msgspec
 
 from torchrelay.common.errors import QuotaExceeded, UploadRefused
-from torchrelay.param_store.model_files import CONFIG, INDEX_FILE, MAX_FILE_BYTES, TOKENIZER
-from torchrelay.param_store.packer.checkpoint import weight_files
+from torchrelay.param_store.model_files import CONFIG, INDEX_FILE, MAX_FILE_BYTES, TOKENIZER, is_weights_file
+from torchrelay.param_store.packer.checkpoint import check_weight_files
 from torchrelay.param_store.packer.core import PackRefused, quoted
 from torchrelay.param_store.remote.keys import is_digest
 
 MAX_FILES = 512
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
 
 
@@ -28,7 +27,7 @@ class DeclaredFile(msgspec.Struct, frozen=True):
 
 def is_weights(path: str) -> bool:
     """Whether the file becomes part of the pack; all other files are published unchanged."""
-    return _WEIGHTS.fullmatch(path) is not None or path == INDEX_FILE
+    return is_weights_file(path) or path == INDEX_FILE
 
 
 def check_declared(files: Sequence[DeclaredFile], quota_bytes: int, max_upload_bytes: int) -> None:
@@ -45,7 +44,7 @@ def check_declared(files: Sequence[DeclaredFile], quota_bytes: int, max_upload_b
         if needed not in names:
             raise UploadRefused(f"{needed}: it is missing from the upload", field=needed)
     try:
-        weight_files(names)
+        check_weight_files(names)
     except PackRefused as refused:
         raise UploadRefused(str(refused), field=refused.file) from None
     total = sum(file.num_bytes for file in files)
@@ -59,7 +58,7 @@ def _check_name(path: str) -> None:
     if _PICKLED.fullmatch(path):
         detail = "pickled weights are never loaded, because they can run code; save the model as safetensors"
         raise UploadRefused(f"{quoted(path)}: {detail} (save_pretrained(..., safe_serialization=True))", field=path)
-    if path not in MAX_FILE_BYTES and not _WEIGHTS.fullmatch(path):
+    if path not in MAX_FILE_BYTES and not is_weights_file(path):
         plain = path and not set(path) & set("/\\\0") and path not in (".", "..")
         detail = "it is not one of the files that a model consists of" if plain else "it is not a plain file name"
         raise UploadRefused(f"{quoted(path)}: {detail}", field=path if path.isprintable() else "files")

@@ -76,6 +76,8 @@ class CpuLayers:
         """``max_rows`` of a batch and ``max_layers`` of one call are the quickest by default."""
         self._kernels, self._active_processes = kernels, active_processes
         self._max_rows = max_rows or max_kernel_rows(kernels.level, dtype)
+        if not config.rotates_whole_heads or config.multipliers.residual != 1.0:
+            self._max_rows = 0  # the kernel has neither another rotation nor a factor
         across = config.num_heads * config.head_dim
         in_kv = config.num_kv_heads * config.head_dim
         self._widest = max(config.hidden_size, config.intermediate_size, across)
@@ -161,4 +163,6 @@ def _is_all_on_cpu_kernels(view: LayerView, num_rows: int) -> bool:
 
 def _is_dense(weights: LayerWeights) -> bool:
     matrices = weights.qkv, weights.o, weights.gate_up, weights.down
+    if weights.o_bias is not None or weights.down_bias is not None:
+        return False
     return weights.router is None and all(isinstance(matrix, Tensor) and supports_weight(matrix) for matrix in matrices)

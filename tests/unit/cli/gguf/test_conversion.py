@@ -1,0 +1,141 @@
+"""GGUF files give the weights, the tokens and the tokenizer of the checkpoint that they were made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.checkpoints import make_checkpoint
+from tests.unit.cli.gguf.gguf_files import TYPES, write_gguf
+from tests.unit.engine.harness import Model, group_of, outputs, prompt_of, run
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.gguf.conversion import convert
+from torchrelay.cli.gguf.header import read_header
+from torchrelay.cli.gguf.weights import to_bf16
+from torchrelay.param_store.packer.__main__ import pack
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+}  # whole blocks of K types
+
+
+def converted(source: Path, folder: Path) -> Path:
+    folder.mkdir()
+    convert(source, folder, lambda *_: None)
+    return folder
+
+
+def tokens(folder: Path) -> list[list[int]]:
+    """Greedy answers of the engine."""
+    instance = Model(folder).instance()
+    for number in range(2):
+        instance.prefill(group_of(prompt_of(40, number), f"{number}/0"))
+    answers = outputs(run(instance))
+    return [answers[f"{number}/0", 0] for number in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "type_name"),
+    [
+        *(("llama", name) for name in TYPES),
+        ("smollm3", "Q8_0"),
+        ("qwen2", "Q8_0"),
+        ("qwen3", "Q4_0"),
+        ("gemma2", "Q4_1"),
+    ],
+)
+def test_weights_and_tokens_are_those_of_checkpoint(tmp_path: Path, family: str, type_name: str) -> None:
+    numbers = SIZES if family == "llama" else {}
+    if family == "smollm3":  # the file does not say which layers have no rotation
+        numbers = {"no_rope_layer_interval": 4, "num_hidden_layers": 4}
+    if family == "gemma2":  # the file keeps no query_pre_attn_scalar
+        numbers = {"head_dim": 32, "query_pre_attn_scalar": 256}
+    checkpoint = make_checkpoint(tmp_path / "hf", family, tied=family in ("qwen3", "gemma2"), **numbers)
+    folder = converted(write_gguf(tmp_path / "model.gguf", checkpoint, type_name), tmp_path / "converted")
+    own, other = load_file(folder / "model.safetensors"), load_file(checkpoint / "model.safetensors")
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert tokens(folder) == tokens(checkpoint)
+    assert pack(folder, tmp_path / "draft.pack", 0)["pack_id"]
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_values_round_to_bf16_as_in_torch() -> None:
+    values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    values[:4] = 1.00390625, 1.01171875, -0.0, 3.3e38  # two halfway between neighbours, and two extremes
+    assert torch.equal(
+        torch.from_numpy(to_bf16(values).view(np.int16)), torch.from_numpy(values).bfloat16().view(torch.int16)
+    )
+
+
+def test_llama_3_factors_become_its_scaling(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "hf", "llama", head_dim=32)
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    edit(checkpoint / "config.json", rope_parameters=rope)
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    numbers: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 2}
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**numbers, rope_parameters=rope), torch.device("cpu"))
+    plain = 1.0 / 500_000.0 ** (torch.arange(0, 32, 2) / 32)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, checkpoint, rope_freqs=(plain / scaled).numpy())
+    folder = converted(path, tmp_path / "converted")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == 500_000.0
+    assert config["rope_scaling"] == {key: value for key, value in rope.items() if key != "rope_theta"}
+    assert tokens(folder) == tokens(checkpoint)
+    write_gguf(path, checkpoint, rope_freqs=np.full(16, 1.5, np.float32))
+    with pytest.raises(CliError, match=r"rope_freqs\.weight: its values are not those of Llama 3's scaling"):
+        converted(path, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"general__architecture": "mamba"}, "general.architecture: 'mamba' is not supported; supported are llama"),
+        ({"llama__expert_count": 8}, "llama.expert_count: 8 is not supported; supported is 0"),
+        ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type: 'yarn' is not supported"),
+        ({"llama__block_count": None}, "llama.block_count: None is not a positive number"),
+        ({"llama__attention__head_count": "many"}, "llama.attention.head_count: 'many' is not a positive number"),
+        ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count: 8 is not supported; supported is 16"),
+        ({"llama__rope__freq_base": float("inf")}, "llama.rope.freq_base: inf is not a positive number"),
+        ({"tokenizer__ggml__model": "t5"}, "tokenizer.ggml.model: tokenizer model 't5' is not supported"),
+        ({"tokenizer__ggml__pre": "viking"}, "tokenizer.ggml.pre: 'viking' is not supported"),
+        ({"tokenizer__ggml__eos_token_id": 500}, "tokenizer.ggml.eos_token_id: 500 is not one of 259 tokens"),
+        ({"tokenizer__ggml__merges": ["ab"]}, "tokenizer.ggml.merges: 'ab' is not two tokens"),
+        ({"tokenizer__ggml__tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens: 'a' appears twice"),
+        ({"tokenizer__ggml__tokens": ["a" * 2000]}, "tokenizer.ggml.tokens: a token of 2,000 characters"),
+        ({"tokenizer__ggml__tokens": None}, "tokenizer.ggml.tokens: the file has none"),
+        ({"tokenizer__ggml__token_type": [1]}, "tokenizer.ggml.token_type: it has 1 values for 259 tokens"),
+    ],
+)
+def test_model_that_is_not_served_is_refused_by_field(tmp_path: Path, metadata: dict[str, Any], said: str) -> None:
+    path = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "hf", "llama"), **metadata)
+    with pytest.raises(CliError) as refused:
+        converted(path, tmp_path / "converted")
+    assert refused.value.message.startswith(f"{path}: {said}")
+    assert not any((tmp_path / "converted").iterdir())
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "hf", "llama")
+    path = write_gguf(tmp_path / "model.gguf", checkpoint, "Q8_0")
+    content = bytearray(path.read_bytes())
+    begin = read_header(path).tensors["output.weight"].offset
+    content[begin : begin + 2] = np.float16(np.inf).tobytes()  # the scale of the first block
+    path.write_bytes(content)
+    with pytest.raises(CliError, match=r"model\.gguf: output\.weight: some of its values are not finite"):
+        converted(path, tmp_path / "converted")
