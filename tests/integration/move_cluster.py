@@ -314,7 +314,7 @@ class MoveCluster:
     @property
     def boundaries(self) -> list[int]:
         """The layers that the source's prompts have reached."""
-        instance = self.source.worker.engine.instance
+        instance = self.source.worker.engine.relay_instance
         return [] if instance is None else [group.layer for group in instance.groups()]
 
     def let_layers(self, num_layers: int) -> None:
@@ -460,7 +460,7 @@ async def assert_worker_is_empty(worker: RunningWorker) -> None:
             await eventually(lambda role=role: not role._budget._waiting, "the end of waits for the KV budget")  # type: ignore[misc]
     if worker.worker.slot.state != FREE:
         await worker.assert_idle()
-        instance = worker.worker.engine.instance
+        instance = worker.worker.engine.relay_instance
         assert instance is not None
         assert not instance.groups()
         assert not instance.model.hidden_states._tensors
@@ -481,7 +481,7 @@ def paused(worker: RunningWorker) -> Iterator[Callable[[], None]]:
 
 
 def instance_of(worker: RunningWorker) -> Instance:
-    instance = worker.worker.engine.instance
+    instance = worker.worker.engine.relay_instance
     assert instance is not None
     return instance
 

@@ -76,7 +76,7 @@ async def started(scene: RolesTestbed, worker: RunningWorker) -> bool:
     hosted = worker.worker.slot.hosted
     assert hosted is not None
     await hosted.settled.wait()
-    await eventually(lambda: bool(worker.worker.engine.instance and worker.worker.engine.instance.groups()))
+    await eventually(lambda: bool(worker.worker.engine.relay_instance and worker.worker.engine.relay_instance.groups()))
     return worker.worker.slot.state == LOADING
 
 
@@ -190,7 +190,7 @@ async def test_failed_load_fails_its_requests_and_frees_the_slot(
             late = await scene.send(scene.request(PROMPT))
             await late.finished()
             assert late.error().code == pb.RunError.CODE_LOAD_FAILED
-        assert worker.engine.instance is None
+        assert worker.engine.relay_instance is None
 
 
 async def test_load_without_its_store_reports_the_store_as_lost(tmp_path: Path, model: Model, nats_url: str) -> None:
@@ -226,7 +226,7 @@ async def test_broken_kernel_frees_the_slot_with_the_reason(
     async with loading(tmp_path, model, nats_url) as (scene, pack):
         pack.let_all()
         await scene.prefill.until_ready()
-        instance = scene.prefill.worker.engine.instance
+        instance = scene.prefill.worker.engine.relay_instance
 
         def broken() -> None:
             raise RuntimeError("a kernel broke")

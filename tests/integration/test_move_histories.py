@@ -153,7 +153,7 @@ class History:
 
     def begun(self) -> list[int]:
         """The answers whose prompts are between two layers at the source."""
-        instance = self.cluster.source.worker.engine.instance
+        instance = self.cluster.source.worker.engine.relay_instance
         groups = () if instance is None else instance.groups()
         at_boundary = {group.spec.group_id.partition("/")[0] for group in groups if group.layer}
         return [number for number, answer in enumerate(self.answers) if answer.request_id in at_boundary]
@@ -199,14 +199,14 @@ class History:
     async def take_pages(self) -> None:
         """Takes most free pages of the next worker."""
         worker = self.cluster.next.worker
-        if (instance := worker.engine.instance) is None or self.gates or self.taken:
+        if (instance := worker.engine.relay_instance) is None or self.gates or self.taken:
             return
         allocator = instance._tables.allocator
         pages = await worker.engine.call(lambda: allocator.take(max(allocator.num_free - self.random.randrange(6), 0)))
         self.note("take pages")
 
         async def give_back() -> None:
-            if worker.engine.instance is instance:
+            if worker.engine.relay_instance is instance:
                 await worker.engine.call(lambda: allocator.release(pages))
                 worker.engine.wake()
                 worker.pages_freed()

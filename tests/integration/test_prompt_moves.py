@@ -56,7 +56,7 @@ class Pair:
 
     @property
     def boundaries(self) -> list[int]:
-        instance = self.loading.prefill.worker.engine.instance
+        instance = self.loading.prefill.worker.engine.relay_instance
         return [] if instance is None else [group.layer for group in instance.groups()]
 
     def let_layers(self, num_layers: int) -> None:
@@ -318,7 +318,7 @@ async def test_import_waits_for_pages_while_its_source_computes_on(
         request = pair.loading.request(PROMPT)
         await pair.begun(request, 1)
         whole = pair.whole.prefill.worker
-        instance = whole.engine.instance
+        instance = whole.engine.relay_instance
         assert instance is not None
         allocator = instance._tables.allocator
         taken = await whole.engine.call(lambda: allocator.take(allocator.num_free))
@@ -370,7 +370,7 @@ async def test_import_that_waits_for_pages_ends_with_its_attempt(
         request = pair.loading.request(PROMPT)
         await pair.begun(request, 1)
         whole = pair.whole.prefill.worker
-        instance = whole.engine.instance
+        instance = whole.engine.relay_instance
         assert instance is not None
         allocator = instance._tables.allocator
         taken = await whole.engine.call(lambda: allocator.take(allocator.num_free))
@@ -432,7 +432,7 @@ class InlineEngine:
     def __init__(self, instance: Any) -> None:
         self.instance = instance
 
-    def require_instance(self) -> Any:
+    def require_relay_instance(self) -> Any:
         return self.instance
 
     def call(self, command: Callable[[], Any]) -> asyncio.Future[Any]:

@@ -24,7 +24,6 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.process.watchdog import end_process
 from torchrelay.control.v1 import worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
-from torchrelay.engine.warm_up import warm_up
 from torchrelay.worker.device import resolve_device
 from torchrelay.worker.reporter import Reporter
 from torchrelay.worker.servicer import CALLERS, WorkerServicer
@@ -66,7 +65,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         channel = await stack.enter_async_context(store_channel)
         worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls)
         worker.engine.start()
-        await worker.engine.call(lambda: warm_up(worker.pool))
+        await worker.engine.call(worker.served_by.start)
         worker.serve_data()
         stack.callback(worker.holder.close)  # even if what follows fails
         server = RpcServer(

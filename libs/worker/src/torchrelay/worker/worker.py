@@ -21,8 +21,6 @@ from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2, types_pb2
 from torchrelay.engine.core import LoadFailed, StepResult
-from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
-from torchrelay.engine.kv.pool import KvPool
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.serve.holder import HolderServer
@@ -34,8 +32,10 @@ from torchrelay.worker.attempts.usage_publisher import UsagePublisher
 from torchrelay.worker.metrics.step_metrics import StepMetrics
 from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine import Engine
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.loader import Loader, StoreLost
+from torchrelay.worker.slot.relay_engine import RelayEngine
 from torchrelay.worker.slot.slot import DRAINING, HostedInstance, Slot
 
 if TYPE_CHECKING:
@@ -63,9 +63,7 @@ class Worker:
         self.incarnation = new_id("inc")
         self.slot = Slot()
         self.step_metrics = StepMetrics(settings.token_budget)
-        self.pool = KvPool(settings.kv_pool_bytes, settings.device)
-        cores_file = settings.cores_file if self.pool.device.type == "cpu" else None
-        self._active_processes = None if cores_file is None else ActiveProcesses(cores_file)
+        self.served_by: Engine = RelayEngine(settings)
         self.tokenizers = HostedTokenizer(partial(read_file, store))
         self.usage = UsagePublisher(nats, Subjects(settings.nats_prefix))
         self.buffers: dict[str, Buffer] = {}
@@ -154,7 +152,7 @@ class Worker:
 
     async def _run_load(self, hosted: HostedInstance, traceparent: str) -> None:
         loader = self.loader = Loader(
-            self.slot, self.engine, self.pool, self._store, self.settings, self._active_processes, self.latency
+            self.slot, self.engine, self.served_by, self._store, self.settings.worker_id, self.latency
         )
         error = self._fault = ""
         store_was_lost = False

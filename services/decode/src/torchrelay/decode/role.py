@@ -94,7 +94,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         reserved: list[KvImport] = []
 
         def reserve() -> KvImport:
-            instance = self.worker.engine.require_instance()
+            instance = self.worker.engine.require_relay_instance()
             reserved.append(instance.import_kv(group, KvLayout(instance.kv_shape, offer.block_tokens, sequences)))
             return reserved[0]
 

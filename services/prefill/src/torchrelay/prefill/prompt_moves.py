@@ -97,7 +97,7 @@ class RecalledPrompts:
         self._leaving.add(group_id)
         engine = self._worker.engine
         try:
-            instance = engine.require_instance()
+            instance = engine.require_relay_instance()
             exported = await engine.call(_of(engine, instance, lambda: instance.export_prefill(group_id)))
             layout = exported.layout
             prompt = prefill_pb2.ExportedPrompt(
@@ -161,7 +161,7 @@ class PromptReceiver:
 
     async def reserve(self) -> None:
         """Queues the prompt and waits until it has its pages. Raises ``TorchrelayError`` if it cannot run here."""
-        self._instance = instance = self._engine.require_instance()
+        self._instance = instance = self._engine.require_relay_instance()
 
         def queue() -> PrefillImport:
             return instance.import_prefill(self._group, self._on_kv, self._has_pages)

@@ -95,7 +95,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         await self._submit(attempt, group, None)
 
     async def _begin_remote(self, attempt: Attempt, group: GroupSpec) -> None:
-        layout = self.worker.engine.require_instance().kv_layout(group)
+        layout = self.worker.engine.require_relay_instance().kv_layout(group)
         await self._budget.acquire(layout.num_kv_bytes)
         if not self.is_running(attempt):
             self._budget.release(layout.num_kv_bytes)
@@ -108,10 +108,13 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
 
     async def _submit(self, attempt: Attempt, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> None:
         """Continues a prompt that another worker has begun, or begins it."""
+        engine = self.worker.engine
         if attempt.start.HasField("prompt_source"):
             await self._continue(attempt, group, on_kv)
+        elif on_kv is None:
+            await engine.call(lambda: engine.require_instance().prefill(group))
         else:
-            await self.worker.engine.call(lambda: self.worker.engine.require_instance().prefill(group, on_kv))
+            await engine.call(lambda: engine.require_relay_instance().prefill(group, on_kv))
 
     async def _continue(self, attempt: Attempt, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> None:
         """Imports what another worker has computed of the prompt, if it can, and computes the rest."""

@@ -19,6 +19,7 @@ from torchrelay.common.liveness import EngineProgress
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.core import LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
+from torchrelay.worker.slot.engine import ServedModel
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class EngineThread:
         on_fault: Callable[[Exception], None],
         max_pending_writes: int = 256,
     ) -> None:
-        self.instance: Instance | None = None  # set on the engine's thread; others may read it
+        self.instance: ServedModel | None = None  # set on the engine's thread; others may read it
         self._on_step, self._on_fault = on_step, on_fault
         self._loop = asyncio.get_running_loop()
         # Unbounded, so that the event loop never blocks: each attempt posts only a few commands.
@@ -63,10 +64,23 @@ class EngineThread:
         self._commands.put(None)
         self._thread.join()
 
-    def require_instance(self) -> Instance:
+    @property
+    def relay_instance(self) -> Instance | None:
+        """(any thread) The instance, if it can hand KV and prompts over."""
+        instance = self.instance
+        return instance if isinstance(instance, Instance) else None
+
+    def require_instance(self) -> ServedModel:
         """(any thread) The instance. Raises ``Conflict`` if it was unloaded."""
         if (instance := self.instance) is None:
             raise Conflict("the instance was unloaded")
+        return instance
+
+    def require_relay_instance(self) -> Instance:
+        """(any thread) ``relay_instance``. Raises ``Conflict`` without it."""
+        self.require_instance()
+        if (instance := self.relay_instance) is None:
+            raise Conflict("this instance's engine hands nothing over")
         return instance
 
     def progress(self, latency: LatencyModel | None) -> EngineProgress:

@@ -15,11 +15,8 @@ from torchrelay.common.process.telemetry import span_of
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.engine.batching.decode_shares import Latency
 from torchrelay.engine.core import LoadFailed
-from torchrelay.engine.instance import Instance
-from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
-from torchrelay.engine.kv.pool import KvPool
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
-from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine import Engine, EngineHooks, ServedModel
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.slot import LOADING, READY, Slot
 
@@ -46,23 +43,21 @@ class Loader:
 
     _slot: Slot
     _engine: EngineThread
-    _pool: KvPool
+    _served_by: Engine
     _store: ParamStoreAsyncStub
-    _settings: WorkerSettings
-    _active_processes: ActiveProcesses | None
+    _worker_id: str
     _latency: Latency
     _retry_s: float = 0.5
     slab: MappedSlab | None = None
     closing: bool = False  # releasing the instance; must not be cancelled again
-    _instance: Instance | None = None
+    _instance: ServedModel | None = None
     _mapped_at: tuple[str, int] = ("", 0)  # arena file and offset
     _next_segment: int = 0
     _why_closed: str = "the instance was unloaded"
 
     async def run(self, pack_id: str, traceparent: str) -> None:
         """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes stop arriving."""
-        worker_id = self._settings.worker_id
-        hold = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=worker_id, waits_for_relay=True))
+        hold = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=self._worker_id, waits_for_relay=True))
         try:
             with span_of("worker.load", traceparent, pack_id=pack_id):
                 await self._load(hold)
@@ -72,7 +67,7 @@ class Loader:
             ):
                 with attempt:
                     if attempt.num > 1:
-                        request = pb.HoldRequest(pack_id=pack_id, owner_id=worker_id)
+                        request = pb.HoldRequest(pack_id=pack_id, owner_id=self._worker_id)
                         hold = self._store.Hold(request, wait_for_ready=True)
                         await self._check_mapping(hold)
                     await self._wait_until_lost(hold)
@@ -138,19 +133,8 @@ class Loader:
             await self._slot.move(READY)
 
     def _build(self, slab: MappedSlab) -> None:
-        self._engine.instance = self._instance = Instance(
-            slab.manifest,
-            slab.data,
-            self._pool,
-            token_budget=self._settings.token_budget,
-            kv_block_tokens=self._settings.kv_block_tokens,
-            prefix_cache=self._settings.prefix_cache,
-            cpu_reorder=self._settings.cpu_reorder,
-            on_segment=self._engine.wake,
-            active_processes=self._active_processes,
-            latency=self._latency,
-            between_layers=self._engine.run_short_commands,
-        )
+        hooks = EngineHooks(self._engine.wake, self._engine.run_short_commands, self._latency)
+        self._engine.instance = self._instance = self._served_by.load(slab, hooks)
 
     async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:
         """Opens every segment that has become complete, and notifies the watchers, who derive the remaining time."""

@@ -1,0 +1,93 @@
+"""The interface between a slot and what computes in it: an engine, and the model that it serves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchrelay.common.latency.latency_model import LatencyModel, StepWork
+from torchrelay.engine.core import GroupSpec, StepResult
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.worker.settings import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHooks:
+    """The calls that an engine makes to its worker."""
+
+    wake: Callable[[], None]  # (any thread) there may be work now
+    run_short_commands: Callable[[], None]  # (engine's thread) runs what must not wait for the end of a step
+    latency: Callable[[], LatencyModel | None]  # (any thread) predicts the steps of the model in the slot
+
+
+class ServedModel(Protocol):
+    """A model in a slot. All methods run on the engine's thread, except those marked (any thread).
+
+    It exists before its weights arrive, and takes prompts from then on.
+    """
+
+    def segment_ready(self, segment: int) -> None:
+        """(any thread) Takes a segment into use whose bytes are verified. Idempotent."""
+
+    def fail(self, reason: str) -> None:
+        """(any thread) Declares that no more bytes will arrive: a step that needs more raises ``LoadFailed``."""
+
+    def close(self) -> None:
+        """Releases the memory of the model, so that its mapping can be closed."""
+
+    def prefill(self, group: GroupSpec) -> None:
+        """Queues a prompt, which decodes here. Raises ``InvalidRequest`` or ``Conflict``."""
+
+    def cancel(self, group_id: str, choice: int | None = None) -> None:
+        """Frees the pages of a group, or of one choice, at once; it yields no more tokens."""
+
+    def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
+        """(any thread) Does the same as ``cancel`` as soon as the running step allows, or before the next step."""
+
+    def has_work(self) -> bool:
+        """Whether a step would compute anything now."""
+
+    def max_sleep_s(self) -> float | None:
+        """Seconds that the driver may sleep: until there is work, or a group's deadline. None: until the next call."""
+
+    def step(self) -> StepResult:
+        """Computes a batch; ends groups past their deadline. Raises ``LoadFailed``."""
+
+    def check_integrity(self) -> None:
+        """Compares the page counts with all tables. Raises ``AssertionError``."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_free_pages(self) -> int: ...
+    @property
+    def running_work(self) -> StepWork:
+        """(any thread) The work of the running step, or of the last step."""
+
+    @property
+    def is_recording(self) -> bool:
+        """(any thread) Whether the running step takes longer than its work would."""
+
+    @property
+    def num_advances(self) -> int:
+        """(any thread) A count that rises while a step advances."""
+
+
+class Engine(ABC):
+    """Computes the models of one slot, one after the other. All methods run on the engine's thread.
+
+    ``device`` in ``settings`` is resolved.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+
+    @abstractmethod
+    def start(self) -> None:
+        """Allocates the memory of the slot and warms the process up, before the slot is offered."""
+
+    @abstractmethod
+    def load(self, slab: MappedSlab, hooks: EngineHooks) -> ServedModel:
+        """The model of a pack that may still be arriving. Waits for none of its bytes."""

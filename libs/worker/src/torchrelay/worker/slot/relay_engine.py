@@ -1,0 +1,40 @@
+"""Torchrelay's own engine, of ``libs/engine``, in a slot."""
+
+from __future__ import annotations
+
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kv.pool import KvPool
+from torchrelay.engine.warm_up import warm_up
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine import Engine, EngineHooks
+
+
+class RelayEngine(Engine):
+    """Computes with the weights in place, layer by layer while they arrive."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        super().__init__(settings)
+        self._pool = KvPool(settings.kv_pool_bytes, settings.device)
+        cores_file = settings.cores_file if self._pool.device.type == "cpu" else None
+        self._active_processes = None if cores_file is None else ActiveProcesses(cores_file)
+
+    def start(self) -> None:
+        warm_up(self._pool)
+
+    def load(self, slab: MappedSlab, hooks: EngineHooks) -> Instance:
+        settings = self._settings
+        return Instance(
+            slab.manifest,
+            slab.data,
+            self._pool,
+            token_budget=settings.token_budget,
+            kv_block_tokens=settings.kv_block_tokens,
+            prefix_cache=settings.prefix_cache,
+            cpu_reorder=settings.cpu_reorder,
+            on_segment=hooks.wake,
+            active_processes=self._active_processes,
+            latency=hooks.latency,
+            between_layers=hooks.run_short_commands,
+        )
