@@ -124,7 +124,7 @@ def main() -> None:
         for fleet, of_fleet in seeds.items()
         for seed in of_fleet
     ]
-    rules = options.without or ["end_turn"]
+    rules = options.without or ["end_time_slice"]
     with ProcessPoolExecutor() as pool:
         effects = effects_of(rules, cases, SCENARIO_SEEDS[: 1 if options.quick else None], pool)
     checks = [Check(f"dj_{effect.rule}", effect.mean, "", LEAST, str(effect), at_least=True) for effect in effects]

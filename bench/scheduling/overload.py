@@ -20,17 +20,6 @@ from itertools import count
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import TICK_S, TURN_S, PolicyConfig
-from torchrelay.scheduler.policy.core import (
-    BOTH,
-    Admission,
-    AttemptKey,
-    InstancePhase,
-    Model,
-    PackCopy,
-    SlotStatus,
-    StoreStatus,
-    WorkerStatus,
-)
 from torchrelay.scheduler.policy.effects import CopyCommand
 from torchrelay.scheduler.policy.inputs import (
     Admit,
@@ -46,6 +35,17 @@ from torchrelay.scheduler.policy.inputs import (
 )
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.types import (
+    BOTH,
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    PackCopy,
+    SlotStatus,
+    StoreStatus,
+    WorkerStatus,
+)
 
 GB = 1 << 30
 WORKERS_PER_HOST = 8
@@ -231,11 +231,11 @@ def overload_times(num_workers: int, seconds: float) -> CallTimes:
         peers += [_worker(f"worker-{host}-{place}", host, model) for place, model in enumerate(packs)]
     run = _PolicyRun(PolicyConfig(replicate=False), peers)
     requests = _Requests(list(dict.fromkeys(served)))
-    run.prepare(SETTLE_S + math.ceil(run.config.turn_s), requests)
+    run.prepare(SETTLE_S + math.ceil(run.config.time_slice_s), requests)
     for number in range(NUM_STARVING):
         for each in range(4):
             run.admit(_model(num_workers + number), f"starving {number} {each}")
-    run.advance(2 * run.config.share_after_s, requests)
+    run.advance(2 * run.config.preempt_spare_after_s, requests)
     times = run.measure(seconds, requests)
     assert len(run.policy.state.queues.versions) >= NUM_STARVING, "a model that should wait has a slot"
     return times

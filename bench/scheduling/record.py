@@ -8,10 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from torchrelay.common.latency.latency_model import LatencyModel
-from torchrelay.scheduler.policy.core import Admission, AttemptKey
 from torchrelay.scheduler.policy.effects import AttemptPlaced
 from torchrelay.scheduler.policy.inputs import Admit, Release, WorkerReported
 from torchrelay.scheduler.policy.prediction import Outcome, Prediction
+from torchrelay.scheduler.policy.types import Admission, AttemptKey
 from torchrelay.scheduler.service.input_log import steps
 
 

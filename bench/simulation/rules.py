@@ -23,7 +23,7 @@ def _returns(value: object) -> Callable[..., Any]:
 # By rule: what takes the place of each name below ``_POLICY``.
 REPLACED: Mapping[str, Mapping[str, object]] = {
     "crowded_spare": {"autoscaling.decision._uncrowded": _returns([])},
-    "end_turn": {"autoscaling.instance_eviction._end_turn": _returns([])},
+    "end_time_slice": {"autoscaling.instance_eviction._end_time_slice": _returns([])},
     "evict_to_grow": {"autoscaling.decision.evict_to_grow": _returns([])},
     "exchange_pays": {"autoscaling.instance_eviction.Exchange.pays": True},
     "forecast": {"autoscaling.price._with_wake": lambda gaps_s, keep_s, *_: IdlePlan(keep_s)},
@@ -31,7 +31,7 @@ REPLACED: Mapping[str, Mapping[str, object]] = {
     "late_before": {"autoscaling.arrivals.ArrivalHistory.num_late": _returns(0)},
     "learned_keep": {"autoscaling.price.IdleGaps.plan": lambda _, break_even_s, __: IdlePlan(break_even_s)},
     "overdue": {"autoscaling.instance_eviction._overdue_tenant": _returns("")},
-    "share_slots": {"autoscaling.instance_eviction._share_slots": _returns([])},
+    "preempt_spare": {"autoscaling.instance_eviction._preempt_spare": _returns([])},
     "shared_versions": {"dispatch.shared_versions.SharedVersions.is_shared": _returns(value=False)},
     "split_roles": {"transitions.demands._decode_demand": _returns(None)},
     "token_pause": {"dispatch.placement.pause_s": _returns(0.0)},

@@ -92,7 +92,7 @@ def test_prefill_instance_decodes_under_load_and_no_answer_differs(tmp_path: Pat
         assert sorted(before.values()) == [[ROLE_PREFILL], [ROLE_PREFILL], [ROLE_DECODE]]
         for number in range(8):  # the scheduler learns how long answers are
             assert answer(number)["choices"][0]["token_ids"] == expected[number]
-        time.sleep(max(loaded_at + PolicyConfig.turn_s - time.monotonic(), 0.0))
+        time.sleep(max(loaded_at + PolicyConfig.time_slice_s - time.monotonic(), 0.0))
         with ThreadPoolExecutor(NUM_CLIENTS + 1) as threads:
             change = threads.submit(changed, platform)
             numbers = count()

@@ -28,8 +28,8 @@ VIOLATIONS = {
     "worker-layers": ("torchrelay.worker.metrics.step_metrics", "import torchrelay.worker.slot.slot"),
     "gateway-layers": ("torchrelay.gateway.sql.database", "import torchrelay.gateway.billing.ledger"),
     "param-store-layers": ("torchrelay.param_store.packer.core", "import torchrelay.param_store.store"),
-    "scheduler-layers": ("torchrelay.scheduler.policy.core", "import torchrelay.scheduler.service.epoch"),
-    "policy-layers": ("torchrelay.scheduler.policy.core", "import torchrelay.scheduler.policy.state"),
+    "scheduler-layers": ("torchrelay.scheduler.policy.types", "import torchrelay.scheduler.service.epoch"),
+    "policy-layers": ("torchrelay.scheduler.policy.types", "import torchrelay.scheduler.policy.state"),
     "cli-layers": ("torchrelay.cli.errors", "import torchrelay.cli.home"),
 }
 

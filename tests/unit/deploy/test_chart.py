@@ -20,7 +20,7 @@ from torchrelay.common.identity.credentials_file import main as write_credential
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.param_store.settings import StoreSettings
-from torchrelay.scheduler.policy.core import Role
+from torchrelay.scheduler.policy.types import Role
 from torchrelay.scheduler.service.pool_selector import PoolSelector
 from torchrelay.scheduler.settings import SchedulerSettings
 from torchrelay.worker.settings import WorkerSettings

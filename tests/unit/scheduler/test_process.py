@@ -61,7 +61,7 @@ async def test_process_serves_in_little_memory_and_ends_cleanly(nats_url: str, t
         assert not ready.exists()
         assert b"Traceback" not in log
         events = [json.loads(line)["event"] for line in log.decode().splitlines() if line.startswith("{")]
-        assert "wake" in events and "stopping" in events
+        assert "load" in events and "stopping" in events
 
 
 FOREIGN = ("torch", "numpy", "transformers", "fastapi", "sqlalchemy")

@@ -12,11 +12,11 @@ import pytest
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import InstancePhase, Role, Roles, ServiceClass
 from torchrelay.scheduler.policy.effects import Effects, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick, WorkerReported
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.types import InstancePhase, Role, Roles, ServiceClass
 from torchrelay.sim.fleets import served_model
 from torchrelay.sim.plant import Plant, policy_model
 from torchrelay.sim.policies.deadline_order import by_deadline
@@ -105,10 +105,10 @@ def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
     assert all(outcome.ended_at and not outcome.is_refused for outcome in outcomes)
     assert plant.spent_now().num_loads == 4
     gaps_s = [later - earlier for (earlier, _), (later, _) in pairwise(policy.changes)]
-    assert all(gap_s >= policy.state.config.turn_s for gap_s in gaps_s)
+    assert all(gap_s >= policy.state.config.time_slice_s for gap_s in gaps_s)
     changed_to = {roles for _, roles in policy.changes}
     both = {frozenset((role,)) for role in Role}
-    assert changed_to == both if phase_s > policy.state.config.turn_s else changed_to <= both
+    assert changed_to == both if phase_s > policy.state.config.time_slice_s else changed_to <= both
     plant.events.run(plant.events.now + 1.0)  # until the release of the last request has arrived
     assert_nothing_left(policy)
 

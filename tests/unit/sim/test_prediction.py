@@ -12,11 +12,11 @@ import pytest
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Role
 from torchrelay.scheduler.policy.effects import AttemptPlaced, Effects
 from torchrelay.scheduler.policy.inputs import Input, Release, WorkerReported
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import Outcome, Prediction
+from torchrelay.scheduler.policy.types import Role
 from torchrelay.sim.plant import Plant
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torchrelay.scheduler.policy import effects, inputs
-from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement, ServiceClass
 from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement, ServiceClass
 from torchrelay.sim.engine import Decoding, Prompt
 from torchrelay.sim.events import Event, EventQueue
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome, ServedModel

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.core import InstancePhase, Model
+from torchrelay.scheduler.policy.types import InstancePhase, Model
 from torchrelay.sim.events import EventQueue
 from torchrelay.sim.gateway import SimulatedGateway
 from torchrelay.sim.scenario import BLOCK_TOKENS, Fleet, Request, RequestOutcome, ServedModel
@@ -93,7 +93,7 @@ class Plant:
     def _carry_out(self, caused: effects.Effects) -> None:
         for command in caused.commands:
             match command:
-                case effects.WakeCommand():
+                case effects.LoadCommand():
                     self.events.after(RPC_S, partial(self._wake, command))
                 case effects.UnloadCommand():
                     self.events.after(RPC_S, partial(self._workers.unload, command))
@@ -110,7 +110,7 @@ class Plant:
         for answer in caused.answers:
             self._gateway.answered(answer)
 
-    def _wake(self, command: effects.WakeCommand) -> None:
+    def _wake(self, command: effects.LoadCommand) -> None:
         for hop in command.hops:
             self._stores.relay(command.model, hop, is_idle=not hop.urgent)
             for order in hop.loads:

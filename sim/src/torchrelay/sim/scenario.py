@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrelay.common.latency.latency_model import LatencyModel
-from torchrelay.scheduler.policy.core import ServiceClass
+from torchrelay.scheduler.policy.types import ServiceClass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from torchrelay.scheduler.policy import effects, inputs
-from torchrelay.scheduler.policy.core import REMOTE, Model, PackCopy, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.types import REMOTE, Model, PackCopy, SourceShare, StoreStatus
 from torchrelay.sim.events import EventQueue
 from torchrelay.sim.flows import NUM_CHUNKS, FluidNetwork, Link, Stream, Transfer
 from torchrelay.sim.scenario import Fleet, ServedModel

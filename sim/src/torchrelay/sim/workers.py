@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torchrelay.scheduler.policy import effects, inputs
-from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Model, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Model, SlotStatus, WorkerStatus
 from torchrelay.sim.engine import SimulatedEngine
 from torchrelay.sim.events import Event, EventQueue
 from torchrelay.sim.flows import NUM_CHUNKS

@@ -18,7 +18,7 @@ from torchrelay.scheduler.planning import (
     TransferEdge,
     plan,
 )
-from torchrelay.scheduler.policy.core import REMOTE
+from torchrelay.scheduler.policy.types import REMOTE
 
 NAMES = [f"s{number}" for number in range(12)]
 MB = 1e6

@@ -9,20 +9,6 @@ from typing import BinaryIO
 from msgspec import structs
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
-    BOTH,
-    Admission,
-    AttemptKey,
-    InstancePhase,
-    Model,
-    PackCopy,
-    Placement,
-    Role,
-    Roles,
-    SlotStatus,
-    StoreStatus,
-    WorkerStatus,
-)
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
@@ -31,13 +17,14 @@ from torchrelay.scheduler.policy.effects import (
     Command,
     CopyCommand,
     Effects,
+    LoadCommand,
     Placed,
     RetainCommand,
     SchedulerEvent,
     SetRolesCommand,
     UnloadCommand,
-    WakeCommand,
 )
+from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     CopyAccepted,
@@ -59,7 +46,20 @@ from torchrelay.scheduler.policy.inputs import (
 )
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.transitions import dispatch
+from torchrelay.scheduler.policy.types import (
+    BOTH,
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    PackCopy,
+    Placement,
+    Role,
+    Roles,
+    SlotStatus,
+    StoreStatus,
+    WorkerStatus,
+)
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 
 MB = 1 << 20
@@ -209,7 +209,7 @@ class PaperCluster:
                 self.obey(command)
 
     def obey(self, command: Command) -> None:
-        if isinstance(command, WakeCommand):
+        if isinstance(command, LoadCommand):
             for hop in command.hops:
                 for order in hop.loads:
                     self.load(order.instance_id, order.worker_id, order.roles, command.model)
@@ -274,8 +274,8 @@ class PaperCluster:
         key = AttemptKey(request_id, attempt)
         return next((a for a in self.answers if isinstance(a, AdmissionRefused) and a.key == key), None)
 
-    def wakes(self) -> list[WakeCommand]:
-        return [command for command in self.commands if isinstance(command, WakeCommand)]
+    def loads(self) -> list[LoadCommand]:
+        return [command for command in self.commands if isinstance(command, LoadCommand)]
 
     def kinds(self) -> list[str]:
         return [happening.kind for happening in self.events]
@@ -298,7 +298,7 @@ class PaperCluster:
         state.attempts.check_integrity(pools)
         state.queues.check_integrity()
         for version_id in state.queues.versions:
-            if state.roster_cache.is_blocked(version_id, self.now):
+            if state.endpoint_cache.is_blocked(version_id, self.now):
                 self._check_is_blocked(version_id)
 
     def _check_is_blocked(self, version_id: str) -> None:

@@ -12,17 +12,6 @@ from msgspec import structs
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster
 from torchrelay.common.liveness import SILENT_S, EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
-    Admission,
-    AttemptKey,
-    InstancePhase,
-    Model,
-    Placement,
-    Role,
-    Roles,
-    SlotStatus,
-    WorkerStatus,
-)
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Command,
@@ -45,6 +34,17 @@ from torchrelay.scheduler.policy.inputs import (
     Withdraw,
     WorkerGone,
 )
+from torchrelay.scheduler.policy.types import (
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    Placement,
+    Role,
+    Roles,
+    SlotStatus,
+    WorkerStatus,
+)
 
 TICK_S = 0.1
 REPORT_EVERY_S = 0.5
@@ -57,7 +57,7 @@ CONFIG = PolicyConfig(
     max_open_per_instance=8,
     max_instances=2,
     idle_timeout_s=5.0,
-    turn_s=3.0,
+    time_slice_s=3.0,
     drain_s=3.0,
     drain_grace_s=1.0,
     load_stall_s=4.0,

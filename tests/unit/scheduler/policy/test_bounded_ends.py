@@ -12,7 +12,7 @@ from tests.unit.scheduler.policy.paper_cluster import a_model, a_store, a_worker
 from tests.unit.scheduler.policy.running_cluster import CONFIG, SERVED, Call, Fault, RunningCluster
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import InstancePhase, Model, Role
+from torchrelay.scheduler.policy.types import InstancePhase, Model, Role
 
 
 def a_cluster(num_workers: int, config: PolicyConfig = CONFIG, load_s: float = 1.0) -> RunningCluster:
@@ -41,7 +41,9 @@ def turns_of(cluster: RunningCluster) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_others", "longest_wait_s"), [(12, CONFIG.longest_wait_s), (1, CONFIG.turn_s)], ids=["worth it", "overdue"]
+    ("num_others", "longest_wait_s"),
+    [(12, CONFIG.longest_wait_s), (1, CONFIG.time_slice_s)],
+    ids=["worth it", "overdue"],
 )
 def test_freed_slot_goes_to_waiting_model(num_others: int, longest_wait_s: float) -> None:
     """The model with the oldest request got it: the model with the long queue was loaded again at once, for nothing,
@@ -55,7 +57,7 @@ def test_freed_slot_goes_to_waiting_model(num_others: int, longest_wait_s: float
     pass_until_all_have_ended(cluster, 40.0)
     assert turns_of(cluster)[:3] == [crowded.name, other.name, crowded.name]
     assert all(call.end == SERVED for call in others)
-    assert all(call.ended_at - call.arrived_at < 2 * (CONFIG.turn_s + CONFIG.drain_s) for call in others)
+    assert all(call.ended_at - call.arrived_at < 2 * (CONFIG.time_slice_s + CONFIG.drain_s) for call in others)
     assert "acme/other has waited" in told(cluster, crowded)
 
 
@@ -72,12 +74,12 @@ def test_many_models_of_a_tenant_end_one_turn_of_others_per_turn() -> None:
             calls = [cluster.call(f"r{rare}", a_model(f"acme/{rare}"), 10, decode_s=5.0) for rare in range(6)]
         cluster.pass_time(0.25)
     cluster.check_calls()
-    kinds = ("turn", FIRST_SLOT)
+    kinds = ("time_slice", FIRST_SLOT)
     turns = [event for event in cluster.events if event.kind in kinds and event.model.startswith("birch/")]
     ended = [event.at for event in turns if event.reason.startswith("a model of another tenant")]
-    assert len(ended) > 1 and all(later - earlier >= config.turn_s for earlier, later in pairwise(ended)), ended
+    assert len(ended) > 1 and all(later - earlier >= config.time_slice_s for earlier, later in pairwise(ended)), ended
     for number, first_token_s in enumerate(sorted(call.first_token_s for call in calls)):
-        assert first_token_s < config.longest_wait_s + (number + 1) * config.turn_s
+        assert first_token_s < config.longest_wait_s + (number + 1) * config.time_slice_s
 
 
 def test_queued_models_get_slot_in_order_of_loss() -> None:
@@ -148,7 +150,7 @@ def test_broken_worker_does_not_block_pairs_for_ever() -> None:
     [(Fault.SLOW, 200, 1), (Fault.IDLE_LIAR, 200, 1), (Fault.IDLE_LIAR, 10, 4)],
 )
 def test_lying_worker_is_avoided_within_twenty_requests(fault: Fault, num_tokens: int, num_at_once: int) -> None:
-    """Dozens of short prompts, which fill no step, were bound to a worker that computes too slowly or nothing."""
+    """Dozens of short prompts, which fill no step, were dispatched to a worker that computes too slowly or nothing."""
     cluster = a_cluster(4)
     model = a_model()
     for number in range(12):
@@ -175,7 +177,7 @@ def test_lying_worker_is_avoided_within_twenty_requests(fault: Fault, num_tokens
 
 
 def test_hundred_wakes_share_slots_and_end() -> None:
-    config = replace(CONFIG, queue_limit_total=1000, turn_s=10.0)
+    config = replace(CONFIG, queue_limit_total=1000, time_slice_s=10.0)
     cluster = a_cluster(25, config, load_s=0.2)
     models = [a_model(f"acme/m{number:03}") for number in range(100)]
     for number in range(10):
@@ -197,6 +199,6 @@ def test_models_without_free_slot_take_turns_and_explain_wait() -> None:
     others = [a_model(f"acme/other{number}") for number in range(4)]
     calls = [cluster.call(f"o{number}", model) for number, model in enumerate(others)]
     pass_until_all_have_ended(cluster, 59.0)
-    bound_s = len(others) * (CONFIG.turn_s + CONFIG.drain_s + cluster.load_s)
+    bound_s = len(others) * (CONFIG.time_slice_s + CONFIG.drain_s + cluster.load_s)
     assert all(call.end == SERVED and call.ended_at - call.arrived_at < bound_s for call in calls)
     assert all("has waited" in told(cluster, model) for model in busy)

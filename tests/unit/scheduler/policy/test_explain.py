@@ -7,7 +7,11 @@ from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, two_workers_one_host
 from tests.unit.scheduler.policy.paper_cluster import a_model as model_of
-from torchrelay.scheduler.policy.core import (
+from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
+from torchrelay.scheduler.policy.explain import ExplainLog
+from torchrelay.scheduler.policy.prediction import Outcome, Prediction
+from torchrelay.scheduler.policy.timed_phase import TimedPhase
+from torchrelay.scheduler.policy.types import (
     AttemptKey,
     Instance,
     InstancePhase,
@@ -17,10 +21,6 @@ from torchrelay.scheduler.policy.core import (
     SlotStatus,
     WorkerRef,
 )
-from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
-from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.prediction import Outcome, Prediction
-from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 SEAT = WorkerRef("w", "w:1", "i1")
 KEY = AttemptKey("r1", 1)
@@ -99,7 +99,7 @@ def test_decisions_after_the_end_of_a_request_are_none_of_its() -> None:
     """The end came from the gateway's clock, the decisions from the scheduler's."""
     explain = ExplainLog()
     explain.placed(opened(cold=False))
-    explain.note(SchedulerEvent(10.6, "wake", "acme/tiny", "i2", "its queue is long"))
+    explain.note(SchedulerEvent(10.6, "load", "acme/tiny", "i2", "its queue is long"))
     explain.note(SchedulerEvent(11.5, "idle", "acme/tiny", "i2", "idle for 1 s"))
 
     def kinds() -> list[str]:
@@ -107,11 +107,11 @@ def test_decisions_after_the_end_of_a_request_are_none_of_its() -> None:
         assert explained is not None
         return [event.kind for event in explained[1]]
 
-    assert kinds() == ["place", "wake", "idle"], "it still runs"
+    assert kinds() == ["place", "load", "idle"], "it still runs"
     explain.released(KEY, [TimedPhase("decode", 99_000_000, 99_500_000)], 11.0)
-    assert kinds() == ["place", "wake"]
+    assert kinds() == ["place", "load"]
     explain.placed(opened(cold=False, key=AttemptKey("r1", 2)))
-    assert kinds() == ["place", "place", "wake", "idle"], "another attempt runs"
+    assert kinds() == ["place", "place", "load", "idle"], "another attempt runs"
 
 
 def test_rings_are_bounded() -> None:
@@ -123,7 +123,7 @@ def test_rings_are_bounded() -> None:
     explained = explain.request("r9")
     assert explained is not None and len(explained[0]) <= 64
     for number in range(1000):
-        explain.note(SchedulerEvent(float(number), "wake", "acme/tiny", "i", "because"))
+        explain.note(SchedulerEvent(float(number), "load", "acme/tiny", "i", "because"))
     assert len(explain.model("acme/tiny")) == 100
     assert explain.model("acme/none") == []
 
@@ -134,7 +134,7 @@ def test_every_decision_of_the_policy_has_a_reason() -> None:
     scene.finish_loads()
     scene.release("r1")
     scene.pass_time(2.0)
-    assert {"wake", "plan", "ready", "drain", "idle", "released"} <= set(scene.kinds())
+    assert {"load", "plan", "ready", "drain", "idle", "released"} <= set(scene.kinds())
     assert all(happening.reason for happening in scene.events)
 
 

@@ -53,7 +53,7 @@ def test_single_requests_of_tenant_move_slots_once_per_turn() -> None:
         flood(cluster, 4.0)
     assert max(call.first_token_s for call in calls) <= LOAD_S + 5.0, [call.first_token_s for call in calls]
     loads = [event for event in cluster.events if event.kind == "ready" and event.model == LONE.name]
-    assert len(loads) <= 12 * 4.0 / cluster.config.turn_s, len(loads)
+    assert len(loads) <= 12 * 4.0 / cluster.config.time_slice_s, len(loads)
 
 
 def test_two_tenants_without_a_slot_leave_the_third_one() -> None:

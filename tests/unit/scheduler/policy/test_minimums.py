@@ -9,9 +9,9 @@ from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_s
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Model, ScheduledMinimum
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.inputs import MinimumsSet
+from torchrelay.scheduler.policy.types import Model, ScheduledMinimum
 
 KEPT = a_model("acme/kept", min_instances=1, idle_timeout_s=1.0)
 OTHER = a_model("birch/other", idle_timeout_s=1.0)
@@ -34,11 +34,11 @@ def one_slot() -> PaperCluster:
 def test_minimum_is_loaded_without_request_until_removed() -> None:
     scene = two_workers_one_host()
     set_minimums(scene, KEPT)
-    wake = scene.wakes()[0]
+    wake = scene.loads()[0]
     assert [order.worker_id for hop in wake.hops for order in hop.loads] == ["w-a", "w-b"]
     assert {event.reason for event in scene.events if event.kind == "scale_up"} == {"its minimum is 1 per role"}
     scene.pass_time(20.0)
-    assert loaded(scene) == [KEPT.name] and len(scene.wakes()) == 1
+    assert loaded(scene) == [KEPT.name] and len(scene.loads()) == 1
     set_minimums(scene)
     scene.pass_time(3.0)
     assert loaded(scene) == []
@@ -107,8 +107,8 @@ def test_scheduled_minimum_is_loaded_by_begin_and_ends() -> None:
     load_s = scene.policy.state.load_times.predict_s(timed, Tier.REMOTE, scene.config)
     assert load_s > 10
     set_minimums(scene, replace(timed, scheduled=(scheduled(begin, begin + 30.0, 2),)))
-    assert scene.wakes() == []
-    while not scene.wakes() and scene.now < begin:
+    assert scene.loads() == []
+    while not scene.loads() and scene.now < begin:
         scene.pass_time(0.5)
     assert begin - 2 * load_s < scene.now < begin - load_s, "loaded in time, and not for longer than that needs"
     (said,) = set(reasons(scene, "scale_up"))
@@ -116,7 +116,7 @@ def test_scheduled_minimum_is_loaded_by_begin_and_ends() -> None:
     scene.finish_loads()
     scene.hold("store-1", timed)  # from now on it would load from nearer: it is not given back until then
     scene.pass_time(begin + 29.0 - scene.now)
-    assert len(list(scene.policy.state.instances)) == 2 and len(scene.wakes()) == 1
+    assert len(list(scene.policy.state.instances)) == 2 and len(scene.loads()) == 1
     scene.pass_time(5.0)
     assert loaded(scene) == []
     assert reasons(scene, "minimum")[-1] == "its minimum is 0 per role"

@@ -18,9 +18,9 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, REMOTE, InstancePhase, Role
 from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Turn, Withdraw
+from torchrelay.scheduler.policy.types import BOTH, REMOTE, InstancePhase, Role
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
@@ -30,7 +30,7 @@ def test_first_request_wakes_separate_roles_with_one_copy() -> None:
     scene.obedient = False
     model = a_model()
     scene.admit(model, "r1")
-    (wake,) = scene.wakes()
+    (wake,) = scene.loads()
     (hop,) = wake.hops
     assert hop.store_id == "store-1" and hop.sources == (REMOTE,)
     assert {order.roles for order in hop.loads} == {PREFILL, DECODE}
@@ -58,7 +58,7 @@ def test_model_outside_ram_wakes_on_host_with_disk_copy() -> None:
     scene.stores["store-2"] = replace(store, disk_pack_ids=frozenset({model.pack_id}))
     scene.report_all()
     scene.admit(model, "r1")
-    (hop,) = scene.wakes()[-1].hops
+    (hop,) = scene.loads()[-1].hops
     assert hop.store_id == "store-2" and hop.sources == (REMOTE,)
 
 
@@ -168,7 +168,7 @@ def test_busy_model_gives_second_slot_to_waiting_model() -> None:
     running = scene.placement("r1")
     assert running is not None
     assert scene.workers[running.decode.worker_id].slot.roles == BOTH  # decoding went on where it was
-    assert "share" in scene.kinds()
+    assert "preempt" in scene.kinds()
 
 
 def test_burst_wakes_three_hosts_by_one_chain() -> None:
@@ -177,10 +177,10 @@ def test_burst_wakes_three_hosts_by_one_chain() -> None:
     model = a_model(max_instances=3)
     for number in range(40):
         scene.admit(model, f"r{number}", num_prompt_tokens=500)
-    hops = [hop for wake in scene.wakes() for hop in wake.hops]
+    hops = [hop for wake in scene.loads() for hop in wake.hops]
     assert len(hops) == 3 and len({hop.store_id for hop in hops}) == 3
     assert [hop.sources[0] for hop in hops] == [REMOTE, hops[0].store_id, hops[1].store_id]
-    for wake in scene.wakes():
+    for wake in scene.loads():
         scene.obey(wake)
     placements = [placement for number in range(40) if (placement := scene.placement(f"r{number}"))]
     assert len({placement.prefill.instance_id for placement in placements}) == 3
@@ -194,7 +194,7 @@ def test_growth_follows_chain_up_to_maximum() -> None:
     scene.report_all()
     for number in range(40):
         scene.admit(model, f"r{number}", num_prompt_tokens=500)
-    hops = [hop for wake in scene.wakes() for hop in wake.hops]
+    hops = [hop for wake in scene.loads() for hop in wake.hops]
     assert len(hops) == 2
     assert hops[0].store_id == "store-4" and hops[1].sources[0] == "store-4"
 
@@ -211,7 +211,7 @@ def test_long_queues_at_measured_rates_justify_more_instances() -> None:
     scene.report(worker.worker_id)
     scene.admit(model, "r2", num_prompt_tokens=490)
     scene.pass_time(0.2)
-    assert len(scene.wakes()) == 2
+    assert len(scene.loads()) == 2
 
 
 def test_restarted_scheduler_adopts_instances() -> None:
@@ -223,7 +223,7 @@ def test_restarted_scheduler_adopts_instances() -> None:
     assert placement is not None
     scene = PaperCluster(now=old.now)
     scene.workers, scene.stores = old.workers, old.stores
-    scene.admit(model, "r2")  # before any report: it waits, and wakes nothing
+    scene.admit(model, "r2")  # before any report: it waits, and loads nothing
     scene.admit(model, "r1", current=placement)
     assert scene.commands == [] and scene.placement("r1") is None  # it runs; nothing is said
     scene.report_all()

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.unit.scheduler.policy.paper_cluster import MB, a_model, a_store, a_worker
 from tests.unit.scheduler.policy.running_cluster import CONFIG, Fault, RunningCluster
-from torchrelay.scheduler.policy.core import Model, Role, ServiceClass
+from torchrelay.scheduler.policy.types import Model, Role, ServiceClass
 
 VERSIONS = [a_model(f"acme/m{number}") for number in range(3)]
 MODELS = [*VERSIONS, a_model("beta/m0", version_id=VERSIONS[0].version_id, pack_id=VERSIONS[0].pack_id)]

@@ -14,11 +14,11 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling import instance_eviction
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placement
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import Placed, RetainCommand
+from torchrelay.scheduler.policy.handlers import replication, reserved_slots
 from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, StoreReported, Tick, WorkerBeat
-from torchrelay.scheduler.policy.transitions import replication, reserved_slots
+from torchrelay.scheduler.policy.types import AttemptKey, InstancePhase, Placement
 
 MODEL = a_model("acme/m0")
 

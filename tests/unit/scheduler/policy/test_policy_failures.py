@@ -14,9 +14,9 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Role, SlotStatus
 from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import LoadRefused, LoadUnanswered, Tick, WorkerStopped
+from torchrelay.scheduler.policy.types import Role, SlotStatus
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
@@ -115,7 +115,7 @@ def test_repeated_request_without_token_goes_elsewhere() -> None:
     assert scene.placement("r1", attempt=2) is None
     scene.pass_time(0.5)  # they report, and are well after all
     assert scene.placement("r1", attempt=2) is not None
-    assert len(scene.wakes()) == 1
+    assert len(scene.loads()) == 1
 
 
 def test_silence_of_three_seconds_is_loss() -> None:
@@ -380,9 +380,9 @@ def test_unanswered_load_is_retried_without_broker() -> None:
     """B7: only a report ended it; it counted as an instance on which nothing can be placed."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     scene.admit(a_model(), "r1")
-    scene.apply(LoadUnanswered(scene.wakes()[0].hops[0].loads[0].instance_id))
+    scene.apply(LoadUnanswered(scene.loads()[0].hops[0].loads[0].instance_id))
     scene.pass_time_with_beats(3.0)
-    assert len(scene.wakes()) == 2 and "load_failed" in scene.kinds()
+    assert len(scene.loads()) == 2 and "load_failed" in scene.kinds()
 
 
 def test_request_without_workers_is_refused_resumed_one_later() -> None:
@@ -402,7 +402,7 @@ def test_request_without_workers_is_refused_resumed_one_later() -> None:
 
 
 def test_waiting_for_a_turn_is_no_reason_to_refuse() -> None:
-    scene = PaperCluster(PolicyConfig(turn_s=1000.0)).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = PaperCluster(PolicyConfig(time_slice_s=1000.0)).settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model("acme/busy"), "r1")
     scene.finish_loads()
     scene.admit(a_model("acme/other"), "r2")
@@ -435,11 +435,11 @@ def test_waiting_requests_learn_cause_after_last_try() -> None:
     scene.pass_time(2.0)
     refusal = scene.refusal("r1")
     assert refusal is not None and refusal.reason is RefusalReason.LOAD_FAILED and "is broken" in refusal.message
-    wakes = len(scene.wakes())
+    wakes = len(scene.loads())
     assert wakes == scene.config.load_tries
     scene.failing_workers.clear()
     scene.admit(model, "r2")
-    assert len(scene.wakes()) == wakes  # after the longest back-off only
+    assert len(scene.loads()) == wakes  # after the longest back-off only
     scene.pass_time(scene.config.load_backoff_max_s + 0.2)
     assert scene.placement("r2") is not None
 

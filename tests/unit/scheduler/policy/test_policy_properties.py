@@ -12,7 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
+from torchrelay.scheduler.policy.effects import AdmissionRefused, LoadCommand, Placed, RefusalReason
+from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Tick, Withdraw
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.types import (
     AttemptKey,
     InstancePhase,
     Model,
@@ -21,9 +24,6 @@ from torchrelay.scheduler.policy.core import (
     StoreStatus,
     WorkerStatus,
 )
-from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, WakeCommand
-from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Tick, Withdraw
-from torchrelay.scheduler.policy.prediction import Outcome
 
 MAX_INSTANCES = 2
 MODELS = [a_model(f"acme/m{number}", max_instances=MAX_INSTANCES, idle_timeout_s=3.0) for number in range(3)]
@@ -175,7 +175,7 @@ class Policing(RuleBasedStateMachine):
         staying = Counter((i.version_id, role) for i in state.instances if i.staying for role in i.target_roles)
         assert all(number <= MAX_INSTANCES for number in staying.values()), staying
         for command in self.scene.commands[self.num_commands_seen :]:
-            if isinstance(command, WakeCommand):
+            if isinstance(command, LoadCommand):
                 assert len({hop.store_id for hop in command.hops}) == len(command.hops)
         self.num_commands_seen = len(self.scene.commands)
 

@@ -18,7 +18,6 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Role, SlotStatus
 from torchrelay.scheduler.policy.effects import RefusalReason, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import (
     Admit,
@@ -29,6 +28,7 @@ from torchrelay.scheduler.policy.inputs import (
     RolesSet,
     WorkerReported,
 )
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Role, SlotStatus
 
 MODEL = a_model(idle_timeout_s=5.0)
 
@@ -145,12 +145,12 @@ def test_unanswered_accepted_load_is_no_failure() -> None:
     """P12: its retry met the load itself as a conflict, and three such refused the model's requests."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     scene.admit(MODEL, "r1")
-    order = scene.wakes()[0].hops[0].loads[0]
+    order = scene.loads()[0].hops[0].loads[0]
     scene.apply(LoadUnanswered(order.instance_id))
     slot = SlotStatus(InstancePhase.LOADING, order.instance_id, MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 1, 4)
     scene.workers["w"] = replace(scene.workers["w"], slot=slot)
     scene.pass_time(1.0)
-    assert len(scene.wakes()) == 1 and "load_failed" not in scene.kinds()
+    assert len(scene.loads()) == 1 and "load_failed" not in scene.kinds()
     placement = scene.placement("r1")
     assert placement is not None and placement.prefill.instance_id == order.instance_id
 
@@ -158,11 +158,11 @@ def test_unanswered_accepted_load_is_no_failure() -> None:
 def test_unanswered_unaccepted_load_is_retried() -> None:
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     scene.admit(MODEL, "r1")
-    scene.apply(LoadUnanswered(scene.wakes()[0].hops[0].loads[0].instance_id))
+    scene.apply(LoadUnanswered(scene.loads()[0].hops[0].loads[0].instance_id))
     scene.pass_time(0.3)
-    assert len(scene.wakes()) == 1, "its report may still be on its way"
+    assert len(scene.loads()) == 1, "its report may still be on its way"
     scene.pass_time(2.0)
-    assert len(scene.wakes()) == 2 and "load_failed" in scene.kinds()
+    assert len(scene.loads()) == 2 and "load_failed" in scene.kinds()
 
 
 def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
@@ -170,7 +170,7 @@ def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     prefill = frozenset((Role.PREFILL,))
     scene.admit(MODEL, "r1")
-    (wake,) = scene.wakes()
+    (wake,) = scene.loads()
     order = wake.hops[0].loads[0]
     scene.load(order.instance_id, "w", prefill, MODEL)
     scene.set_slot("w", phase=InstancePhase.READY, roles=prefill, num_layers_ready=4)
@@ -196,7 +196,7 @@ def test_earlier_report_does_not_undo_roles() -> None:
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     prefill = frozenset((Role.PREFILL,))
     scene.admit(MODEL, "r1")
-    order = scene.wakes()[0].hops[0].loads[0]
+    order = scene.loads()[0].hops[0].loads[0]
     scene.load(order.instance_id, "w", prefill, MODEL)
     scene.set_slot("w", phase=InstancePhase.READY, roles=prefill, num_layers_ready=4)
     scene.report("w")

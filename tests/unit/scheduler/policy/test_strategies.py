@@ -30,14 +30,14 @@ def test_another_decision_loads_nothing() -> None:
     scene = deciding_by(two_workers_one_host(), Strategies(decide=nothing_loaded))  # type: ignore[arg-type]
     scene.admit(a_model(), "r1")
     scene.pass_time(5)
-    assert not scene.wakes()
+    assert not scene.loads()
 
 
 def test_another_placement_places_nothing() -> None:
     scene = deciding_by(two_workers_one_host(), Strategies(place=never_placed))  # type: ignore[arg-type]
     scene.admit(a_model(), "r1")
     scene.pass_time(5)
-    assert scene.wakes() and scene.placement("r1") is None
+    assert scene.loads() and scene.placement("r1") is None
 
 
 def test_another_plan_names_the_sources() -> None:
@@ -47,7 +47,7 @@ def test_another_plan_names_the_sources() -> None:
     scene = deciding_by(two_workers_one_host(), Strategies(plan=from_nearest))  # type: ignore[arg-type]
     scene.obedient = False
     scene.admit(a_model(), "r1")
-    (wake,) = scene.wakes()
+    (wake,) = scene.loads()
     assert [hop.sources for hop in wake.hops] == [("somewhere", REMOTE)]
 
 

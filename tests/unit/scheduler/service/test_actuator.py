@@ -19,7 +19,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
 from tests.unit.scheduler.service.scripted_peers import ScriptedStore
 from torchrelay.common.errors import Overloaded
 from torchrelay.control.v1 import param_store_pb2, reports_pb2
-from torchrelay.scheduler.policy.effects import WakeCommand
+from torchrelay.scheduler.policy.effects import LoadCommand
 from torchrelay.scheduler.service.actuator import Actuator
 
 PACK = a_version().pack_id
@@ -145,7 +145,7 @@ async def test_refused_relay_of_whole_copy_ends_its_loads(nats_url: str, hung: b
 
 
 async def test_wake_without_hosts_calls_no_peer() -> None:
-    """It was taken for a wake of one, and ended the service."""
+    """It was taken for a load of one, and ended the service."""
     nobody: Any = None
     async with asyncio.TaskGroup() as tasks:
-        Actuator(nobody, nobody, tasks).start(WakeCommand(a_model(), ()))
+        Actuator(nobody, nobody, tasks).start(LoadCommand(a_model(), ()))

@@ -13,7 +13,7 @@ from tests.support.wait import eventually
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, a_request, a_version
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.scheduler.policy import core
+from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -86,11 +86,11 @@ async def test_recall_goes_through_gateway_stream() -> None:
     stream = controller.streams.open()
     controller.streams.connected(stream, "gateway-1")
     for worker_id in ("w1", "w2"):
-        if worker_id == "w2":  # comes when two prompts have been bound to the other, which computes nothing
+        if worker_id == "w2":  # comes when two prompts have been dispatched to the other, which computes nothing
             for request_id in ("r1", "r2"):
                 controller.admit("gateway-1", a_request(request_id))
         controller.reported(a_report(worker_id), streamed=True)
-    state, key = controller.policy.state, core.AttemptKey("r2", 1)
+    state, key = controller.policy.state, types.AttemptKey("r2", 1)
     assert len(state.attempts) == 2
     controller.reported(a_report("w1", is_leaving=True), streamed=True)
     attempt = state.attempts.get(key)
@@ -106,13 +106,13 @@ async def test_prompt_source_has_a_ticket_for_the_prefill_worker() -> None:
     controller, _ = recorded_controller()
     stream = controller.streams.open()
     controller.streams.connected(stream, "gateway-1")
-    source, prefill, decode = (core.WorkerRef(name, f"{name}:1", f"i-{name}") for name in ("w1", "w2", "w3"))
-    placement = core.Placement(
-        core.AttemptKey("r1", 2),
+    source, prefill, decode = (types.WorkerRef(name, f"{name}:1", f"i-{name}") for name in ("w1", "w2", "w3"))
+    placement = types.Placement(
+        types.AttemptKey("r1", 2),
         prefill,
         decode,
         cold=False,
-        prompt_source=core.PromptSource(core.AttemptKey("r1", 1), source),
+        prompt_source=types.PromptSource(types.AttemptKey("r1", 1), source),
     )
     controller._send(Placed("gateway-1", placement))
     (event,) = (await anext(stream.events())).events

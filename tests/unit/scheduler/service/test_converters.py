@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.unit.scheduler.service.scripted_cluster import a_request, a_version
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.scheduler.policy.core import Admission, LatencyTargets, ServiceClass
+from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass
 from torchrelay.scheduler.service.converters import admission_from_proto, model_from_proto, store_from_proto
 
 

@@ -17,21 +17,13 @@ from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model,
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, scripted_cluster
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
-    AttemptKey,
-    InstancePhase,
-    Model,
-    ScheduledMinimum,
-    SourceShare,
-    StoreStatus,
-)
 from torchrelay.scheduler.policy.effects import (
     CopyCommand,
     Hop,
+    LoadCommand,
     RetainCommand,
     SetRolesCommand,
     UnloadCommand,
-    WakeCommand,
 )
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
@@ -56,6 +48,14 @@ from torchrelay.scheduler.policy.inputs import (
     WorkerStreamClosed,
 )
 from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.types import (
+    AttemptKey,
+    InstancePhase,
+    Model,
+    ScheduledMinimum,
+    SourceShare,
+    StoreStatus,
+)
 from torchrelay.scheduler.service.input_log import encode_effects, replay
 
 NUM_STEPS = 140
@@ -69,7 +69,7 @@ class Life:
     """A cluster to which all sorts of things happen, drawn from a seed."""
 
     def __init__(self, log: BinaryIO) -> None:
-        config = PolicyConfig(recent_s=60.0, load_tries=2, turn_s=2.0, gateway_grace_s=1.0)
+        config = PolicyConfig(recent_s=60.0, load_tries=2, time_slice_s=2.0, gateway_grace_s=1.0)
         self.scene = PaperCluster(config, log=log)
         self.random = Random(7)
         self.num_requests = 0
@@ -109,7 +109,7 @@ class Life:
             self.scene.admit(model, f"s{number}", max_tokens=30)
             self.scene.finish_loads()
         self.scene.pass_time(1.5, step_s=0.25)
-        assert "share" in self.scene.kinds()
+        assert "preempt" in self.scene.kinds()
         self.open += [AttemptKey(f"s{number}", 1) for number in range(len(called))]
 
     def admit(self) -> None:
@@ -135,7 +135,7 @@ class Life:
             self.scene.apply(Release(key, self.random.random() < 0.9, outcome))
 
     def compute(self) -> None:
-        """Some prompts are computed; then the time comes at which another may be bound."""
+        """Some prompts are computed; then the time comes at which another may be dispatched."""
         for key in self.random.sample(self.open, min(len(self.open), 5)):
             self.scene.apply(FirstToken(key))
         self.scene.apply(Due())
@@ -153,7 +153,7 @@ class Life:
 
     def relays(self) -> list[tuple[Hop, Model]]:
         """Relays ordered for wakes whose store has nothing yet."""
-        stores, pairs = self.scene.stores, [(hop, wake.model) for wake in self.scene.wakes() for hop in wake.hops]
+        stores, pairs = self.scene.stores, [(hop, wake.model) for wake in self.scene.loads() for hop in wake.hops]
         return [
             (hop, model)
             for hop, model in pairs
@@ -235,7 +235,7 @@ class Life:
                     self.scene.apply(CopyFailed(command.model.pack_id, command.hop.store_id, "no answer"))
                 case RetainCommand():
                     self.scene.apply(RetainFailed(command.store_id))
-                case WakeCommand():
+                case LoadCommand():
                     self.scene.apply(LoadUnanswered(command.hops[0].loads[0].instance_id))
 
     def slow_down(self) -> None:
@@ -263,9 +263,9 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PaperCluster]:
 def test_recorded_log_has_every_kind_of_input(life: tuple[Path, PaperCluster]) -> None:
     path, scene = life
     for kind in (
-        "wake",
+        "load",
         "evict",
-        "share",
+        "preempt",
         "idle",
         "replicate",
         "rebuild",

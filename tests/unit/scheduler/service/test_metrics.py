@@ -9,9 +9,9 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from torchrelay.common.process.telemetry import BUCKETS_S
-from torchrelay.scheduler.policy.core import AttemptKey, Placement, WorkerRef
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.prediction import Outcome, Prediction
+from torchrelay.scheduler.policy.types import AttemptKey, Placement, WorkerRef
 from torchrelay.scheduler.service.metrics import AdmissionMetrics, RelayMetrics, ReplicationMetrics
 
 

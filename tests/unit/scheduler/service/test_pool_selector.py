@@ -7,7 +7,7 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
-from torchrelay.scheduler.policy.core import Role
+from torchrelay.scheduler.policy.types import Role
 from torchrelay.scheduler.service.pool_selector import PoolSelector
 
 OF_KEDA = {"scalerAddress": "demo-scheduler.models:7102", "enableTLS": "true", "unsafeSsl": "false"}

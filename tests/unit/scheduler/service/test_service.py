@@ -36,7 +36,7 @@ async def test_cold_start_relays_once_and_places_with_ticket(nats_url: str) -> N
         # Nothing in it waits for a timer.
         async with it.scheduler(2, tick_s=3600.0) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
-            await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start, in which nothing is woken
+            await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start, in which nothing is loaded
             await gateway.admit("r1")
             placement = await gateway.placement()
             (relay,) = store.relays
@@ -267,7 +267,7 @@ async def test_explain_shows_cold_start_from_queue_to_first_token(nats_url: str)
             assert [phase.begin_unix_us for phase in reply.phases] == sorted(
                 phase.begin_unix_us for phase in reply.phases
             )
-            assert "wake" in [decision.kind for decision in reply.decisions]
+            assert "load" in [decision.kind for decision in reply.decisions]
             model = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert all(decision.reason for decision in model.decisions)
             labels = [line.label for line in model.worth if line.text]

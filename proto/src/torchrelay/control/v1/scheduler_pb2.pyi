@@ -710,7 +710,7 @@ class Decision(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     at_unix_us: _builtins.int
     kind: _builtins.str
-    """"wake", "place", "idle", "drain", "set_roles", ..."""
+    """"load", "place", "idle", "drain", "set_roles", ..."""
     subject: _builtins.str
     """model or instance"""
     reason: _builtins.str

@@ -16,12 +16,12 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Demand,
     Drain,
     InstanceLoad,
-    Wake,
+    Load,
 )
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, Model, WorkerStatus
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.types import BOTH, Model, WorkerStatus
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CountScaling:
                 starving.append(demand.model)
         actions += _evictions(starving, autoscaler_input)
         if is_complete and not starving:
-            waking = {action.model.version_id for action in actions if isinstance(action, Wake)}
+            waking = {action.model.version_id for action in actions if isinstance(action, Load)}
             for model in self.kept:
                 if model.version_id not in waking and not autoscaler_input.of(model):
                     actions += _wake(model, 1, frozenset(), autoscaler_input, free)
@@ -92,7 +92,7 @@ def _wake(
     for slot in chosen:
         del free[slot.worker_id]
     assignments = tuple(SlotAssignment(slot.worker_id, BOTH) for slot in chosen)
-    return [Wake(model, assignments, Reason("growth", f"{number} more by count"))] if assignments else []
+    return [Load(model, assignments, Reason("growth", f"{number} more by count"))] if assignments else []
 
 
 def _is_idle(load: InstanceLoad, since: float) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt
-from torchrelay.scheduler.policy.core import Admission, AttemptKey
 from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.types import Admission, AttemptKey
 
 
 def by_deadline(strategies: Strategies) -> Strategies:

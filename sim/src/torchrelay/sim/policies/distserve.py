@@ -15,12 +15,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput, Wake
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput, Load
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Model, Role
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
+from torchrelay.scheduler.policy.types import Model, Role
 from torchrelay.sim.plant import policy_model
 from torchrelay.sim.policies.count_scaling import free_workers
 from torchrelay.sim.policies.deadline_order import by_deadline
@@ -56,7 +56,7 @@ class StaticInstances:
                 for assignment in assigned:
                     del free[assignment.worker_id]
                 chosen += assigned
-            actions += [Wake(model, tuple(chosen), Reason("growth", "as planned"))] if chosen else []
+            actions += [Load(model, tuple(chosen), Reason("growth", "as planned"))] if chosen else []
         return tuple(actions)
 
 

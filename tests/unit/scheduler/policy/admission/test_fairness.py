@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
-from torchrelay.scheduler.policy.core import Admission, AttemptKey
+from torchrelay.scheduler.policy.types import Admission, AttemptKey
 
 VERSION_ID = a_model().version_id
 TENANTS = "abcd"

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
 from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, fewest_late, late_rank
-from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.types import AttemptKey
 
 
 def prompts_of(*pairs: tuple[float, float]) -> list[TimedPrompt]:

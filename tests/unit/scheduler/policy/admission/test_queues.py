@@ -10,7 +10,7 @@ from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
-from torchrelay.scheduler.policy.core import Admission, AttemptKey, ServiceClass
+from torchrelay.scheduler.policy.types import Admission, AttemptKey, ServiceClass
 
 MODEL = a_model()
 NOW = 100.0

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.admission.retry_times import MAX_S, MIN_S, RetryTimes
-from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.types import AttemptKey
 
 MODEL = a_model()
 VERSION = MODEL.version_id

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, ClusterLoad, Demand, InstanceLoad
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus
+from torchrelay.scheduler.policy.types import Instance, InstancePhase, StoreStatus
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Demand,
     Drain,
     InstanceLoad,
+    Load,
     SetRoles,
-    Wake,
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
@@ -25,7 +25,7 @@ from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, as
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
+from torchrelay.scheduler.policy.types import (
     BOTH,
     Instance,
     InstancePhase,
@@ -92,7 +92,7 @@ def test_growth_reason_names_figures() -> None:
     load = InstanceLoad(an_instance(model, first), 0, 0)
     demand = crowded_demand(model, 60, oldest_wait_s=2.3, load_s={Tier.REMOTE: 1.0})
     (wake,) = decide(a_situation([demand], [load], [first, second], [a_store("store-1", "host-1")]), RULES)
-    assert isinstance(wake, Wake)
+    assert isinstance(wake, Load)
     assert wake.reason.text == (
         "2 per role wanted: the next saves 365.0 late requests, costs 1.0, and loads in 1 s; a queue of 6 s, "
         "a wait of 2.3 s (target 600 ms), 60 waiting"
@@ -108,14 +108,14 @@ def test_uncrowded_instance_is_drained_though_used() -> None:
     loads = [InstanceLoad(an_instance(model, worker), 3 - n, 0, last_active=100.0) for n, worker in enumerate(workers)]
     store = a_store("s1", "host-1")
 
-    def drained(crowded_at: float, **changes: object) -> list[str]:
-        demand = a_demand(model, 0, crowded_at=crowded_at, **changes)
+    def drained(last_full_at: float, **changes: object) -> list[str]:
+        demand = a_demand(model, 0, last_full_at=last_full_at, **changes)
         actions = decide(a_situation([demand], loads, workers, [store]), RULES)
         return [action.instance_id for action in actions if isinstance(action, Drain)]
 
-    assert drained(crowded_at=30.0) == ["i-w1"]
-    assert drained(crowded_at=50.0) == []
-    assert drained(crowded_at=50.0, price_s=20.0) == ["i-w1"]
+    assert drained(last_full_at=30.0) == ["i-w1"]
+    assert drained(last_full_at=50.0) == []
+    assert drained(last_full_at=50.0, price_s=20.0) == ["i-w1"]
 
 
 def test_long_load_is_not_idle_when_it_ends() -> None:
@@ -144,7 +144,7 @@ def test_reason_for_tenant_hides_other_tenants() -> None:
     load = InstanceLoad(an_instance(model, first), 0, 0)
     demand = crowded_demand(model, 32, by_tenant={"acme": (30, 0), "birch": (2, 1)})
     (wake,) = decide(a_situation([demand], [load], [first, second], [a_store("store-1", "host-1")]), RULES)
-    assert isinstance(wake, Wake) and wake.reason.text.endswith("32 waiting")
+    assert isinstance(wake, Load) and wake.reason.text.endswith("32 waiting")
     assert wake.reason.by_tenant == {
         "acme": "growth, 30 waiting",
         "birch": "growth, 2 waiting, 1 placed on loading instances",
@@ -207,7 +207,7 @@ def test_missing_role_is_set_if_no_slot_is_free() -> None:
     load = InstanceLoad(an_instance(model, prefill, PREFILL), 0, 0)
     store = a_store("s1", "host-1")
     with_slot = decide(a_situation([a_demand(model)], [load], [prefill, free], [store]), RULES)
-    assert [type(action) for action in with_slot] == [Wake]
+    assert [type(action) for action in with_slot] == [Load]
     without = decide(a_situation([a_demand(model)], [load], [prefill], [store]), RULES)
     assert [(type(action), action.roles) for action in without if isinstance(action, SetRoles)] == [(SetRoles, BOTH)]
     only_prefill = replace(prefill, playable_roles=PREFILL)
@@ -342,10 +342,10 @@ def test_growth_leaves_slots_to_starving_models() -> None:
     demands = [crowded_demand(crowded), a_demand(waiting, 1)]
     assert decide(a_situation(demands, loads, [w1, w2, w3], [store]), RULES) == ()  # w3 is half of what `waiting` needs
     alone = decide(a_situation(demands[:1], loads, [w1, w2, w3], [store]), RULES)
-    assert [action.assignments[0].worker_id for action in alone if isinstance(action, Wake)] == []  # no pair for it
+    assert [action.assignments[0].worker_id for action in alone if isinstance(action, Load)] == []  # no pair for it
     free_decode = a_worker("w4", playable_roles=DECODE)
     both = decide(a_situation(demands, loads, [w1, w2, w3, free_decode], [store]), RULES)
-    assert [action.model.name for action in both if isinstance(action, Wake)] == [waiting.name]
+    assert [action.model.name for action in both if isinstance(action, Load)] == [waiting.name]
 
 
 def test_partial_decision_leaves_slots_to_waiting_models() -> None:
@@ -354,7 +354,7 @@ def test_partial_decision_leaves_slots_to_waiting_models() -> None:
     workers = [a_worker(f"w{number}") for number in range(3)]
     demand, load = crowded_demand(crowded), InstanceLoad(an_instance(crowded, workers[0]), 9, 0)
     alone = a_situation([demand], [load], workers, [a_store("s1", "host-1")])
-    assert [type(action) for action in decide(alone, RULES, is_complete=False)] == [Wake]
+    assert [type(action) for action in decide(alone, RULES, is_complete=False)] == [Load]
     beside = replace(alone, waited_for=alone.waited_for | {waiting.version_id})
     assert decide(beside, RULES, is_complete=False) == ()
 
@@ -364,7 +364,7 @@ def test_burst_at_zero_gives_each_model_a_slot() -> None:
     workers = [a_worker(f"w{number}") for number in range(4)]
     demands = [crowded_demand(first, 60, oldest_wait_s=0.2), a_demand(second, 1, oldest_wait_s=0.1)]
     actions = decide(a_situation(demands, [], workers, [a_store("s1", "host-1")]), RULES)
-    wakes = [(action.model.name, len(action.assignments)) for action in actions if isinstance(action, Wake)]
+    wakes = [(action.model.name, len(action.assignments)) for action in actions if isinstance(action, Load)]
     assert wakes == [(first.name, 1), (second.name, 1), (first.name, 2)]
 
 

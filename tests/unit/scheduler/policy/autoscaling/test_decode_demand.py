@@ -17,13 +17,13 @@ from tests.unit.scheduler.policy.autoscaling.test_decision import (
 )
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, Demand, Drain, InstanceLoad, Wake
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, Demand, Drain, InstanceLoad, Load
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
-from torchrelay.scheduler.policy.core import AttemptKey, LatencyTargets, Role, Roles
+from torchrelay.scheduler.policy.handlers import cluster_load
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.transitions import cluster_load
+from torchrelay.scheduler.policy.types import AttemptKey, LatencyTargets, Role, Roles
 
 MODEL = a_model()
 STORE = a_store("s1", "host-1")
@@ -54,7 +54,7 @@ def decided(demand: Demand, playing: dict[str, Roles], num_free: int = 2, num_op
 
 
 def roles_woken(actions: list[Action]) -> list[Roles]:
-    return [assignment.roles for action in actions if isinstance(action, Wake) for assignment in action.assignments]
+    return [assignment.roles for action in actions if isinstance(action, Load) for assignment in action.assignments]
 
 
 def test_held_answers_need_no_more_instances() -> None:
@@ -78,7 +78,7 @@ def test_only_lacking_role_grows() -> None:
     busy_decode = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, decode=answers(20, 2.0))
     actions = decided(busy_decode, pair)
     assert roles_woken(actions) == [DECODE]
-    assert isinstance(actions[0], Wake) and actions[0].reason.text.startswith(
+    assert isinstance(actions[0], Load) and actions[0].reason.text.startswith(
         "1 prefill and 2 decode wanted (20 answers, 10 on each): the"
     )
     busy_prefill = crowded_demand(MODEL, 60, load_s={}, decode=answers(2, 0.2))
@@ -91,15 +91,15 @@ def test_only_lacking_role_grows() -> None:
 def test_only_spare_role_shrinks() -> None:
     playing = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE}
 
-    def drained(prefill_crowded_at: float, decode_crowded_at: float) -> list[str]:
-        decode = answers(8, 0.8, crowded_at=decode_crowded_at)
-        demand = a_demand(MODEL, 0, crowded_at=prefill_crowded_at, arrivals_per_s=0.8, load=0.4, decode=decode)
+    def drained(prefill_crowded_at: float, decode_last_full_at: float) -> list[str]:
+        decode = answers(8, 0.8, last_full_at=decode_last_full_at)
+        demand = a_demand(MODEL, 0, last_full_at=prefill_crowded_at, arrivals_per_s=0.8, load=0.4, decode=decode)
         return [item.instance_id for item in decided(demand, playing) if isinstance(item, Drain)]
 
-    assert drained(prefill_crowded_at=90.0, decode_crowded_at=30.0) == ["i-d0"]
-    assert drained(prefill_crowded_at=30.0, decode_crowded_at=90.0) == ["i-p0"]
-    assert drained(prefill_crowded_at=30.0, decode_crowded_at=30.0) == ["i-p0", "i-d0"]
-    assert drained(prefill_crowded_at=90.0, decode_crowded_at=90.0) == []
+    assert drained(prefill_crowded_at=90.0, decode_last_full_at=30.0) == ["i-d0"]
+    assert drained(prefill_crowded_at=30.0, decode_last_full_at=90.0) == ["i-p0"]
+    assert drained(prefill_crowded_at=30.0, decode_last_full_at=30.0) == ["i-p0", "i-d0"]
+    assert drained(prefill_crowded_at=90.0, decode_last_full_at=90.0) == []
 
 
 def test_lateness_is_attributed_to_full_decode() -> None:

@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerI
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
-from torchrelay.scheduler.policy.core import BOTH, DECODES, PackCopy, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, DECODES, PackCopy, Role, Roles, StoreStatus, WorkerStatus
 
 MODEL, OTHER = a_model(), a_model("acme/other")
 ROLES: tuple[Roles, ...] = (BOTH, DECODES, BOTH - DECODES)

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
+from torchrelay.scheduler.policy.types import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
 
 NOW = 1000.0
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
@@ -117,7 +117,7 @@ def test_busy_model_filling_arena_ends_its_turn(roles: list[Roles]) -> None:
     instances = [an_instance(number, busy, each) for number, each in enumerate(roles)]
     copies = [replace(a_copy(busy), num_pins=len(roles))]
     small = a_store("s", "host-1", copies, arena_bytes=busy.pack_bytes + MB)
-    demands = [waiting("acme/new", RULES.turn_s + 1.0)]
+    demands = [waiting("acme/new", RULES.time_slice_s + 1.0)]
     assert drained(a_full_host(instances, demands, [small], busy=2)) == [instance.instance_id for instance in instances]
 
 
@@ -153,24 +153,28 @@ def test_second_slot_is_kept_for_a_turn_if_loss_is_greater() -> None:
     popular = a_model("acme/popular")
     instances = [an_instance(0, popular), an_instance(1, popular)]
     loads = [InstanceLoad(instance, 8, 0, arrivals_per_s=20.0) for instance in instances]
-    for wait_s, shared in [(RULES.share_after_s, []), (RULES.turn_s - 0.1, []), (RULES.turn_s, ["i0"])]:
+    for wait_s, shared in [
+        (RULES.preempt_spare_after_s, []),
+        (RULES.time_slice_s - 0.1, []),
+        (RULES.time_slice_s, ["i0"]),
+    ]:
         situation = a_full_host(instances, [waiting("acme/new", wait_s)], [a_store("s", "host-1")])
         assert drained(replace(situation, cluster_load=ListedLoad(loads))) == shared
     few = [load._replace(arrivals_per_s=0.05) for load in loads]
-    situation = a_full_host(instances, [waiting("acme/new", RULES.share_after_s)], [a_store("s", "host-1")])
+    situation = a_full_host(instances, [waiting("acme/new", RULES.preempt_spare_after_s)], [a_store("s", "host-1")])
     assert drained(replace(situation, cluster_load=ListedLoad(few))) == ["i0"]
 
 
 def test_overdue_model_takes_slot_with_least_loss() -> None:
     """A popular model lost its slot, as that of another had just been taken."""
     popular, other = an_instance(0, a_model("acme/popular")), an_instance(1, a_model("acme/other"))
-    longest_s, turn_s = RULES.longest_wait_s, RULES.turn_s
+    longest_s, time_slice_s = RULES.longest_wait_s, RULES.time_slice_s
     ready, loading = InstancePhase.READY, InstancePhase.LOADING
     for wait_s, phase, held_s, ended in [
-        (longest_s, ready, turn_s - 1.0, []),
-        (longest_s, loading, turn_s + 1.0, []),
-        (longest_s, ready, turn_s, ["i1"]),
-        (longest_s + turn_s, ready, turn_s - 1.0, ["i0"]),  # it was taken by another one that was overdue
+        (longest_s, ready, time_slice_s - 1.0, []),
+        (longest_s, loading, time_slice_s + 1.0, []),
+        (longest_s, ready, time_slice_s, ["i1"]),
+        (longest_s + time_slice_s, ready, time_slice_s - 1.0, ["i0"]),  # it was taken by another one that was overdue
     ]:
         instances = [popular, replace(other, phase=phase, since=NOW - held_s)]
         loads = [
@@ -185,9 +189,9 @@ def test_overdue_model_takes_slot_with_least_loss() -> None:
 def test_young_slot_does_not_delay_older_slot_that_pays(phase: InstancePhase) -> None:
     """The cheapest slot had not been held for a turn, or still loaded: the model waited for it, for up to 70 s."""
     older, young = an_instance(0, a_model("acme/older")), an_instance(1, a_model("acme/young"))
-    young = replace(young, phase=phase, since=NOW - RULES.turn_s + 1.0)
+    young = replace(young, phase=phase, since=NOW - RULES.time_slice_s + 1.0)
     loads = [InstanceLoad(older, 8, 0, arrivals_per_s=0.5), InstanceLoad(young, 8, 0, arrivals_per_s=0.1)]
-    demand = replace(waiting("acme/new", RULES.turn_s), num_waiting=30)
+    demand = replace(waiting("acme/new", RULES.time_slice_s), num_waiting=30)
     situation = a_full_host([older, young], [demand], [a_store("s", "host-1")])
     assert drained(replace(situation, cluster_load=ListedLoad(loads))) == ["i0"]
 
@@ -220,8 +224,8 @@ def test_tenant_takes_one_overdue_slot_per_turn(busy: int) -> None:
         decided = decide(replace(situation, overdue_slots_at={"acme": taken_at}), RULES)
         return [action.overdue_tenant for action in decided if isinstance(action, Drain)]
 
-    assert tenants(NOW - RULES.turn_s) == ["cedar", "acme"]
-    assert tenants(NOW - RULES.turn_s + 0.1) == ["cedar"]
+    assert tenants(NOW - RULES.time_slice_s) == ["cedar", "acme"]
+    assert tenants(NOW - RULES.time_slice_s + 0.1) == ["cedar"]
 
 
 def test_waiting_tenant_of_shared_model_takes_its_turn() -> None:

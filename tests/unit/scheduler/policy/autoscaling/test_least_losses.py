@@ -9,7 +9,7 @@ from tests.unit.scheduler.policy.autoscaling.test_instance_eviction import an_in
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S, LeastLosses
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Role
+from torchrelay.scheduler.policy.types import Role
 
 MODEL, OTHER = a_model("acme/one"), a_model("acme/other")
 PREFILL = frozenset((Role.PREFILL,))

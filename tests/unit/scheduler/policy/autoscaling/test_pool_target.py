@@ -18,7 +18,7 @@ from torchrelay.scheduler.policy.autoscaling.pool_target import (
     pool_target,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import ROLES, Role
+from torchrelay.scheduler.policy.types import ROLES, Role
 
 UNLIMITED = PolicyConfig()
 

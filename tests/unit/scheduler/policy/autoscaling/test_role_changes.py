@@ -28,23 +28,31 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Demand,
     Drain,
     InstanceLoad,
+    Load,
     SetRoles,
-    Wake,
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
-from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placement, Role, Roles, SlotStatus, WorkerStatus
 from torchrelay.scheduler.policy.effects import Recall, SetRolesCommand
+from torchrelay.scheduler.policy.handlers import scaling
 from torchrelay.scheduler.policy.inputs import FirstToken, Release, RolesFailed, RolesSet
 from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.transitions import scaling
+from torchrelay.scheduler.policy.types import (
+    AttemptKey,
+    InstancePhase,
+    Placement,
+    Role,
+    Roles,
+    SlotStatus,
+    WorkerStatus,
+)
 
 MODEL = a_model(max_instances=2)
 STORE = a_store("s1", "host-1")
 TWO_PREFILLS = {"p0": PREFILL, "p1": PREFILL, "d": DECODE}
 TWO_DECODES = {"d0": DECODE, "d1": DECODE, "p": PREFILL}
-DECODE_SHORT = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, crowded_at=80.0, decode=answers(20, 2.0))
-PREFILL_SHORT = crowded_demand(MODEL, 60, load_s={}, decode=answers(2, 0.2, crowded_at=80.0))
+DECODE_SHORT = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, last_full_at=80.0, decode=answers(20, 2.0))
+PREFILL_SHORT = crowded_demand(MODEL, 60, load_s={}, decode=answers(2, 0.2, last_full_at=80.0))
 
 
 def decided(
@@ -75,7 +83,7 @@ def changed(actions: list[Action]) -> dict[str, Roles]:
 
 
 def num_loads(actions: list[Action]) -> int:
-    return sum(len(action.assignments) for action in actions if isinstance(action, Wake))
+    return sum(len(action.assignments) for action in actions if isinstance(action, Load))
 
 
 def test_short_role_gets_the_least_busy_instance_of_the_other() -> None:
@@ -101,8 +109,8 @@ def test_instance_that_the_other_role_needs_stays() -> None:
     assert changed(decided(is_needed, TWO_PREFILLS)) == {"i-p0": DECODE}, "decode gains more than twice as much"
     as_much = replace(DECODE_SHORT, load=3.0, backlog_s=90.0)
     assert not changed(decided(as_much, TWO_PREFILLS))
-    assert not changed(decided(replace(DECODE_SHORT, crowded_at=95.0), TWO_PREFILLS)), "it was needed a moment ago"
-    enough = replace(DECODE_SHORT, decode=answers(5, 0.5, crowded_at=99.0))
+    assert not changed(decided(replace(DECODE_SHORT, last_full_at=95.0), TWO_PREFILLS)), "it was needed a moment ago"
+    enough = replace(DECODE_SHORT, decode=answers(5, 0.5, last_full_at=99.0))
     assert decided(enough, TWO_PREFILLS) == [], "decode lacks nothing"
     assert not changed(decided(replace(DECODE_SHORT, decode=None), TWO_PREFILLS)), "roles are not sized apart"
 
@@ -161,8 +169,8 @@ def test_no_decision_leaves_a_model_without_a_role(
         InstanceLoad(instance, num_open[n], 0, last_active=30.0, reload_s=1.0) for n, instance in enumerate(instances)
     ]
     demand = a_demand(
-        MODEL, num_waiting, arrivals_per_s=rate, load=load, backlog_s=num_waiting / 10, crowded_at=crowded[0],
-        decode=answers(num_answers, rate, crowded_at=crowded[1]),
+        MODEL, num_waiting, arrivals_per_s=rate, load=load, backlog_s=num_waiting / 10, last_full_at=crowded[0],
+        decode=answers(num_answers, rate, last_full_at=crowded[1]),
     )  # fmt: skip
     growing = crowded_demand(other, 60)
     home = a_worker("home")
@@ -298,7 +306,7 @@ def test_short_role_of_a_running_model_is_filled_by_set_roles() -> None:
             scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
     (change,) = [command for command in scene.commands if isinstance(command, SetRolesCommand)]
     assert change.roles == DECODE and change.worker_id in ("p0", "p1")
-    assert not {"wake", "drain"} & set(scene.kinds())
+    assert not {"load", "drain"} & set(scene.kinds())
     assert sum(scene.placement(f"r{number}") is not None for number in range(20, 32)) == 6
     scene.pass_time(20.0)
     assert len([command for command in scene.commands if isinstance(command, SetRolesCommand)]) == 1

@@ -10,7 +10,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of, wanted_instances
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Role
+from torchrelay.scheduler.policy.types import Role
 
 RULES = PolicyConfig()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
-from torchrelay.scheduler.policy.core import AttemptKey, Model
+from torchrelay.scheduler.policy.handlers.cluster_load import worth_lines
 from torchrelay.scheduler.policy.inputs import FirstToken
-from torchrelay.scheduler.policy.transitions.cluster_load import worth_lines
+from torchrelay.scheduler.policy.types import AttemptKey, Model
 
 BUSY, WAITING, OTHER = a_model("acme/busy"), a_model("acme/waiting"), a_model("birch/other")
 

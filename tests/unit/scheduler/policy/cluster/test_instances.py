@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import a_worker
 from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
-from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Role, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, Instance, InstancePhase, Role, SlotStatus, WorkerStatus
 
 LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
 

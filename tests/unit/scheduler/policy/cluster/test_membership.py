@@ -12,7 +12,7 @@ from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_sto
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.membership import LostPeers, Membership
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStatus
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, SlotStatus
 
 LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import MB, a_store, a_worker
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSize, SlotSizes
-from torchrelay.scheduler.policy.core import Role
+from torchrelay.scheduler.policy.types import Role
 
 SMALL, LARGE = SlotSize(1, 100 * MB, 64 * MB), SlotSize(1, 200 * MB, 64 * MB)
 

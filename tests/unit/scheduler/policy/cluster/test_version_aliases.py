@@ -14,10 +14,10 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, InstancePhase, LatencyTargets
 from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import MinimumsSet, ModelDeleted
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, InstancePhase, LatencyTargets
 
 ACME = a_model("acme/tiny", idle_timeout_s=1.0)
 BIRCH = replace(ACME, name="birch/words")
@@ -35,7 +35,7 @@ def test_both_read_of_their_own_model_and_of_no_other() -> None:
     scene.admit(ACME, "r1")
     scene.finish_loads()
     scene.admit(BIRCH, "r2")
-    assert len(scene.wakes()) == 1 and scene.placement("r2") is not None
+    assert len(scene.loads()) == 1 and scene.placement("r2") is not None
     for request_id in ("r1", "r2"):
         scene.release(request_id)
     scene.pass_time(2.0)
@@ -97,7 +97,7 @@ def test_tenant_reads_number_of_own_waiting_requests() -> None:
     assert (woken.reason, woken.fields["num_waiting"]) == ("at zero, 4 waiting", 4)  # for the operator
     explain = explained(scene.events)
     for model, told in ((ACME, "at zero, 3 waiting"), (BIRCH, "at zero, 1 waiting")):
-        assert {event.reason for event in explain.model(model.name) if event.kind in ("wake", "scale_up")} == {told}
+        assert {event.reason for event in explain.model(model.name) if event.kind in ("load", "scale_up")} == {told}
 
 
 def test_full_queue_message_counts_own_requests() -> None:
@@ -220,11 +220,11 @@ def test_deleted_model_is_not_loaded_by_forecast() -> None:
             scene.pass_time(1.0, step_s=0.5)
             scene.release(f"r{number}")
             scene.pass_time(40.0 if number == 11 else 60.0, step_s=0.5)
-        num_wakes = len(scene.wakes())
+        num_wakes = len(scene.loads())
         if is_deleted:
             scene.apply(ModelDeleted(ACME.name))
         scene.pass_time(60.0, step_s=0.5)
-        return len(scene.wakes()) - num_wakes
+        return len(scene.loads()) - num_wakes
 
     assert wakes_after_its_last_request(is_deleted=False) == 1
     assert wakes_after_its_last_request(is_deleted=True) == 0

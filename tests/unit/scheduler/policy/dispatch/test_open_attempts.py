@@ -1,11 +1,11 @@
-"""The work that open attempts have bound to their instances."""
+"""The work that open attempts have dispatched to their instances."""
 
 from __future__ import annotations
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
-from torchrelay.scheduler.policy.core import AttemptKey, Placement, WorkerRef
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.prediction import Prediction
+from torchrelay.scheduler.policy.types import AttemptKey, Placement, WorkerRef
 
 
 def test_computed_attempt_binds_no_prefill_work() -> None:

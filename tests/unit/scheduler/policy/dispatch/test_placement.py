@@ -13,7 +13,13 @@ from tests.unit.scheduler.policy.paper_cluster import MB, a_model
 from tests.unit.scheduler.policy.paper_cluster import an_admission as an_untargeted_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
+from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
+from torchrelay.scheduler.policy.dispatch.open_attempts import DispatchedWork, OpenAttempt
+from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
+from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.handlers.lifecycle import with_targets
+from torchrelay.scheduler.policy.types import (
     BOTH,
     Admission,
     AttemptKey,
@@ -24,12 +30,6 @@ from torchrelay.scheduler.policy.core import (
     Roles,
     WorkerRef,
 )
-from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
-from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
-from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
-from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
-from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
-from torchrelay.scheduler.policy.transitions.lifecycle import with_targets
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = PolicyConfig()
@@ -63,7 +63,7 @@ def a_candidate(
     latency = LatencyModel(
         StepCost(per_position_s=1 / tokens_per_s, num_steps=100), StepCost(step_s, step_s / 8, step_s / 8000, 100)
     )
-    entry = RosterEntry(
+    entry = Endpoint(
         worker_ref=WorkerRef(worker_id, f"{worker_id}:1", f"i-{worker_id}"),
         host_id="host-1",
         plays_prefill=Role.PREFILL in roles,
@@ -75,7 +75,7 @@ def a_candidate(
         full_step_s=latency.queued_s(512),
         excess_until=NOW + queued / tokens_per_s,
     )
-    work = BoundWork(kv_bytes=seen * MODEL.kv_bytes_per_token, num_choices=num_decoding, num_attended=seen)
+    work = DispatchedWork(kv_bytes=seen * MODEL.kv_bytes_per_token, num_choices=num_decoding, num_attended=seen)
     for number in range(num_decoding if num_attempts is None else num_attempts):
         key, placement = (
             AttemptKey(f"other {number}", 1),
@@ -128,7 +128,7 @@ def test_prompt_waits_for_pause_of_answers() -> None:
     assert isinstance(first, Placement)
     pause_s = (full_s - 0.085) / (0.085 - decode_s) * decode_s
     assert first.predicted.pause_s == pytest.approx(pause_s)
-    both.work.queue.bind(asked.key, first.predicted.prefill_s, NOW - 0.6, pause_s)
+    both.work.queue.add(asked.key, first.predicted.prefill_s, NOW - 0.6, pause_s)
     both.work.queue.leave(asked.key, NOW)
     placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
     assert isinstance(placement, NoPlacement) and placement.due == pytest.approx(NOW + pause_s - decode_s)
@@ -153,7 +153,7 @@ def test_prompts_get_half_of_time_after_long_prompts() -> None:
                 placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
             assert isinstance(placement, Placement)
             prefill_s = placement.predicted.prefill_s
-            both.work.queue.bind(asked.key, prefill_s, now, placement.predicted.pause_s)
+            both.work.queue.add(asked.key, prefill_s, now, placement.predicted.pause_s)
             now, computed_s = now + prefill_s, computed_s + prefill_s
             both.work.queue.leave(asked.key, now)
         return waited_s, computed_s
@@ -186,10 +186,10 @@ def test_pause_follows_strictest_answer() -> None:
 
 
 def test_due_time_follows_prompts_and_pause() -> None:
-    """While prompts were bound there, it was never due."""
+    """While prompts were dispatched there, it was never due."""
     both = a_candidate("b", BOTH, num_decoding=3, seen=800)
     asked, decode_s = an_admission(MODEL, "r1", num_prompt_tokens=100), 0.01 * (1 + 3 / 8 + 800 / 8000)
-    both.work.queue.bind(AttemptKey("other", 1), 0.2, NOW, pause_s=0.1)
+    both.work.queue.add(AttemptKey("other", 1), 0.2, NOW, pause_s=0.1)
     placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
     assert isinstance(placement, NoPlacement) and placement.due == pytest.approx(NOW + 0.2 + 0.1 - decode_s)
     assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, placement.due + 1e-6), Placement)
@@ -200,7 +200,7 @@ def test_loading_instance_takes_prompts_up_to_full_step() -> None:
     assert loading.entry.bindable_at(loading.work.queue) <= NOW
     earlier = a_candidate("p", PREFILL, load_left_s=2.0, queued=1000)
     assert earlier.entry.bindable_at(earlier.work.queue) == pytest.approx(NOW + 1.0 - 0.512)
-    loading.work.queue.bind(AttemptKey("other", 1), 0.6, NOW)
+    loading.work.queue.add(AttemptKey("other", 1), 0.6, NOW)
     assert math.isinf(loading.entry.bindable_at(loading.work.queue)), "nothing begins there by the passing of time"
 
 
@@ -326,5 +326,7 @@ def test_placement_always_has_roles_and_kv(candidates: list[Candidate], tokens: 
         return
     prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
     assert prefill.entry.plays_prefill and decode.entry.plays_decode and decode in fits
-    assert prefill.entry.ahead_s(PrefillQueue(), NOW) < prefill.entry.full_step_s, "nothing is bound that cannot begin"
+    assert prefill.entry.ahead_s(PrefillQueue(), NOW) < prefill.entry.full_step_s, (
+        "nothing is dispatched that cannot begin"
+    )
     assert placement.cold == bool(prefill.entry.load_left_s(NOW) or decode.entry.load_left_s(NOW))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
-from torchrelay.scheduler.policy.core import SlotStatus
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.inputs import FirstToken
+from torchrelay.scheduler.policy.types import SlotStatus
 
 
 def test_common_prefix_counts_as_cached_at_earlier_instance() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey
 from torchrelay.scheduler.policy.estimates.cached_prompts import CachedPrompts
+from torchrelay.scheduler.policy.handlers.backlogs import prompts_s
 from torchrelay.scheduler.policy.inputs import FirstToken
-from torchrelay.scheduler.policy.transitions.backlogs import prompts_s
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, AttemptKey
 
 
 def test_unknown_version_has_no_cached_share() -> None:

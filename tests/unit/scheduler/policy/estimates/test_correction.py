@@ -9,9 +9,9 @@ from statistics import median
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
-from torchrelay.scheduler.policy.core import AttemptKey
 from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.inputs import FirstToken
+from torchrelay.scheduler.policy.types import AttemptKey
 
 
 def test_slow_instance_is_corrected_within_bounds() -> None:

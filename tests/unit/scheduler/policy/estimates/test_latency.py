@@ -9,8 +9,8 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import a_model, a_worker
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, SlotStatus, WorkerStatus
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels, load_left_s
+from torchrelay.scheduler.policy.types import BOTH, Instance, InstancePhase, SlotStatus, WorkerStatus
 
 RULES = PolicyConfig(default_prefill_tokens_per_s=1000.0, default_step_s=0.03)
 MODEL = a_model()

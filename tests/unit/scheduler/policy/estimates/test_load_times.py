@@ -9,9 +9,9 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import REMOTE
 from torchrelay.scheduler.policy.estimates.latency import load_s
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
+from torchrelay.scheduler.policy.types import REMOTE
 
 
 def test_loads_are_expected_as_those_like_them_were_measured() -> None:

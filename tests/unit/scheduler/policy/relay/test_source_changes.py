@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model
-from torchrelay.scheduler.policy.core import PackCopy, SourceShare
 from torchrelay.scheduler.policy.relay.source_changes import sources_dropped, sources_joined
+from torchrelay.scheduler.policy.types import PackCopy, SourceShare
 
 MODEL = a_model()
 

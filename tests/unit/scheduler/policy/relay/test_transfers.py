@@ -8,7 +8,6 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, a_copy, a_model, a_store
 from torchrelay.scheduler.planning import ReceiveProgress, TransferEdge
-from torchrelay.scheduler.policy.core import REMOTE, CopyCause, PackCopy, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.transfer_events import transfer_event
 from torchrelay.scheduler.policy.relay.transfers import (
@@ -20,6 +19,7 @@ from torchrelay.scheduler.policy.relay.transfers import (
     Transfers,
     TransferState,
 )
+from torchrelay.scheduler.policy.types import REMOTE, CopyCause, PackCopy, SourceShare, StoreStatus
 
 MODEL = a_model()
 PACK = MODEL.pack_id

@@ -10,11 +10,11 @@ from itertools import combinations, count
 
 from tests.unit.scheduler.policy.replication.simulated_hosts import GB, Host, transfer
 from torchrelay.scheduler.policy.config import TICK_S, PolicyConfig
-from torchrelay.scheduler.policy.core import REMOTE, Model
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand
 from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, Input, StoreGone, StoreReported, Tick
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import REMOTE, Model
 
 STEP_S = 0.5
 IDLE_S = 20.0  # an instance holds its copy so long after its last request

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchrelay.scheduler.policy.core import REMOTE, PackCopy, StoreStatus
+from torchrelay.scheduler.policy.types import REMOTE, PackCopy, StoreStatus
 
 GB = 1 << 30
 CHUNKS = 256

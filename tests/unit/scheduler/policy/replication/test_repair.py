@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import CopyCause, PackCopy, StoreStatus
 from torchrelay.scheduler.policy.replication.pack_worth import UNKNOWN, PackWorth
 from torchrelay.scheduler.policy.replication.repair import (
     PackDemand,
@@ -14,6 +13,7 @@ from torchrelay.scheduler.policy.replication.repair import (
     ReplicationPlan,
     repair,
 )
+from torchrelay.scheduler.policy.types import CopyCause, PackCopy, StoreStatus
 
 GB = 1 << 30
 NOW = 10_000.0

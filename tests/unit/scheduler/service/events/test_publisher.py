@@ -24,7 +24,7 @@ async def test_publisher_drops_oldest_events_without_stream(nats_url: str) -> No
         history.note(SchedulerEvent(1.0, "place", "m", "i", "not published"))
         for number in range(5):
             history.note(
-                SchedulerEvent(float(number), "wake", "m", "i", f"{number}", "instance.loading", {"n": number})
+                SchedulerEvent(float(number), "load", "m", "i", f"{number}", "instance.loading", {"n": number})
             )
         assert history.num_dropped == 2
         publishing = asyncio.create_task(history.run())

@@ -46,8 +46,8 @@ class PolicyConfig:
     idle_timeout_s: float = 60.0  # worth of a cold start, in seconds of a device; a model's own, in seconds of its slot
     late_cost: float = 1.0  # cost of a late request, in cold starts
     max_instances: int = 8  # per model and role, for models without a setting of their own
-    share_after_s: float = 1.0  # after waiting this long without a slot, a model may get the second slot of another
-    turn_s: float = 10.0  # shortest time that a model keeps its slot when more models are busy than there are slots
+    preempt_spare_after_s: float = 1.0  # wait without a slot before a model may get another's second slot
+    time_slice_s: float = 10.0  # least time that a model keeps its slot while others have none
     # A model that waited this long for a slot, and longer than its target, takes a slot whatever its model loses.
     longest_wait_s: float = 60.0
     whole_scale_every_s: float = 0.5  # between evaluations of models without waiting requests
@@ -75,7 +75,7 @@ class PolicyConfig:
     unserved_resumed_s: float = 60.0  # the same for requests that have output tokens already
     fence_s: float = 2.0  # late reports of a process known to be dead are ignored this long
     gateway_grace_s: float = 10.0  # how long a disconnected gateway may take to reconnect
-    settle_s: float = 1.0  # after a start, while reports of running instances arrive: no wake
+    settle_s: float = 1.0  # after a start, while reports of running instances arrive: no load
 
     # Copies in RAM
     replicate: bool = True

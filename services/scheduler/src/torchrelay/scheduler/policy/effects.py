@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from torchrelay.scheduler.policy.core import AttemptKey, Model, Placement, Roles, ServiceClass
+from torchrelay.scheduler.policy.types import AttemptKey, Model, Placement, Roles, ServiceClass
 
 
 @dataclass(frozen=True)
@@ -20,22 +20,22 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class Hop:
-    """A host of a wake: its store gets the pack from ``sources`` (best first), then its workers load it."""
+    """A host of a load: its store gets the pack from ``sources`` (best first), then its workers load it."""
 
     store_id: str
     sources: tuple[str, ...]
     loads: tuple[LoadOrder, ...]
     num_striped: int = 1  # number of sources that are followed at once
-    urgent: bool = True  # for a wake; False: it takes only the bandwidth that other transfers leave
+    urgent: bool = True  # for a load; False: it takes only the bandwidth that other transfers leave
 
 
 @dataclass(frozen=True)
-class WakeCommand:
+class LoadCommand:
     """Hops are relayed in order; each host's loads start right after its own relay."""
 
     model: Model
     hops: tuple[Hop, ...]
-    traceparent: str = ""  # of the request that caused the wake
+    traceparent: str = ""  # of the request that caused the load
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class DisconnectCommand:
 
 
 Command = (
-    WakeCommand | RerouteCommand | SetRolesCommand | UnloadCommand | CopyCommand | RetainCommand | DisconnectCommand
+    LoadCommand | RerouteCommand | SetRolesCommand | UnloadCommand | CopyCommand | RetainCommand | DisconnectCommand
 )
 
 
@@ -149,7 +149,7 @@ class SchedulerEvent:
     """A decision or a transition, shown by Explain; also published to the history if it has a ``topic``."""
 
     at: float
-    kind: str  # "wake", "place", "drain", "set_roles", "ready", ...
+    kind: str  # "load", "place", "drain", "set_roles", "ready", ...
     model: str
     subject: str  # instance or model
     reason: str

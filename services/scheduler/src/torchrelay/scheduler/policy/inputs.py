@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from torchrelay.common.liveness import EngineProgress
-from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement, StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement, StoreStatus, WorkerStatus
 
 
 class _Input(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):

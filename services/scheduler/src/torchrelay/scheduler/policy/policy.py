@@ -22,14 +22,11 @@ from typing import assert_never
 from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.cluster.instances import TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects
-from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.transitions import (
+from torchrelay.scheduler.policy.handlers import (
     cluster_load,
     dispatch,
+    endpoints,
     instance_changes,
     lifecycle,
     load_notices,
@@ -38,10 +35,13 @@ from torchrelay.scheduler.policy.transitions import (
     relay_plans,
     replication,
     reserved_slots,
-    rosters,
     scaling,
     stalled_loads,
 )
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.types import StoreStatus, WorkerStatus
 
 _FEW_VERSIONS = 8  # evaluated quickly enough to do so on each turn
 _GONE = Reason("worker_gone", "its worker's process is gone")
@@ -84,7 +84,7 @@ class Policy:
             case inputs.WorkerBeat(worker_id, incarnation, progress):
                 if state.membership.beat_worker(worker_id, incarnation, progress, now):
                     if instance := state.instances.on_worker(worker_id):
-                        state.roster_cache.forget(instance.version_id)
+                        state.endpoint_cache.forget(instance.version_id)
                     self._react(now)
             case inputs.WorkerStreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
@@ -118,11 +118,11 @@ class Policy:
                 if instance := state.instances.get(instance_id):
                     retry_at = now + state.config.roles_retry_s
                     state.instances.put(replace(instance, pending_roles=None, roles_retry_at=retry_at))
-                    state.happened(now, "set_roles_failed", instance, cause)
+                    state.record_event(now, "set_roles_failed", instance, cause)
             case inputs.UnloadFailed(instance_id, cause):
                 scaling.unload_failed(state, instance_id, now)
                 if instance := state.instances.get(instance_id):
-                    state.happened(now, "drain_failed", instance, cause)
+                    state.record_event(now, "drain_failed", instance, cause)
             case inputs.CopyAccepted(pack_id, store_id):
                 state.transfers.accepted((pack_id, store_id), now)
             case inputs.CopyFailed(pack_id, store_id, cause, deleted):
@@ -193,9 +193,9 @@ class Policy:
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
         if before is None:
-            rosters.note_earlier_prompts(state, accepted, now)
+            endpoints.note_earlier_prompts(state, accepted, now)
         if instance := state.instances.on_worker(accepted.worker_id):
-            rosters.forget_roster(state, None if was_suspect else before, accepted, instance)
+            endpoints.forget(state, None if was_suspect else before, accepted, instance)
         changes = state.instances.observe(accepted, now)
         for change in changes:
             instance_changes.record(self.state, change, now)

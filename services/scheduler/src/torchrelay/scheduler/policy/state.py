@@ -16,17 +16,16 @@ from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
-from torchrelay.scheduler.policy.autoscaling.version_turns import VersionTurns
+from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, Admission, AttemptKey, Instance, Model, PromptSource, Role
+from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
+from torchrelay.scheduler.policy.dispatch.endpoint_cache import EndpointCache
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
-from torchrelay.scheduler.policy.dispatch.roster_cache import RosterCache
-from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
@@ -41,6 +40,7 @@ from torchrelay.scheduler.policy.relay.links import Links
 from torchrelay.scheduler.policy.relay.transfers import Transfers
 from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
 from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, Admission, AttemptKey, Instance, Model, PromptSource, Role
 
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
 _MAX_RECALLED = 4096
@@ -67,12 +67,12 @@ class State:
     retry_times: RetryTimes = field(default_factory=RetryTimes)
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
-    roster_cache: RosterCache = field(default_factory=RosterCache)
+    endpoint_cache: EndpointCache = field(default_factory=EndpointCache)
     corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
     token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     cached_prompts: CachedPrompts = field(default_factory=CachedPrompts)
-    due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be bound
+    due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be dispatched
     earlier_prompts_until: dict[str, float] = field(default_factory=dict)  # by worker; see note_earlier_prompts
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
@@ -99,8 +99,8 @@ class State:
     returning: ReturningPrompts = field(default_factory=ReturningPrompts)  # recalled from loading instances
     # By loading instance and worker that took prompts over: their number, and the computation that it need not do.
     prompt_moves: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
-    # By version: the roster that its parked requests are too large for, and these.
-    too_large: dict[str, tuple[Sequence[RosterEntry], set[AttemptKey]]] = field(default_factory=dict)
+    # By version: the endpoints that its parked requests are too large for, and these.
+    too_large: dict[str, tuple[Sequence[Endpoint], set[AttemptKey]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns
@@ -117,14 +117,14 @@ class State:
         queues = AdmissionQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
-        losses = LeastLosses(config.turn_s)
+        losses = LeastLosses(config.time_slice_s)
         state = cls(config, new_id, now, queues, failures, progress, gateways, membership, turns, losses, strategies)
         state.instances = Instances(on_change=state._instances_changed)
-        state.attempts = OpenAttempts(on_change=state.roster_cache.work_changed)
+        state.attempts = OpenAttempts(on_change=state.endpoint_cache.work_changed)
         return state
 
     def _instances_changed(self, version_id: str) -> None:
-        self.roster_cache.forget(version_id)
+        self.endpoint_cache.forget(version_id)
         self.least_losses.changed(version_id, has_instances=len(self.instances.of_version(version_id)) > 0)
 
     def take_effects(self) -> Effects:
@@ -199,7 +199,7 @@ class State:
         """Records an attempt that ended without a token. If the request comes again, these instances become suspect."""
         self.instances_without_token[request_id] = instance_ids
 
-    def happened(
+    def record_event(
         self,
         now: float,
         kind: str,

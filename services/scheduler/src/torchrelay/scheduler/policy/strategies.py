@@ -15,10 +15,10 @@ from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, few
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps, repair
+from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement
 
 
 class Place(Protocol):
@@ -77,7 +77,7 @@ LateRank: TypeAlias = Callable[[Admission, float], float]
 
 
 class LoadingPrompts(Enum):
-    """The prompts that a loading instance gets while others are loaded; see ``transitions/live_scaling.py``."""
+    """The prompts that a loading instance gets while others are loaded; see ``handlers/live_scaling.py``."""
 
     NONE = "none"  # it computes once it is loaded
     KEPT = "kept"  # it computes layer by layer as it loads, and keeps its prompts

@@ -55,11 +55,11 @@ class Actuator:
         if self._stopped:
             return
         match command:
-            case effects.WakeCommand():
+            case effects.LoadCommand():
                 answered = {hop.store_id: asyncio.Event() for hop in command.hops}
                 for hop in command.hops:
-                    wake = self._wake_host(command, hop, answered)
-                    self._tasks.create_task(wake, name=f"wake {command.model.name} at {hop.store_id}")
+                    load = self._load_host(command, hop, answered)
+                    self._tasks.create_task(load, name=f"load {command.model.name} at {hop.store_id}")
             case effects.SetRolesCommand():
                 self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
             case effects.UnloadCommand():
@@ -73,13 +73,13 @@ class Actuator:
             case effects.DisconnectCommand():
                 self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
 
-    async def _wake_host(
-        self, command: effects.WakeCommand, hop: effects.Hop, answered: Mapping[str, asyncio.Event]
+    async def _load_host(
+        self, command: effects.LoadCommand, hop: effects.Hop, answered: Mapping[str, asyncio.Event]
     ) -> None:
         """Relays the pack to one host and loads it there. The loads go out beside the relay if the host has the whole
         pack, and otherwise once its store has accepted the relay.
 
-        ``answered``: by store, set once the store has answered. A relay waits for the stores of this wake that it
+        ``answered``: by store, set once the store has answered. A relay waits for the stores of this load that it
         follows, but no longer than ``_UPSTREAM_S``: it has other sources.
         """
         has_pack = self._has_pack(hop.store_id, command.model.pack_id)
@@ -103,7 +103,7 @@ class Actuator:
                 calls.create_task(self._load_beside(command, hop, order, relay))
 
     async def _load_beside(
-        self, command: effects.WakeCommand, hop: effects.Hop, order: effects.LoadOrder, relay: asyncio.Task[str]
+        self, command: effects.LoadCommand, hop: effects.Hop, order: effects.LoadOrder, relay: asyncio.Task[str]
     ) -> None:
         """Loads while the relay may still be refused. The policy learns of a refusal after the worker's answer, so that
         it ends a load that the worker has accepted.
@@ -115,7 +115,7 @@ class Actuator:
     def _refuse_load(self, hop: effects.Hop, order: effects.LoadOrder, cause: str) -> None:
         self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
 
-    async def _request_relay(self, command: effects.WakeCommand, hop: effects.Hop, answered: asyncio.Event) -> str:
+    async def _request_relay(self, command: effects.LoadCommand, hop: effects.Hop, answered: asyncio.Event) -> str:
         """Returns why the store did not accept the relay; empty if it did."""
         try:
             await self._relay(command, hop)
@@ -134,7 +134,7 @@ class Actuator:
         return is_whole and store is not None and self._channels.is_connected(store.grpc_address, store_id)
 
     async def _relay(
-        self, command: effects.WakeCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
+        self, command: effects.LoadCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
     ) -> None:
         store, stores = self._store(hop.store_id), self._controller.policy.state.membership.stores
         holders = [stores[source] for source in hop.sources if source in stores]
@@ -151,7 +151,7 @@ class Actuator:
         )
         if isinstance(command, effects.CopyCommand):
             request.keep_retained = command.keep_retained
-        if not (hop.urgent if isinstance(command, effects.WakeCommand) else command.urgent):
+        if not (hop.urgent if isinstance(command, effects.LoadCommand) else command.urgent):
             request.urgency = RELAY_URGENCY_IDLE
         await self._call(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
 
@@ -191,7 +191,7 @@ class Actuator:
             raise Unavailable("the store is gone")
         return self._channels.store(store.grpc_address, store_id)
 
-    async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> None:
+    async def _load(self, command: effects.LoadCommand, order: effects.LoadOrder) -> None:
         request = worker_pb2.LoadRequest(
             epoch=self._controller.epoch.value,
             instance_id=order.instance_id,

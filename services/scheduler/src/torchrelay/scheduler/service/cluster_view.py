@@ -7,8 +7,8 @@ from collections import Counter
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
-from torchrelay.scheduler.policy.core import Instance
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import Instance
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.relay_view import relay_views

@@ -18,16 +18,15 @@ from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
-from torchrelay.scheduler.policy.core import Instance, Model
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Answer,
     AttemptPlaced,
     Command,
     Effects,
+    LoadCommand,
     Placed,
     Recall,
-    WakeCommand,
 )
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import (
@@ -43,6 +42,7 @@ from torchrelay.scheduler.policy.inputs import (
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
+from torchrelay.scheduler.policy.types import Instance, Model
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch
@@ -264,7 +264,7 @@ class Controller:
             return
         for command in effects.commands:
             assert self.actuator is not None
-            if isinstance(command, WakeCommand):
+            if isinstance(command, LoadCommand):
                 for order in (order for hop in command.hops for order in hop.loads):
                     self._explain_load(order.worker_id)
             self.actuator.start(command)

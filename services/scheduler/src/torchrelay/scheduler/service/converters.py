@@ -9,7 +9,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.scheduler.policy import core, inputs
+from torchrelay.scheduler.policy import inputs, types
 from torchrelay.scheduler.policy.effects import AdmissionRefused, LoadNotice, SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
@@ -18,29 +18,29 @@ CallTokens: TypeAlias = tuple[str, str]  # the gateway's, and the other worker's
 # Fields of an ``AdmitEvent``. There are thousands a second: the outgoing message is filled with fields directly, where
 # it would have to copy an event.
 EventFields: TypeAlias = dict[str, Any]
-_ROLES = frozenset(core.Role)
-_SERVICE_CLASSES = {service_class.value: service_class for service_class in core.ServiceClass}
+_ROLES = frozenset(types.Role)
+_SERVICE_CLASSES = {service_class.value: service_class for service_class in types.ServiceClass}
 _PHASES = {
-    reports_pb2.SlotState.STATE_UNSPECIFIED: core.InstancePhase.FREE,
-    reports_pb2.SlotState.STATE_FREE: core.InstancePhase.FREE,
-    reports_pb2.SlotState.STATE_LOADING: core.InstancePhase.LOADING,
-    reports_pb2.SlotState.STATE_READY: core.InstancePhase.READY,
-    reports_pb2.SlotState.STATE_DRAINING: core.InstancePhase.DRAINING,
+    reports_pb2.SlotState.STATE_UNSPECIFIED: types.InstancePhase.FREE,
+    reports_pb2.SlotState.STATE_FREE: types.InstancePhase.FREE,
+    reports_pb2.SlotState.STATE_LOADING: types.InstancePhase.LOADING,
+    reports_pb2.SlotState.STATE_READY: types.InstancePhase.READY,
+    reports_pb2.SlotState.STATE_DRAINING: types.InstancePhase.DRAINING,
 }
 
 
-def _known_roles(roles: Iterable[int]) -> list[core.Role]:
+def _known_roles(roles: Iterable[int]) -> list[types.Role]:
     """The roles that this version knows; others are dropped."""
-    return [core.Role(role) for role in roles if role in _ROLES]
+    return [types.Role(role) for role in roles if role in _ROLES]
 
 
-def roles_to_proto(roles: core.Roles) -> list[types_pb2.Role.ValueType]:
-    return [types_pb2.ROLE_PREFILL if role is core.Role.PREFILL else types_pb2.ROLE_DECODE for role in sorted(roles)]
+def roles_to_proto(roles: types.Roles) -> list[types_pb2.Role.ValueType]:
+    return [types_pb2.ROLE_PREFILL if role is types.Role.PREFILL else types_pb2.ROLE_DECODE for role in sorted(roles)]
 
 
-def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.WorkerStatus:
+def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.WorkerStatus:
     slot, roles = report.slot, _known_roles(report.roles)
-    return core.WorkerStatus(
+    return types.WorkerStatus(
         worker_id=report.worker_id,
         incarnation=report.incarnation,
         host_id=report.host_id,
@@ -48,8 +48,8 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.Work
         playable_roles=frozenset(roles),
         seen_at=now,
         preferred_role=roles[0] if roles else None,
-        slot=core.SlotStatus(
-            phase=_PHASES.get(slot.state, core.InstancePhase.FREE),
+        slot=types.SlotStatus(
+            phase=_PHASES.get(slot.state, types.InstancePhase.FREE),
             instance_id=slot.instance_id,
             model=slot.model,
             version_id=slot.version_id,
@@ -99,9 +99,9 @@ def _latency_from_proto(learned: reports_pb2.LatencyModel) -> LatencyModel:
     return LatencyModel(prefill, decode, max(learned.token_budget, 1))
 
 
-def store_from_proto(report: reports_pb2.StoreReport, now: float) -> core.StoreStatus:
+def store_from_proto(report: reports_pb2.StoreReport, now: float) -> types.StoreStatus:
     nic = report.nic
-    return core.StoreStatus(
+    return types.StoreStatus(
         store_id=report.store_id,
         incarnation=report.incarnation,
         host_id=report.host_id,
@@ -110,7 +110,7 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> core.StoreS
         seen_at=now,
         arena_target_bytes=report.arena_target_bytes,
         copies={
-            copy.pack_id: core.PackCopy(
+            copy.pack_id: types.PackCopy(
                 pack_id=copy.pack_id,
                 pack_bytes=copy.pack_bytes,
                 num_chunks=copy.num_chunks,
@@ -122,7 +122,7 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> core.StoreS
                 relay_end_us=copy.relay_end_unix_us,
                 source=copy.source,
                 shares=tuple(
-                    core.SourceShare(share.holder_id, share.num_bytes, share.bytes_per_s, share.following, share.error)
+                    types.SourceShare(share.holder_id, share.num_bytes, share.bytes_per_s, share.following, share.error)
                     for share in copy.shares
                 ),
                 retained=copy.retained,
@@ -133,16 +133,16 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> core.StoreS
         failure_domain=report.failure_domain,
         bytes_sent=report.bytes_sent,
         bytes_received=report.bytes_received,
-        nic=core.NicCounters(nic.bytes_sent, nic.bytes_received, nic.link_bytes_per_s)
+        nic=types.NicCounters(nic.bytes_sent, nic.bytes_received, nic.link_bytes_per_s)
         if report.HasField("nic")
         else None,
         disk_pack_ids=frozenset(report.disk.pack_ids) if report.HasField("disk") else None,
     )
 
 
-def model_from_proto(version: types_pb2.ModelVersion) -> core.Model:
+def model_from_proto(version: types_pb2.ModelVersion) -> types.Model:
     shape, targets = version.shape, version.targets
-    return core.Model(
+    return types.Model(
         name=version.model,
         version_id=version.version_id,
         pack_id=version.pack_id,
@@ -153,30 +153,30 @@ def model_from_proto(version: types_pb2.ModelVersion) -> core.Model:
         routing_block_tokens=version.routing_block_tokens,
         min_instances=version.scaling.min_instances,
         scheduled=tuple(
-            core.ScheduledMinimum(float(each.begin_unix_s), float(each.end_unix_s), each.num_instances, each.entry)
+            types.ScheduledMinimum(float(each.begin_unix_s), float(each.end_unix_s), each.num_instances, each.entry)
             for each in version.scaling.scheduled
         ),
-        targets=core.LatencyTargets(
+        targets=types.LatencyTargets(
             targets.interactive_ttft_s, targets.standard_ttft_s, targets.batch_ttft_s, targets.tbt_target_s
         ),
     )
 
 
-def key_from_proto(key: types_pb2.AttemptKey) -> core.AttemptKey:
+def key_from_proto(key: types_pb2.AttemptKey) -> types.AttemptKey:
     if not key.request_id:
         raise InvalidRequest("request id must not be empty", field="key.request_id")
-    return core.AttemptKey(key.request_id, key.attempt)
+    return types.AttemptKey(key.request_id, key.attempt)
 
 
-def key_to_proto(key: core.AttemptKey) -> types_pb2.AttemptKey:
+def key_to_proto(key: types.AttemptKey) -> types_pb2.AttemptKey:
     return types_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
 
 
-def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> core.Admission:
+def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> types.Admission:
     version_id, model = request.version.version_id, request.version.model
     if not version_id or not request.version.pack_id:
         raise InvalidRequest("version must have a version id and a pack id", field="version")
-    return core.Admission(
+    return types.Admission(
         key=key_from_proto(request.key),
         gateway_id=gateway_id,
         version_id=version_id,
@@ -190,23 +190,23 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         traceparent=request.traceparent,
         block_hashes=tuple(request.block_hashes),
         model=model,
-        service_class=_SERVICE_CLASSES.get(request.service_class, core.ServiceClass.STANDARD),
+        service_class=_SERVICE_CLASSES.get(request.service_class, types.ServiceClass.STANDARD),
     )
 
 
-def placement_from_proto(placement: scheduler_pb2.Placement, key: core.AttemptKey) -> core.Placement:
+def placement_from_proto(placement: scheduler_pb2.Placement, key: types.AttemptKey) -> types.Placement:
     """A placement by an earlier scheduler."""
-    return core.Placement(
+    return types.Placement(
         key, _worker_ref_from_proto(placement.prefill), _worker_ref_from_proto(placement.decode), placement.cold
     )
 
 
-def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> core.WorkerRef:
-    return core.WorkerRef(ref.worker_id, ref.grpc_address, ref.instance_id)
+def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> types.WorkerRef:
+    return types.WorkerRef(ref.worker_id, ref.grpc_address, ref.instance_id)
 
 
 def placed_to_fields(
-    placement: core.Placement,
+    placement: types.Placement,
     kv_ticket: dict[str, Any] | None,
     prompt_ticket: dict[str, Any] | None,
     call_tokens: Callable[[str], CallTokens],
@@ -230,7 +230,7 @@ def placed_to_fields(
     return {"placement": placed}
 
 
-def _worker_ref_fields(worker_ref: core.WorkerRef, call_tokens: Callable[[str], CallTokens]) -> dict[str, str]:
+def _worker_ref_fields(worker_ref: types.WorkerRef, call_tokens: Callable[[str], CallTokens]) -> dict[str, str]:
     gateway_token, worker_token = call_tokens(worker_ref.worker_id)
     return {
         "worker_id": worker_ref.worker_id,

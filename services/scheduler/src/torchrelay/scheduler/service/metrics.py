@@ -11,10 +11,10 @@ from collections.abc import Callable
 from opentelemetry.metrics import Meter
 
 from torchrelay.common.process.telemetry import observe_counts, observe_value, seconds_histogram
-from torchrelay.scheduler.policy.core import CopyCause, Placement
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.relay.transfer_events import EVENT_PREFIX
+from torchrelay.scheduler.policy.types import CopyCause, Placement
 
 _CAUSES = frozenset(cause.value for cause in CopyCause)
 

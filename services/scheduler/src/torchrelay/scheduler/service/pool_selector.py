@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.scheduler.policy.core import Role
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import Role
 
 DEVICES: Final = "numDevices"
 ROLE: Final = "role"

@@ -11,6 +11,7 @@ from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
 from torchrelay.common.identity.callers import ANYONE, Caller, MethodCallers
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import MAX_REQUESTS
+from torchrelay.scheduler.policy.handlers.cluster_load import worth_lines
 from torchrelay.scheduler.policy.inputs import (
     FirstToken,
     GatewayConnected,
@@ -18,7 +19,6 @@ from torchrelay.scheduler.policy.inputs import (
     ModelDeleted,
     Withdraw,
 )
-from torchrelay.scheduler.policy.transitions.cluster_load import worth_lines
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.cluster_view import cluster_view

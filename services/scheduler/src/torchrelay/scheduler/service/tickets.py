@@ -13,7 +13,7 @@ from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.recent import Recent
 from torchrelay.control.v1.types_pb2 import Source
-from torchrelay.scheduler.policy.core import REMOTE, Placement, StoreStatus
+from torchrelay.scheduler.policy.types import REMOTE, Placement, StoreStatus
 from torchrelay.scheduler.service.converters import CallTokens
 from torchrelay.transfer.protocol.tickets import TicketIssuer
 

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from torchrelay.common.fair_queue import StartTags
-from torchrelay.scheduler.policy.core import Admission, AttemptKey
+from torchrelay.scheduler.policy.types import Admission, AttemptKey
 
 Entry = tuple[float, int, AttemptKey]  # deadline, or rank if late; order of arrival; key
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.types import AttemptKey
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.core import Admission, AttemptKey
+from torchrelay.scheduler.policy.types import Admission, AttemptKey
 
 _PROMPT_PRICE = 150.0  # seconds of lateness that a second of prompt time outweighs in the rank of late requests
 

@@ -17,7 +17,7 @@ from itertools import count
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.admission.deadline_queue import DeadlineQueue
 from torchrelay.scheduler.policy.admission.place_rate import PlaceRate
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, Admission, AttemptKey, ServiceClass
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, Admission, AttemptKey, ServiceClass
 
 _MAX_MOVED = 1024  # taken requests whose fair queue is remembered, in case they are refunded
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.core import MAX_VERSIONS
+from torchrelay.scheduler.policy.types import MAX_VERSIONS
 
 MIN_S, MAX_S = 1.0, 60.0
 

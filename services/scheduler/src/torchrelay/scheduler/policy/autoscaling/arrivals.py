@@ -54,8 +54,8 @@ class ArrivalHistory:
     idle_gaps: IdleGaps = field(default_factory=IdleGaps)
     target_s: float = 0.0  # recent mean target for the first token; 0: no request came
     last_used: float | None = None  # the last arrival or end of a request
-    crowded_at: float = 0.0  # when all its instances were last needed
-    decode_crowded_at: float = 0.0  # when all instances that only decode were last needed
+    last_full_at: float = 0.0  # when all its instances were last needed
+    decode_last_full_at: float = 0.0  # when all instances that only decode were last needed
     _late: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_LATE))
     _came: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_ARRIVALS))
     _num_tokens: int = 0

@@ -18,7 +18,8 @@ from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignme
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import (
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.types import (
     BOTH,
     DECODES,
     Instance,
@@ -29,7 +30,6 @@ from torchrelay.scheduler.policy.core import (
     StoreStatus,
     WorkerStatus,
 )
-from torchrelay.scheduler.policy.reasons import Reason
 
 FIRST_SLOT = "first_slot"  # cause of a drain: a tenant without a slot takes it from a tenant with several
 
@@ -42,7 +42,7 @@ class Demand:
     num_waiting: int
     num_cold: int  # placed on instances that are still loading
     oldest_wait_s: float
-    slotless_s: float = math.inf  # time since it lost its last slot; infinite: none since its oldest request came
+    since_slot_lost_s: float = math.inf  # infinite: it lost none since its oldest request came
     backlog_s: float = 0.0  # queued prompts, in seconds of one instance; 0 without a measured rate
     not_before: float = 0.0  # no load before this time, because a load failed
     avoid: frozenset[str] = frozenset()  # workers to use only if there is no other
@@ -58,7 +58,7 @@ class Demand:
     keep_s: float = 60.0  # how long to keep an unused slot
     is_deleted: bool = False  # no longer callable
     forecast: tuple[float, float] = (math.inf, math.inf)  # begin and end of the next expected use; see ``price``
-    crowded_at: float = 0.0  # when it last needed all its instances
+    last_full_at: float = 0.0  # when it last needed all its instances
     load_s: Mapping[Tier, float] = field(default_factory=dict)
     decode: DecodeDemand | None = None  # if roles are sized apart; the other fields then describe prefill
     answers: DecodeDemand | None = None  # sizes instances that play both roles, beside prompts
@@ -93,7 +93,7 @@ class Demand:
         """Time that the model has waited since it last had a slot, so that a model whose turn has just ended is last,
         however old its queue.
         """
-        return min(self.oldest_wait_s, self.slotless_s)
+        return min(self.oldest_wait_s, self.since_slot_lost_s)
 
     @property
     def waiting_tenants(self) -> Sequence[str]:
@@ -286,7 +286,7 @@ class AutoscalerInput:
 
 
 @dataclass(frozen=True)
-class Wake:
+class Load:
     model: Model
     assignments: tuple[SlotAssignment, ...]
     reason: Reason
@@ -302,11 +302,11 @@ class SetRoles:
 @dataclass(frozen=True)
 class Drain:
     instance_id: str
-    reason: Reason  # its cause: "idle", "cancel", "evict", "share", "turn", FIRST_SLOT
+    reason: Reason  # its cause: "idle", "cancel", "evict", "preempt_spare", "time_slice", FIRST_SLOT
     overdue_tenant: str = ""  # tenant that gets the slot only because its model is overdue; empty: the exchange pays
 
 
-Action = Wake | SetRoles | Drain
+Action = Load | SetRoles | Drain
 
 
 def cover_both_roles(instances: Iterable[Instance]) -> bool:

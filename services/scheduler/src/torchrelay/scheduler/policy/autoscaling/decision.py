@@ -26,8 +26,8 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Demand,
     Drain,
     InstanceLoad,
+    Load,
     SetRoles,
-    Wake,
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
@@ -39,8 +39,8 @@ from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, ROLES, InstancePhase, Role, Roles
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Role, Roles
 
 
 def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
@@ -125,7 +125,7 @@ class _Decision:
         missing = growth.missing - Counter(role for action in changed for role in action.roles)
         assignments = _assign_growth(demand, growth, missing)
         if assignments:
-            self._add([Wake(demand.model, assignments, _growth_reason(demand, growth))])
+            self._add([Load(demand.model, assignments, _growth_reason(demand, growth))])
         missing -= Counter(role for assignment in assignments for role in assignment.roles)
         if missing:
             evicted = evict_to_grow(demand, missing, _gains(demand, growth, missing), self._input, self._claims)
@@ -150,7 +150,7 @@ class _Decision:
         """Adds actions, with the slots that loads take and the roles that they grant."""
         self.actions += actions
         for action in actions:
-            if isinstance(action, Wake):
+            if isinstance(action, Load):
                 self._free.take(action.assignments)
                 roles = [assignment.roles for assignment in action.assignments]
                 self._granted.setdefault(action.model.version_id, []).extend(roles)
@@ -167,7 +167,7 @@ def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: Fr
         assignments = assign(slots, num_prefill, num_decode)
         if assignments:
             cause = "at_zero" if missing >= BOTH else "role_missing"
-            return [Wake(demand.model, assignments, _wake_reason(demand, cause))]
+            return [Load(demand.model, assignments, _load_reason(demand, cause))]
         if missing and (spread := _assign_both_roles(autoscaler_input, demand, missing, kv_bytes)):
             return [spread]
     return []
@@ -195,7 +195,7 @@ def _fill_minimum(
         plain = dict.fromkeys(demand.by_tenant, minimum.plain_text)
         figures = {"num_wanted": minimum.number}
         reason = Reason("minimum", minimum.text(autoscaler_input.now), figures, plain)
-        actions.append(Wake(demand.model, assignments, reason))
+        actions.append(Load(demand.model, assignments, reason))
         free.take(assignments)
         missing -= Counter(role for assignment in assignments for role in assignment.roles)
     if missing:
@@ -217,7 +217,7 @@ def _expect(
     free.take(assignments)
     left_s = demand.forecast[1] - now
     text = f"its next request is expected within {format_duration(left_s)}, by when it came of late"
-    return [Wake(demand.model, assignments, Reason("forecast", text, {"left_s": left_s}))]
+    return [Load(demand.model, assignments, Reason("forecast", text, {"left_s": left_s}))]
 
 
 def _growth(
@@ -326,11 +326,11 @@ def _growth_reason(demand: Demand, growth: Growth) -> Reason:
         "backlog_s": demand.backlog_s,
         "oldest_wait_s": demand.oldest_wait_s,
     }
-    return _wake_reason(demand, "growth", text, figures)
+    return _load_reason(demand, "growth", text, figures)
 
 
-def _wake_reason(demand: Demand, cause: str, why: str = "", figures: Mapping[str, int | float] | None = None) -> Reason:
-    """Reason of a wake. ``why`` may count the requests of all tenants; tenants that share the model see ``cause``
+def _load_reason(demand: Demand, cause: str, why: str = "", figures: Mapping[str, int | float] | None = None) -> Reason:
+    """Reason of a load. ``why`` may count the requests of all tenants; tenants that share the model see ``cause``
     instead.
     """
 
@@ -436,7 +436,7 @@ def _spare(
 ) -> list[Drain]:
     """Drains an instance that plays only the sizing's roles, unless all that play them were needed recently."""
     playing = [load for load in loads if load.instance.target_roles & sizing.roles]
-    spare_s = now - max(sizing.work.crowded_at, *(load.instance.changed_at for load in playing))
+    spare_s = now - max(sizing.work.last_full_at, *(load.instance.changed_at for load in playing))
     if spare_s < demand.price_s:
         return []
     for load in sorted(playing, key=lambda load: (load.num_open, load.instance.instance_id)):

@@ -23,7 +23,7 @@ class DecodeDemand:
     target_s: float  # for the first token; an answer that waits longer for a place is late
     price_s: float  # worth of a cold start, in seconds of a slot
     late_s: float  # cost of a late request, in seconds of a slot
-    crowded_at: float = 0.0  # when all decode instances were last needed
+    last_full_at: float = 0.0  # when all decode instances were last needed
 
     @property
     def request_s(self) -> float:

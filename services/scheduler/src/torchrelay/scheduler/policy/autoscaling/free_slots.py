@@ -10,7 +10,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerI
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers, SlotKind
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
-from torchrelay.scheduler.policy.core import BOTH, Model
+from torchrelay.scheduler.policy.types import BOTH, Model
 
 
 class FreeSlots:

@@ -26,8 +26,8 @@ from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims, fewe
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles
 from torchrelay.scheduler.policy.reasons import Figures, Reason
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Model, Role, Roles
 
 
 def evict(
@@ -89,13 +89,13 @@ def _busy_slots(
     overdue_tenant: str,
 ) -> list[SetRoles | Drain]:
     # The model that has waited longer comes first; otherwise two waiting models would swap slots.
-    if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
+    if demand.oldest_wait_s < config.preempt_spare_after_s or not autoscaler_input.has_all_waiting:
         return []
-    if shared := _share_slots(demand, missing, autoscaler_input, claims, config):
+    if shared := _preempt_spare(demand, missing, autoscaler_input, claims, config):
         return shared
     if not overdue_tenant and not _any_turn_pays(demand, autoscaler_input, claims, config):
         return []
-    return _end_turn(demand, missing, autoscaler_input, claims, config, overdue_tenant)
+    return _end_time_slice(demand, missing, autoscaler_input, claims, config, overdue_tenant)
 
 
 def _first_slot(
@@ -110,7 +110,7 @@ def _first_slot(
     tenant without any: once per tenant and turn. The answers go on in the next slot of their model. A slot that drains
     comes first, then the slot that has been ready for longest.
     """
-    is_due = demand.oldest_wait_s >= config.share_after_s and autoscaler_input.has_all_waiting
+    is_due = demand.oldest_wait_s >= config.preempt_spare_after_s and autoscaler_input.has_all_waiting
     if not is_due or tenant in claims.overdue_tenants:
         return []
     candidates = [
@@ -128,7 +128,7 @@ def _first_slot(
     order = (InstancePhase.DRAINING, InstancePhase.READY, InstancePhase.LOADING)
     victim = min(candidates, key=lambda load: (order.index(load.instance.phase), load.instance.since))
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and its tenant has no slot"
-    exchange = exchange_of(victim, demand, claims, config.turn_s)
+    exchange = exchange_of(victim, demand, claims, config.time_slice_s)
     return [_drain(victim, FIRST_SLOT, waited + _cost(victim, exchange), demand.model, exchange.figures, tenant)]
 
 
@@ -138,7 +138,7 @@ def _is_first_slot(load: InstanceLoad, demand: Demand, autoscaler_input: Autosca
     """
     num_slots = autoscaler_input.num_slots_of
     return (
-        load.instance.since > autoscaler_input.now - config.turn_s
+        load.instance.since > autoscaler_input.now - config.time_slice_s
         and any(num_slots[tenant] == 1 for tenant in load.tenants - set(demand.waiting_tenants))
         and all(num_slots[tenant] > (tenant in load.tenants) for tenant in demand.waiting_tenants)
     )
@@ -256,7 +256,7 @@ def _growth_exchange(
     if cover_both_roles(other.instance for other in others):
         is_wanted_back = 2 * _num_late_without(load, others, autoscaler_input) > gain.num_saved
     else:
-        is_wanted_back = load.arrivals_per_s * (_away_s(load, demand, claims) + claims.config.turn_s) >= 1
+        is_wanted_back = load.arrivals_per_s * (_away_s(load, demand, claims) + claims.config.time_slice_s) >= 1
     return None if is_wanted_back else exchange
 
 
@@ -288,7 +288,7 @@ def _enough(slots: Mapping[str, Roles], missing: Roles) -> list[str]:
     return chosen if missing <= frozenset().union(*(slots[key] for key in chosen)) else []
 
 
-def _share_slots(
+def _preempt_spare(
     demand: Demand,
     missing: Roles,
     autoscaler_input: AutoscalerInput,
@@ -301,7 +301,7 @@ def _share_slots(
 
     A prefill instance goes first: its work ends soon, and decoding is not disturbed.
     """
-    most_lost = math.inf if demand.slot_wait_s >= config.turn_s else demand.num_gained(config.turn_s)
+    most_lost = math.inf if demand.slot_wait_s >= config.time_slice_s else demand.num_gained(config.time_slice_s)
     best: _SharedSlot | None = None
     losses, now = autoscaler_input.cluster_load.least_losses, autoscaler_input.now
     for version_id in losses.others(now):
@@ -338,7 +338,7 @@ def _shared_slot(
     config: PolicyConfig,
 ) -> _SharedSlot | None:
     """The version's slot that costs it least."""
-    model, held_since = demand.model, autoscaler_input.now - config.turn_s
+    model, held_since = demand.model, autoscaler_input.now - config.time_slice_s
     if version_id == model.version_id or version_id in claims.versions:
         return None
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)} for a slot, and this model can do without one"
@@ -349,13 +349,13 @@ def _shared_slot(
         instance = victim.instance
         if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.reserved:
             continue
-        exchange = exchange_of(victim, demand, claims, config.turn_s, is_spared=True)
-        is_over = instance.since <= held_since and demand.slot_wait_s >= config.turn_s
+        exchange = exchange_of(victim, demand, claims, config.time_slice_s, is_spared=True)
+        is_over = instance.since <= held_since and demand.slot_wait_s >= config.time_slice_s
         if is_served and not is_over and not exchange.pays:
             continue
         if not claims.roles(demand, instance.worker_id, without=[victim]) >= missing:
             continue
-        drain = _drain(victim, "share", waited + _cost(victim, exchange), model, exchange.figures)
+        drain = _drain(victim, "preempt_spare", waited + _cost(victim, exchange), model, exchange.figures)
         changes = _role_takeover(loads, victim, autoscaler_input, drain.reason)
         if changes is not None:
             is_decode = instance.plays(Role.DECODE)
@@ -366,13 +366,13 @@ def _shared_slot(
 
 def _any_turn_pays(demand: Demand, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig) -> bool:
     """Whether any slot that was held for a turn is worth more to the waiting model than to its own."""
-    held_since, spared = autoscaler_input.now - config.turn_s, {demand.model.version_id, *claims.versions}
+    held_since, spared = autoscaler_input.now - config.time_slice_s, {demand.model.version_id, *claims.versions}
     least_losses = autoscaler_input.cluster_load.least_losses
     return any(
         load.instance.phase is InstancePhase.READY
         and load.instance.since <= held_since
-        and exchange_of(load, demand, claims, config.turn_s).pays
-        for version_id in least_losses.up_to(demand.num_gained(config.turn_s), autoscaler_input.now)
+        and exchange_of(load, demand, claims, config.time_slice_s).pays
+        for version_id in least_losses.up_to(demand.num_gained(config.time_slice_s), autoscaler_input.now)
         if version_id not in spared
         for load in autoscaler_input.cluster_load.of_version(version_id)
     )
@@ -383,14 +383,14 @@ def turn_exchanges(
 ) -> dict[str, Exchange]:
     """The exchange of each slot that the model could take from another for a turn, by instance."""
     return {
-        load.instance.instance_id: exchange_of(load, demand, claims, config.turn_s)
+        load.instance.instance_id: exchange_of(load, demand, claims, config.time_slice_s)
         for load in autoscaler_input.loads
         if load.instance.version_id not in {demand.model.version_id, *claims.versions}
         and load.instance.instance_id not in autoscaler_input.reserved
     }
 
 
-def _end_turn(
+def _end_time_slice(
     demand: Demand,
     missing: Roles,
     autoscaler_input: AutoscalerInput,
@@ -403,7 +403,7 @@ def _end_turn(
     least, whatever that is, and waits for at most a turn until that slot was held for a turn. If the weights of a pack
     are in the way, all its slots on one host are drained. Requests of the drained model wait for its next turn.
     """
-    model, held_since = demand.model, autoscaler_input.now - config.turn_s
+    model, held_since = demand.model, autoscaler_input.now - config.time_slice_s
     exchanges = turn_exchanges(demand, autoscaler_input, claims, config)
 
     def is_over(load: InstanceLoad) -> bool:
@@ -412,7 +412,7 @@ def _end_turn(
     loads = [load for load in autoscaler_input.loads if load.instance.instance_id in exchanges]
     able = [load for load in loads if is_over(load) and exchanges[load.instance.instance_id].pays]
     if not able and overdue_tenant:
-        may_wait = demand.slot_wait_s < overdue_s(demand, config) + config.turn_s
+        may_wait = demand.slot_wait_s < overdue_s(demand, config) + config.time_slice_s
         able = [load for load in loads if is_over(load) or (may_wait and load.instance.staying)]
     candidates = sorted(
         able,
@@ -445,7 +445,9 @@ def _end_turn(
         exchange = exchanges[load.instance.instance_id]
         held = format_duration(autoscaler_input.now - load.instance.since)
         taker = "" if exchange.pays else overdue_tenant
-        drains.append(_drain(load, "turn", f"{waited} {held}{_cost(load, exchange)}", model, exchange.figures, taker))
+        drains.append(
+            _drain(load, "time_slice", f"{waited} {held}{_cost(load, exchange)}", model, exchange.figures, taker)
+        )
     return drains
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling.price import num_lost
-from torchrelay.scheduler.policy.core import BOTH, Instance
+from torchrelay.scheduler.policy.types import BOTH, Instance
 
 VALID_S = 2.0  # versions are evaluated more often, if there are not thousands
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.core import ROLES, Instance, Model, ScheduledMinimum
+from torchrelay.scheduler.policy.types import ROLES, Instance, Model, ScheduledMinimum
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torchrelay.common.quantities import format_count
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import ROLES, Role
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.types import ROLES, Role
 
 _MAX_NAMES = 3  # of models, in a reason
 

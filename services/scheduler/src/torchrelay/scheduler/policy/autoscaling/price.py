@@ -82,7 +82,7 @@ def load_cost(load_s: float, arrivals_per_s: float, target_s: float, late_s: flo
     """Cost of a load, in seconds of its slot: it takes the slot, and requests that arrive until its end are late."""
     late = num_lost(arrivals_per_s, load_s, target_s)
     if load_s > target_s:
-        late += lateness_weight(load_s, target_s)  # the request that wakes it waits for all of it
+        late += lateness_weight(load_s, target_s)  # the request that loads it waits for all of it
     return load_s + late_s * late
 
 

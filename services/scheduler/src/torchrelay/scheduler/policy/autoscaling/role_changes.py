@@ -10,13 +10,13 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
     Demand,
     InstanceLoad,
+    Load,
     SetRoles,
-    Wake,
 )
 from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizings_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import InstancePhase
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.types import InstancePhase
 
 
 def change_role(
@@ -35,8 +35,8 @@ def change_role(
     if demand.decode is None or len(growth.missing) > 1:
         return []
     own = autoscaler_input.cluster_load.of_version(demand.model.version_id)
-    held_since = autoscaler_input.now - config.turn_s
-    acted_on = {action.instance_id for action in decided if not isinstance(action, Wake)}
+    held_since = autoscaler_input.now - config.time_slice_s
+    acted_on = {action.instance_id for action in decided if not isinstance(action, Load)}
     if not all(_is_kept(load, held_since) and load.instance.instance_id not in acted_on for load in own):
         return []
     gaining, losing = sorted(
@@ -46,7 +46,7 @@ def change_role(
     lost = losing.num_lost if losing.number > 1 else math.inf
     if lost >= most_lost or gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
         return []
-    if lost < 1 and losing.work.crowded_at > held_since:
+    if lost < 1 and losing.work.last_full_at > held_since:
         return []  # the other role needed all its instances less than a turn ago
     able = _able(own, gaining, losing, held_since, demand, autoscaler_input)
     if not able:

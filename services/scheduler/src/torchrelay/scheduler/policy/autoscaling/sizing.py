@@ -11,7 +11,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, ROLES, Role, Roles
+from torchrelay.scheduler.policy.types import BOTH, ROLES, Role, Roles
 
 
 class Sizing(NamedTuple):

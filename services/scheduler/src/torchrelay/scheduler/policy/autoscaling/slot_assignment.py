@@ -12,7 +12,7 @@ from itertools import product
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
-from torchrelay.scheduler.policy.core import BOTH, ROLES, Model, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, ROLES, Model, Role, Roles, StoreStatus, WorkerStatus
 
 
 class FreeSlot(NamedTuple):

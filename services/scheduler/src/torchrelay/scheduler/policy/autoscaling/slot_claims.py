@@ -13,12 +13,12 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
     Demand,
     InstanceLoad,
+    Load,
     SetRoles,
-    Wake,
 )
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
+from torchrelay.scheduler.policy.types import Instance, InstancePhase, Model, Roles
 
 
 @dataclass
@@ -42,7 +42,7 @@ class SlotClaims:
         self.overdue_tenants = {  # tenants that got a slot for an overdue model less than a turn ago
             tenant
             for tenant, at in autoscaler_input.overdue_slots_at.items()
-            if at > autoscaler_input.now - config.turn_s
+            if at > autoscaler_input.now - config.time_slice_s
         }
         self.idle = autoscaler_input.idle
         self._idle_ids = {instance.instance_id for instance in self.idle}
@@ -69,7 +69,7 @@ class SlotClaims:
     def add(self, actions: Iterable[Action]) -> None:
         """Records actions that were decided for one model; the slots that they free are reserved for it."""
         for action in actions:
-            if isinstance(action, Wake):
+            if isinstance(action, Load):
                 continue
             instance = self._input.cluster_load.load(action.instance_id).instance
             self.versions.add(instance.version_id)

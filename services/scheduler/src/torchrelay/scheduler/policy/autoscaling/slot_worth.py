@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchrelay.common.quantities import format_count, format_duration
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Demand, InstanceLoad, Wake
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Demand, InstanceLoad, Load
 from torchrelay.scheduler.policy.autoscaling.decision import decide, next_load_s
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import (
@@ -24,7 +24,7 @@ from torchrelay.scheduler.policy.autoscaling.instance_eviction import (
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
 from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
-from torchrelay.scheduler.policy.core import InstancePhase, Roles
+from torchrelay.scheduler.policy.types import InstancePhase, Roles
 
 
 class WorthLine(NamedTuple):
@@ -53,10 +53,10 @@ def _bid_for_first(demand: Demand, config: PolicyConfig) -> WorthLine:
     """The bid of a model that cannot serve: the requests that it would serve with a slot for a turn."""
     if demand.by_tenant:
         return WorthLine("bid", "its files are shared with other tenants: no numbers of all together are shown")
-    turn = format_duration(config.turn_s)
+    turn = format_duration(config.time_slice_s)
     if not demand.num_waiting:
         return WorthLine("bid", f"none: no request waits, and the next one asks for a slot at once (a turn of {turn})")
-    gained = demand.num_gained(config.turn_s)
+    gained = demand.num_gained(config.time_slice_s)
     waiting = f"{format_count(demand.num_waiting, 'request')} waiting, {demand.arrivals_per_s:.2g} more per second"
     return WorthLine(
         "bid",
@@ -93,7 +93,7 @@ def _ask(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig
     if not own:
         yield WorthLine("ask", "none: its minimum keeps all its slots")
         return
-    exchanges = {load.instance.instance_id: exchange_of(load, demand, claims, config.turn_s) for load in own}
+    exchanges = {load.instance.instance_id: exchange_of(load, demand, claims, config.time_slice_s) for load in own}
     cheapest = min(own, key=lambda load: exchanges[load.instance.instance_id].num_lost)
     lost = exchanges[cheapest.instance.instance_id].num_lost
     where = f"{cheapest.instance.instance_id} on {cheapest.instance.worker_id}"
@@ -110,7 +110,7 @@ def _ask(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig
 
 
 def _turn_left_s(load: InstanceLoad, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> float:
-    return max(load.instance.since + config.turn_s - autoscaler_input.now, 0.0)
+    return max(load.instance.since + config.time_slice_s - autoscaler_input.now, 0.0)
 
 
 def _wait(
@@ -135,7 +135,7 @@ def _wait(
     actions = decide(autoscaler_input, config, is_complete=False)
     if config.scaling is ScalingMode.ADVISE:
         yield WorthLine("why", "the scheduler only advises (scaling), and loads nothing beyond minimums")
-    elif any(isinstance(action, Wake) and action.model.version_id == demand.model.version_id for action in actions):
+    elif any(isinstance(action, Load) and action.model.version_id == demand.model.version_id for action in actions):
         yield WorthLine("why", "a slot is free: it loads now")
     elif autoscaler_input.now < demand.not_before:
         left = format_duration(demand.not_before - autoscaler_input.now)
@@ -172,8 +172,8 @@ def _why_not(
     waited_s, turn_left_s = demand.oldest_wait_s, _turn_left_s(victim, autoscaler_input, config)
     why = []
     if not any(load.instance is victim.instance for load in claims.idle_loads):
-        if waited_s < config.share_after_s:
-            after = format_duration(config.share_after_s)
+        if waited_s < config.preempt_spare_after_s:
+            after = format_duration(config.preempt_spare_after_s)
             why.append(f"it has waited {format_duration(waited_s)}, and a busy slot is taken after {after}")
         if victim.instance.phase is not InstancePhase.READY:
             why.append("the model of that slot still loads")

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.core import DECODES, Role, Roles, WorkerStatus
+from torchrelay.scheduler.policy.types import DECODES, Role, Roles, WorkerStatus
 
 
 class SlotKind(NamedTuple):

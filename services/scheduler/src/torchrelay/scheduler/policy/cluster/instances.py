@@ -6,8 +6,8 @@ import enum
 from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field, replace
 
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.types import Instance, InstancePhase, WorkerStatus
 
 STORE_LOST = "store_lost"  # the cause of a failed load
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.core import Role, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import Role, StoreStatus, WorkerStatus
 
 _REMEMBERED_S = 600.0
 

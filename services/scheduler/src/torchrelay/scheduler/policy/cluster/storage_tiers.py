@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from torchrelay.scheduler.policy.core import StoreStatus
+from torchrelay.scheduler.policy.types import StoreStatus
 
 
 class Tier(enum.IntEnum):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, Model
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, Model
 
 _MAX_NAMES = 64  # per version
 

@@ -1,4 +1,4 @@
-"""Open attempts, and the work that they have bound to instances: prompts to compute and KV bytes to hold.
+"""Open attempts, and the work that they have dispatched to instances: prompts to compute and KV bytes to hold.
 
 Workers' reports of their queues and free KV lag behind placements. Placements are checked against the work recorded
 here, so no instance has more KV reserved than its worker's pool holds, and none gets more prompts than it can begin.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchrelay.scheduler.policy.core import Admission, AttemptKey, Placement
 from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
+from torchrelay.scheduler.policy.types import Admission, AttemptKey, Placement
 
 
 @dataclass(eq=False, slots=True)
@@ -40,8 +40,8 @@ class OpenAttempt:
 
 
 @dataclass(eq=False, slots=True)
-class BoundWork:
-    """Work that open attempts have bound to an instance."""
+class DispatchedWork:
+    """Work that open attempts have dispatched to an instance."""
 
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     prefills: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)  # not computed yet
@@ -68,17 +68,17 @@ class BoundWork:
         return not self.prefills and not self.decodes
 
 
-NOTHING_BOUND = BoundWork()
+NO_WORK = DispatchedWork()
 
 
 class OpenAttempts:
-    """Open attempts by key, and what they have bound by instance."""
+    """Open attempts by key, and what they have dispatched, by instance."""
 
     def __init__(self, on_change: Callable[[str], None] = lambda instance_id: None) -> None:
-        """``on_change`` is called with each instance to which work was bound, or which work left."""
+        """``on_change`` is called with each instance to which work was dispatched, or which work left."""
         self._on_change = on_change
         self._open: dict[AttemptKey, OpenAttempt] = {}
-        self._bound: dict[str, BoundWork] = {}
+        self._bound: dict[str, DispatchedWork] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -89,12 +89,12 @@ class OpenAttempts:
     def attempts(self) -> tuple[OpenAttempt, ...]:
         return tuple(self._open.values())
 
-    def at(self, instance_id: str) -> BoundWork:
-        """Work bound to an instance; callers must not change it."""
-        return self._bound.get(instance_id, NOTHING_BOUND)
+    def at(self, instance_id: str) -> DispatchedWork:
+        """Work dispatched to an instance; callers must not change it."""
+        return self._bound.get(instance_id, NO_WORK)
 
     @property
-    def bound(self) -> Mapping[str, BoundWork]:
+    def work(self) -> Mapping[str, DispatchedWork]:
         """Bound work by instance, without instances that have no work."""
         return self._bound
 
@@ -105,7 +105,7 @@ class OpenAttempts:
         if not attempt.is_computed:
             prefill = self._work(placement.prefill.instance_id)
             prefill.prefills[key] = attempt
-            prefill.queue.bind(key, placement.predicted.prefill_s, now, placement.predicted.pause_s)
+            prefill.queue.add(key, placement.predicted.prefill_s, now, placement.predicted.pause_s)
         decode = self._work(placement.decode.instance_id)
         decode.decodes[key] = attempt
         decode.kv_bytes += attempt.kv_bytes
@@ -115,10 +115,10 @@ class OpenAttempts:
         for instance_id in attempt.instance_ids:
             self._on_change(instance_id)
 
-    def _work(self, instance_id: str) -> BoundWork:
+    def _work(self, instance_id: str) -> DispatchedWork:
         work = self._bound.get(instance_id)
         if work is None:
-            work = self._bound[instance_id] = BoundWork()
+            work = self._bound[instance_id] = DispatchedWork()
         return work
 
     def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
@@ -153,7 +153,7 @@ class OpenAttempts:
         return attempt
 
     def resumed(self, instance_id: str, now: float) -> None:
-        """Records that the instance is loaded and begins with the prompts bound to it."""
+        """Records that the instance is loaded and begins with the prompts dispatched to it."""
         if work := self._bound.get(instance_id):
             work.queue.resume(now)
             self._on_change(instance_id)

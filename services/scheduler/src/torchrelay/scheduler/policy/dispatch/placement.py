@@ -18,10 +18,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from torchrelay.scheduler.policy import core
+from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
-from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
+from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
+from torchrelay.scheduler.policy.dispatch.open_attempts import NO_WORK, DispatchedWork
 from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN, TokenTime
@@ -35,10 +35,10 @@ _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """An instance of the roster with its bound work and its estimates for one attempt."""
+    """An endpoint with its dispatched work and its estimates for one attempt."""
 
-    entry: RosterEntry
-    work: BoundWork = NOTHING_BOUND
+    entry: Endpoint
+    work: DispatchedWork = NO_WORK
     num_cached_tokens: int = 0  # of this attempt's prompt
     correction: float = 1.0  # measured over predicted times to the first token there
     token_time: TokenTime = UNKNOWN
@@ -50,9 +50,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
-    """Why the attempt must wait. ``due``: when a prompt may be bound again, by prediction; infinite if that needs a
-    change. ``is_own``: the reason is this attempt's size, and other attempts may fit. ``is_of_all``: no attempt can be
-    placed before ``due``, unless an instance changes or prompts leave it.
+    """Why the attempt must wait. ``due``: when another prompt may be dispatched, by prediction; infinite if that needs
+    a change. ``is_own``: the reason is this attempt's size, and other attempts may fit. ``is_of_all``: no attempt can
+    be placed before ``due``, unless an instance changes or prompts leave it.
     """
 
     reason: str
@@ -69,14 +69,14 @@ _Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
 
 
 def place(
-    admission: core.Admission,
-    model: core.Model,
+    admission: types.Admission,
+    model: types.Model,
     candidates: Sequence[Candidate],
     kv_transfer_times: KvTransferTimes,
     config: PolicyConfig,
     now: float,
     num_answer_tokens: int | None = None,
-) -> core.Placement | NoPlacement:
+) -> types.Placement | NoPlacement:
     """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the
     maximum.
     """
@@ -95,11 +95,11 @@ def place(
     (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
     first, second = prefill.entry, decode.entry
     after_s = _pause_after_s(admission, prefill, is_answered_there=second is first)
-    return core.Placement(
+    return types.Placement(
         key=admission.key,
         prefill=first.worker_ref,
         decode=second.worker_ref,
-        cold=core.InstancePhase.LOADING in (first.phase, second.phase),
+        cold=types.InstancePhase.LOADING in (first.phase, second.phase),
         predicted=Prediction(
             ttft_s=ttft_s,
             prefill_s=prefill_s,
@@ -115,8 +115,8 @@ def place(
 
 
 def _prompt_source(
-    admission: core.Admission, prefill: Candidate, transfer_s: Callable[[str, str], float], now: float
-) -> core.PromptSource | None:
+    admission: types.Admission, prefill: Candidate, transfer_s: Callable[[str, str], float], now: float
+) -> types.PromptSource | None:
     """The worker that keeps the prompt, which computes on until the prefill instance can almost begin."""
     source, entry = admission.prompt_source, prefill.entry
     if source is None or source.worker.worker_id == entry.worker_ref.worker_id:
@@ -130,7 +130,7 @@ def _prompt_source(
     return msgspec.structs.replace(source, wait_s=min(max(wait_s, 0.0), latest_s), saved_s=source.prompt_s * share)
 
 
-def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:
+def _pause_after_s(admission: types.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:
     """The pause without prompts that the instance's answers need after this prompt, by the strictest target that can be
     met. At most a full step, even after a prompt of many steps, because a pause can follow each step.
     """
@@ -147,12 +147,12 @@ def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answer
     return min(num_positions / latency.token_budget * per_full_step_s, entry.full_step_s)
 
 
-def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
+def _prefills(admission: types.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
     """The best few instances for the prompt, by predicted time to its first token. None while an instance that has a
     full step of prompts ahead, or pauses for its answers, would still compute the prompt sooner.
     """
     num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
-    source, is_batch = admission.prompt_source, admission.service_class is core.ServiceClass.BATCH
+    source, is_batch = admission.prompt_source, admission.service_class is types.ServiceClass.BATCH
     due = soonest_s = math.inf
     prefills: list[_Prefill] = []
     for candidate in candidates:
@@ -177,7 +177,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             ttft_s = entry.computed_s(left_s + prefill_s, now) + paused_s
         else:
             ttft_s = queued_s + overdue_s + paused_s + prefill_s
-        # Later requests would wait behind batch work that is bound to a load.
+        # Later requests would wait behind batch work that is dispatched to a load.
         can_take = queued_s < entry.full_step_s if is_batch else entry.can_take(queued_s, prefill_s, now)
         if can_take and not paused_s:
             prefills.append((ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
@@ -196,8 +196,8 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
 
 
 def _decodes(
-    admission: core.Admission,
-    model: core.Model,
+    admission: types.Admission,
+    model: types.Model,
     num_answer_tokens: int,
     candidates: Iterable[Candidate],
     config: PolicyConfig,

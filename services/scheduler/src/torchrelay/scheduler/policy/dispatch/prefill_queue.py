@@ -1,7 +1,7 @@
-"""The prompts that are bound to an instance and not computed yet, and the work ahead of a new prompt.
+"""The prompts that are dispatched to an instance and not computed yet, and the work ahead of a new prompt.
 
-The instance computes prompts in about the order in which they were bound. The time of each is predicted when it is
-bound, and it leaves when its first token is reported, so a prediction error lasts no longer than its prompt.
+The instance computes prompts in about the order in which they were dispatched. The time of each is predicted
+then, and it leaves when its first token is reported, so a prediction error lasts no longer than its prompt.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.types import AttemptKey
 
 
 @dataclass(slots=True)
 class PrefillQueue:
     _bound: dict[AttemptKey, float] = field(default_factory=dict)  # predicted seconds
-    _bound_at: dict[AttemptKey, float] = field(default_factory=dict)
+    _added_at: dict[AttemptKey, float] = field(default_factory=dict)
     _work_s: float = 0.0
     _head_since: float = 0.0  # when the instance could begin with the first prompt
-    _owed_s: float = 0.0  # pauses owed to answers, as of the last time that a prompt was bound
+    _owed_s: float = 0.0  # pauses owed to answers, as of the last time that a prompt was dispatched
     _left_at: float = 0.0  # when the last prompt left
 
     def __len__(self) -> int:
         return len(self._bound)
 
-    def bind(self, key: AttemptKey, prefill_s: float, now: float, pause_s: float = 0.0) -> None:
+    def add(self, key: AttemptKey, prefill_s: float, now: float, pause_s: float = 0.0) -> None:
         """Binds a prompt. ``pause_s``: the pause without prompts that the instance's answers need after it, which is
         added to the pauses that they are still owed.
         """
         self._owed_s = max(self._owed_s - self._passed_s(now), 0.0) + pause_s
         if not self._bound:
             self._head_since, self._work_s = now, 0.0
-        self._bound[key], self._bound_at[key] = prefill_s, now
+        self._bound[key], self._added_at[key] = prefill_s, now
         self._work_s += prefill_s
 
     def leave(self, key: AttemptKey, now: float) -> None:
@@ -42,7 +42,7 @@ class PrefillQueue:
         if key == next(iter(self._bound)):
             self._head_since = now
         self._work_s -= self._bound.pop(key)
-        del self._bound_at[key]
+        del self._added_at[key]
         self._left_at = now
 
     def answers_left(self) -> None:
@@ -55,14 +55,14 @@ class PrefillQueue:
         return self._owed_s > 0.0
 
     def paused_s(self, decode_step_s: float, now: float) -> float:
-        """Remaining time in which no prompt should be bound so that the instance's answers decode alone; less than one
-        decode step may stay owed. It passes only while no prompt is bound or all bound prompts are overdue.
+        """Remaining time without another prompt, so that the instance's answers decode alone; less than a decode step
+        may stay owed. It passes only while no prompt is dispatched or all dispatched prompts are overdue.
         """
         pause_s = self._owed_s - decode_step_s
         return max(pause_s - self._passed_s(now), 0.0) if pause_s > 0.0 else 0.0
 
     def paused_until(self, decode_step_s: float) -> float:
-        """When the pause will be over if all bound prompts are computed as predicted; minus infinity without a
+        """When the pause will be over if all dispatched prompts are computed as predicted; minus infinity without a
         pause.
         """
         pause_s = self._owed_s - decode_step_s
@@ -72,7 +72,7 @@ class PrefillQueue:
         return self.end_at() if self._bound else self._left_at
 
     def _passed_s(self, now: float) -> float:
-        """Elapsed time of the pause that follows the bound prompts."""
+        """Elapsed time of the pause that follows the dispatched prompts."""
         return max(now - self._pause_begins_at(), 0.0)
 
     def resume(self, now: float) -> None:
@@ -80,7 +80,7 @@ class PrefillQueue:
         self._head_since = now
 
     def work_s(self) -> float:
-        """Predicted time of all bound prompts, as if none had begun."""
+        """Predicted time of all dispatched prompts, as if none had begun."""
         return max(self._work_s, 0.0) if self._bound else 0.0
 
     def left_by_layer_s(self, loaded_share: float, now: float) -> float:
@@ -89,12 +89,12 @@ class PrefillQueue:
         """
         if not self._bound:
             return 0.0
-        begun_s = zip(self._bound.values(), self._bound_at.values(), strict=True)
+        begun_s = zip(self._bound.values(), self._added_at.values(), strict=True)
         computed_s = sum(min(prefill_s * loaded_share, now - bound_at) for prefill_s, bound_at in begun_s)
-        return max(self._work_s - min(computed_s, now - next(iter(self._bound_at.values()))), 0.0)
+        return max(self._work_s - min(computed_s, now - next(iter(self._added_at.values()))), 0.0)
 
     def end_at(self) -> float:
-        """When all bound prompts are predicted to be computed; the queue must not be empty."""
+        """When all dispatched prompts are predicted to be computed; the queue must not be empty."""
         return self._head_since + self._work_s
 
     def less_ahead_at(self, limit_s: float) -> float:
@@ -117,7 +117,7 @@ class PrefillQueue:
                 ahead_s += prefill_s
 
     def ahead_s(self, now: float) -> float:
-        """Predicted time until all bound prompts are computed."""
+        """Predicted time until all dispatched prompts are computed."""
         return self.ahead_and_overdue_s(now)[0]
 
     def overdue_s(self, now: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torchrelay.scheduler.policy.core import Admission
+from torchrelay.scheduler.policy.types import Admission
 
 
 @dataclass(slots=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.core import MAX_VERSIONS
+from torchrelay.scheduler.policy.types import MAX_VERSIONS
 
 # A worker's fixed time to begin and hand over a prompt, however short. If a full step's worth of short prompts were
-# bound at once, a tenant's burst would put dozens of them ahead of another tenant's next request.
+# dispatched at once, a tenant's burst would put dozens of them ahead of another tenant's next request.
 _BEGIN_S = 0.003
 _RECENT_S = 2.0
 
 
 def max_prompts_ahead(latency: LatencyModel) -> int:
-    """Maximum number of prompts bound to an instance that several tenants use: as many as begin within a step's fixed
-    time, for this step and the next.
+    """Maximum number of prompts at an instance that several tenants use: as many as begin within a step's fixed time,
+    for this step and the next.
     """
     return 2 * max(1, round(latency.prefill.base_s / _BEGIN_S))
 

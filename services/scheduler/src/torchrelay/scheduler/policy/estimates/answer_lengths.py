@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.core import MAX_VERSIONS
+from torchrelay.scheduler.policy.types import MAX_VERSIONS
 
 _MIN_ANSWERS = 8  # fewer say little
 _WINDOW = 64  # length of the moving average, in answers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.core import MAX_VERSIONS
+from torchrelay.scheduler.policy.types import MAX_VERSIONS
 
 _WINDOW = 64  # length of the moving averages, in prompts
 
@@ -20,13 +20,13 @@ class _Means:
 
 
 class CachedPrompts:
-    """Means over recently bound prompts, by version, while the version has instances."""
+    """Means over recently dispatched prompts, by version, while the version has instances."""
 
     def __init__(self) -> None:
         self._means: Recent[str, _Means] = Recent(MAX_VERSIONS)
 
     def observe(self, version_id: str, num_tokens: int, num_cached: int) -> None:
-        """Learns from a prompt of which the instance that it was bound to has ``num_cached`` tokens."""
+        """Learns from a prompt of which the instance that it was dispatched to has ``num_cached`` tokens."""
         self._means[version_id] = means = self._means.get(version_id) or _Means()
         means.number += 1
         weight = 1 / min(means.number, _WINDOW)
@@ -34,7 +34,7 @@ class CachedPrompts:
         means.num_cached += (num_cached - means.num_cached) * weight
 
     def uncached_share(self, version_id: str) -> float:
-        """Share of prompt tokens that are not cached where prompts are bound; 1 before any prompt was bound."""
+        """Share of prompt tokens that are not cached where prompts are dispatched; 1 before the first prompt."""
         means = self._means.get(version_id)
         return 1.0 - means.num_cached / means.num_tokens if means is not None and means.num_tokens else 1.0
 

@@ -6,7 +6,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, Instance, InstancePhase, WorkerStatus
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, Instance, InstancePhase, WorkerStatus
 
 _MIN_STEPS = 8  # below this, a worker's model gives way to that of other workers with the same device
 _BATCH_FREE = 8  # default: this many sequences decode in twice the time of an empty step

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Model
 from torchrelay.scheduler.policy.estimates.latency import load_s
+from torchrelay.scheduler.policy.types import Model
 
 _NEWEST = 0.3  # weight of a new measurement
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, Node
-from torchrelay.scheduler.policy.core import REMOTE, PackCopy, StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.relay.transfers import Transfer
+from torchrelay.scheduler.policy.types import REMOTE, PackCopy, StoreStatus, WorkerStatus
 
 _SMOOTHING_S = 1.0
 _SILENT_S = 3.0

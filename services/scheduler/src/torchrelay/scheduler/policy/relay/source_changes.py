@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchrelay.scheduler.policy.core import PackCopy
+from torchrelay.scheduler.policy.types import PackCopy
 
 
 def is_repair_complete(before: PackCopy | None, copy: PackCopy) -> bool:

@@ -12,7 +12,7 @@
 
 Plans start a transfer (``plan``), the outcome of the command confirms or refuses it (``accepted``, ``refused``), and
 the target's reports move it on (``observe``). Only the replicator's orders become ACCEPTED: nothing confirms the relays
-of a wake. Transfers that another scheduler ordered are known from reports alone: they have no planned sources, and are
+of a load. Transfers that another scheduler ordered are known from reports alone: they have no planned sources, and are
 RUNNING when first seen.
 
 A store's reports come on two paths and may overtake each other, so one without a young copy may be older than it. The
@@ -32,9 +32,9 @@ from itertools import count
 from typing import NamedTuple
 
 from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, ReceiveProgress, TransferEdge
-from torchrelay.scheduler.policy.core import CopyCause, PackCopy, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
 from torchrelay.scheduler.policy.relay.source_changes import is_repair_complete
+from torchrelay.scheduler.policy.types import CopyCause, PackCopy, SourceShare, StoreStatus
 
 ENDED_SHOWN_S = 6.0  # how long an ended transfer is shown
 START_TIMEOUT_S = 10.0  # a transfer that its store does not begin within this time has failed

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.core import StoreStatus
+from torchrelay.scheduler.policy.types import StoreStatus
 
 
 class CopyLocation(NamedTuple):

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import StoreStatus
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
+from torchrelay.scheduler.policy.types import StoreStatus
 
 _CACHE_SHARE = 0.8  # of an arena, which packs without recent demand may fill
 

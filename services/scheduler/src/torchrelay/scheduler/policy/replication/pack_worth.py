@@ -14,7 +14,7 @@ from typing import Final
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
-from torchrelay.scheduler.policy.core import Model
+from torchrelay.scheduler.policy.types import Model
 
 _GB = 1e9
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import CopyCause, StoreStatus
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex, CopySet
 from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
 from torchrelay.scheduler.policy.replication.pack_worth import UNKNOWN, PackWorth
+from torchrelay.scheduler.policy.types import CopyCause, StoreStatus
 
 T = TypeVar("T")
 _PER_STEP: Final = 4  # looks of a simple loop that take as long as a look elsewhere
@@ -159,7 +159,7 @@ def _orders(
 
 def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | None:
     """The copy that a recent pack lacks, if any. A pack whose copies were all evicted with permission is not copied;
-    the next wake loads it again.
+    the next cold start loads it again.
     """
     copies = copy_index.of(pack.pack_id)
     if not copies.holders:

@@ -12,10 +12,10 @@ from itertools import cycle
 
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, CopyCause, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import RetainCommand
 from torchrelay.scheduler.policy.replication.pack_worth import PackWorth
 from torchrelay.scheduler.policy.replication.repair import CopyOrder, Steps
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, CopyCause, Model, StoreStatus
 
 _KEEP_TRIES = 5  # failed copies before a lost, unused pack is given up, which may have been deleted
 _RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases for changes on disk

@@ -1,0 +1,187 @@
+"""The demand for a model version, which the autoscaler decides on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
+from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
+from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
+from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.handlers import backlogs, endpoints
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Model, Role
+
+_STUCK_S = 0.5  # an instance whose prompt is overdue by more may compute nothing
+
+
+def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
+    """The current demand for the model. ``price_s``: the worth of a cold start of the model, in seconds of its slot."""
+    version_id = model.version_id
+    instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
+    loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
+    cold = state.attempts.attempts_at(loading)
+    waiting = waiting_of(state, model, now)
+    history = state.arrivals.of(version_id)
+    rate, late_since = history.rate(now), max([now - price_s, *(instance.changed_at for instance in instances)])
+    load_s = state.load_times.by_tier(model, state.config)
+    idle_plan = history.idle_gaps.plan(price_s, state.expected_load_s(model))
+    backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
+    answers = _answer_demand(state, model, waiting.number, price_s, now)
+    are_apart = not any(instance.target_roles >= BOTH for instance in instances)
+    decode = answers if are_apart else None
+    if decode is not None and waiting.number:
+        num_tokens = state.queues.num_prefill_tokens(version_id) - waiting.num_too_large_tokens
+        held_up = _num_held_up(state, model, decode, now) / waiting.number
+        backlog_s -= min(held_up, 1.0) * backlogs.prompts_s(state, model, num_tokens, now)
+    demand = Demand(
+        model=model,
+        num_waiting=waiting.number,
+        num_cold=len(cold),
+        oldest_wait_s=waiting.oldest_s,
+        since_slot_lost_s=now - state.slot_lost_at[version_id] if version_id in state.slot_lost_at else math.inf,
+        backlog_s=max(backlog_s, 0.0),
+        not_before=state.load_failures.not_before(version_id),
+        avoid=state.load_failures.avoid(now),
+        most_kv_bytes=waiting.most_kv_bytes,
+        least_kv_bytes=waiting.least_kv_bytes,
+        by_tenant=_of_tenants(state, version_id, cold),
+        arrivals_per_s=rate.requests_per_s,
+        num_late_before=0 if loading else history.num_late(late_since),
+        load=backlogs.prompts_s(state, model, rate.tokens_per_s, now),
+        target_s=history.target_s or state.config.standard_ttft_s,
+        price_s=price_s,
+        late_s=price_s * state.config.late_cost,
+        keep_s=min(idle_plan.keep_s, state.longest_idle_s(version_id, now)),
+        is_deleted=state.aliases.is_deleted(version_id),
+        forecast=history.forecast(idle_plan),
+        load_s=load_s,
+        last_full_at=history.last_full_at,
+        decode=decode,
+        answers=None if are_apart else answers,
+    )
+    playing = Counter(role for instance in instances for role in instance.target_roles)
+    if decode is not None and playing[Role.DECODE] > 1 and decode.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
+        demand = replace(demand, decode=replace(decode, last_full_at=now))
+    num_serving = playing[Role.PREFILL] if decode is not None else min(playing[role] for role in ROLES)
+    if num_serving < 2:
+        return demand
+    queues = (state.attempts.at(instance.instance_id).queue for instance in instances)
+    num_stuck = sum(queue.overdue_s(now) > _STUCK_S for queue in queues)
+    num_able = num_serving - num_stuck
+    works = (demand,) if demand.answers is None else (demand, demand.answers)
+    if num_able < 2 or any(work.num_saved(num_able - 1, 0.0) >= 1 for work in works):
+        return replace(demand, last_full_at=now)
+    return demand
+
+
+def note_demand(state: State, demand: Demand, now: float) -> None:
+    """Stores in the state what later decisions need of the demand."""
+    version_id = demand.model.version_id
+    if now < demand.forecast[1] < math.inf:
+        state.forecasts[version_id] = demand.forecast
+    history = state.arrivals.of(version_id)
+    if instances := state.instances.of_version(version_id):
+        least_per_s, target_s = history.mean_per_s(now + VALID_S), history.target_s or state.config.standard_ttft_s
+        state.least_losses.note(version_id, instances, least_per_s, target_s, now)
+    history.last_full_at = demand.last_full_at
+    if demand.decode is not None:
+        history.decode_last_full_at = demand.decode.last_full_at
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The waiting requests of a model that a present slot can serve. Requests that are too large for all present slots
+    wait for another worker and are left out.
+    """
+
+    number: int = 0
+    oldest_s: float = 0.0
+    most_kv_bytes: int = 0
+    least_kv_bytes: int = 0
+    num_too_large_tokens: int = 0  # of the prompts left out
+
+
+def waiting_of(state: State, model: Model, now: float) -> Waiting:
+    """The model's waiting requests that a present slot can serve."""
+    version_id, sizes = model.version_id, state.membership.sizes
+    if not state.queues.num_waiting(version_id):
+        return Waiting()
+    slots = sizes.since(now - state.config.unserved_resumed_s, model.num_devices)
+    pools = {slot.kv_pool_bytes for slot in slots if slot.kv_pool_bytes}
+    if len(pools) <= 1:  # the usual case: all slots that decode hold the same requests
+        return Waiting(state.queues.num_waiting(version_id), state.queues.oldest_wait_s(version_id, now))
+    largest = largest_pool(sizes.present(model.num_devices))
+    waiting = state.queues.waiting(version_id)
+    needs = {admission.key: admission.kv_bytes(model) for admission in waiting}
+    fitting = [admission for admission in waiting if needs[admission.key] <= largest]
+    num_left_out = sum(admission.num_prefill_tokens for admission in waiting if needs[admission.key] > largest)
+    if not fitting:
+        return Waiting(num_too_large_tokens=num_left_out)
+    kv_bytes = [needs[admission.key] for admission in fitting]
+    oldest_s = now - min(admission.admitted_at for admission in fitting)
+    return Waiting(len(fitting), oldest_s, max(kv_bytes), min(kv_bytes), num_left_out)
+
+
+def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
+    """Numbers of each tenant's requests that wait and that are placed on loading instances; empty for a single
+    tenant.
+    """
+    tenants = tenants_of(state, version_id)
+    if not tenants:
+        return {}
+    num_cold = Counter(tenant_of(attempt.admission.model) for attempt in cold)
+    return {tenant: (state.queues.num_of_tenant(version_id, tenant), num_cold[tenant]) for tenant in tenants}
+
+
+def tenants_of(state: State, version_id: str) -> list[str]:
+    """Tenants that share the version; empty for a single tenant."""
+    tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
+    return tenants if len(tenants) > 1 else []
+
+
+def _answer_demand(state: State, model: Model, num_waiting: int, price_s: float, now: float) -> DecodeDemand | None:
+    """The demand for instances that decode; None if the length of answers or their KV is unknown."""
+    num_tokens = state.answer_lengths.mean(model.version_id)
+    if not num_tokens:
+        return None
+    entries, prefills = _decodes(state, model, now), endpoints.prefills(state, model, now)
+    works = [state.attempts.at(entry.instance_id) for entry in entries]
+    if not (num_open := sum(work.num_choices for work in works)) or not prefills:
+        return None
+    first, history = entries[0], state.arrivals.of(model.version_id)
+    correction, cost = state.token_times.of(first.instance_id, now).correction, first.latency.decode
+    base_s = correction * cost.base_s
+    attended_s = cost.per_attended_s * sum(work.num_attended for work in works) / num_open
+    per_answer_s = correction * (cost.per_position_s + attended_s)
+    most_open = state.config.max_open_per_instance
+    pool_bytes = sum(entry.kv_pool_bytes for entry in entries) / len(entries)
+    kv_bytes = sum(work.kv_bytes for work in works) / num_open
+    num_most = max(min(int(pool_bytes / kv_bytes), most_open), 1) if kv_bytes else most_open
+    num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
+    return DecodeDemand(
+        num_answers=num_open + num_waiting,
+        num_held=num_held,
+        num_most=num_most,
+        answer_s=prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),
+        arrivals_per_s=history.rate(now).requests_per_s,
+        target_s=history.target_s or state.config.standard_ttft_s,
+        price_s=price_s,
+        late_s=price_s * state.config.late_cost,
+        last_full_at=history.decode_last_full_at,
+    )
+
+
+def _num_held_up(state: State, model: Model, decode: DecodeDemand, now: float) -> int:
+    """Number of requests that wait for a decode instance, which more prefill instances would not help."""
+    return max(decode.num_answers - len(_decodes(state, model, now)) * decode.num_most, 0)
+
+
+def _decodes(state: State, model: Model, now: float) -> list[Endpoint]:
+    return [entry for entry in endpoints.of_version(state, model, now) if entry.plays_decode]

@@ -1,0 +1,320 @@
+"""Dispatch of waiting requests to instances, and what the estimates learn when an attempt's prompt is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from heapq import nlargest, nsmallest
+from operator import itemgetter
+from types import MappingProxyType
+
+from msgspec import structs
+
+from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt
+from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
+from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
+from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
+from torchrelay.scheduler.policy.handlers import backlogs, endpoints, live_scaling
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement, ServiceClass
+
+_MAX_TIMELY = 32  # requests per choice of late requests
+_MAX_INSTANCES = 16  # per choice of late requests: the instances that are free first stand for all of the version
+
+
+def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
+    """Places waiting requests in the order of their queues, until none can be placed now."""
+    for version_id in state.queues.versions if version_ids is None else version_ids:
+        place_version(state, version_id, now)
+
+
+def place_due(state: State, now: float) -> None:
+    """Places requests of versions whose instances are now near the end of their prompts."""
+    for version_id in state.due.passed(now):
+        place_version(state, version_id, now)
+
+
+def place_version(state: State, version_id: str, now: float) -> None:
+    """Places waiting requests of the version until none can be placed now. Before them, loaded instances take over
+    prompts of loading instances.
+    """
+    model = state.models.get(version_id)
+    if model is not None and version_id in state.too_large:
+        _reconsider_too_large(state, model, now)
+    if model is None or not live_scaling.is_live(state, version_id):
+        _place_waiting_of(state, version_id, now)
+        return
+    _place_returning(state, model, now)
+    live_scaling.take_over(state, version_id, now)
+    _place_waiting_of(state, version_id, now)
+    state.due.note(version_id, live_scaling.next_take_over(state, version_id, now))
+
+
+def _reconsider_too_large(state: State, model: Model, now: float) -> None:
+    """Returns requests that were too large for all instances of the version to the queue, once its instances differ."""
+    entries, keys = state.too_large[model.version_id]
+    if endpoints.of_version(state, model, now) is not entries:
+        del state.too_large[model.version_id]
+        for key in keys:
+            state.queues.unpark(key)
+
+
+def _place_returning(state: State, model: Model, now: float) -> None:
+    """Places the recalled prompts for which instances are kept free."""
+    for admission in state.returning.waiting(model.version_id):
+        if admission.key in state.queues:
+            placement = _placement(state, admission, model, endpoints.of_version(state, model, now), now)
+            if not isinstance(placement, NoPlacement):
+                state.queues.take(admission.key, now)
+                start(state, admission, placement, now)
+
+
+def _place_waiting_of(state: State, version_id: str, now: float) -> None:
+    if state.endpoint_cache.is_blocked(version_id, now):
+        return
+    state.due.pop(version_id, None)
+    state.endpoint_cache.unblock(version_id)
+    model = state.models.get(version_id)
+    if model is None or not state.queues.num_waiting(version_id):
+        return
+    entries = endpoints.of_version(state, model, now)
+    largest_pool_bytes = max((entry.kv_pool_bytes for entry in entries if entry.plays_decode), default=0)
+    tenants: set[str] = set()  # whose late requests were chosen
+    passed: list[AttemptKey] = []  # too large for the instances that may take a prompt now
+    while entries and (admission := state.queues.next(version_id, now)) is not None:
+        if state.queues.num_waiting(version_id) > 1 and admission.tenant not in tenants:
+            tenants.add(admission.tenant)
+            _choose_late(state, admission, model, now)
+            continue  # the queue may have another next request now
+        placement = _placement(state, admission, model, entries, now)
+        if isinstance(placement, NoPlacement):
+            if placement.is_own:  # the others need not wait for it
+                state.queues.park(admission.key)
+                if admission.kv_bytes(model) > largest_pool_bytes:
+                    state.too_large.setdefault(version_id, (entries, set()))[1].add(admission.key)
+                else:
+                    passed.append(admission.key)
+                continue
+            if not math.isinf(placement.due):
+                state.due[version_id] = placement.due
+            # A loading instance may take a prompt although no instance is free for all.
+            is_blocked = placement.is_of_all and not live_scaling.is_live(state, version_id)
+            if is_blocked and not state.shared_versions.is_shared(version_id, now):
+                state.endpoint_cache.block(version_id, placement.due)
+            break
+        is_late = now + placement.predicted.ttft_s > admission.deadline
+        if is_late and _may_be_late(admission) and _fall_late(state, admission, placement.predicted.prefill_s):
+            continue
+        state.queues.take(admission.key, now)
+        start(state, admission, placement, now)
+    for key in passed:
+        state.queues.unpark(key)
+
+
+def _may_be_late(admission: Admission) -> bool:
+    """Whether the request may be marked as late; a request that was placed before never is."""
+    return admission.key.attempt == 1 and not admission.num_forced_tokens
+
+
+def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
+    """Marks the request as late; False if it was late already."""
+    return state.queues.fall_late(admission.key, state.strategies.late_rank(admission, prompt_s))
+
+
+def _choose_late(state: State, admission: Admission, model: Model, now: float) -> None:
+    """Marks requests of the tenant of ``admission``, the next request, as late: requests that miss their deadlines with
+    any placement, and requests that would make several others late. Skipped for batch work, whose deadline is far.
+    """
+    entries = endpoints.prefills(state, model, now)
+    if admission.service_class is ServiceClass.BATCH or not entries:
+        return
+    timely, share = state.queues.timely_beside(admission.key, _MAX_TIMELY)
+    work_of, prompt_s = state.attempts.at, backlogs.computation_s(state, model, entries)
+    busy_s = (entry.free_s(work_of(entry.instance_id).queue, now) for entry in entries)
+    free_at = [now + seconds for seconds in nsmallest(_MAX_INSTANCES, busy_s)]
+    prompts = [
+        TimedPrompt(request.key, request.deadline, prompt_s(request.num_prefill_tokens), _may_be_late(request))
+        for request in timely
+    ]
+    late = set(state.strategies.choose_late(prompts, free_at, share * len(entries) / len(free_at)))
+    for request, prompt in zip(timely, prompts, strict=True):
+        if request.key in late:
+            _fall_late(state, request, prompt.prompt_s)
+
+
+def _placement(
+    state: State, admission: Admission, model: Model, entries: Sequence[Endpoint], now: float
+) -> Placement | NoPlacement:
+    """Places the request. Of many endpoints, tries the likeliest first, and all of them only if that fails. If no
+    loaded instance is free, tries those that load.
+    """
+    if not live_scaling.is_live(state, model.version_id):
+        return _placement_among(state, admission, model, entries, now)
+    changed = live_scaling.changed_entries(state, admission, entries, now)
+    placement = _placement_among(state, admission, model, entries, now, changed)
+    if isinstance(placement, NoPlacement) and not placement.is_own and not admission.was_recalled:
+        ahead = live_scaling.entries_ahead(state, admission, model, entries, now)
+        if ahead and not isinstance(placed := _place_at(state, admission, model, ahead, now), NoPlacement):
+            return placed
+    return placement
+
+
+def _placement_among(
+    state: State,
+    admission: Admission,
+    model: Model,
+    entries: Sequence[Endpoint],
+    now: float,
+    changed: Mapping[str, Endpoint] = MappingProxyType({}),
+) -> Placement | NoPlacement:
+    """``changed`` entries replace those of the same instances."""
+    if changed:
+        entries = [changed.get(entry.instance_id, entry) for entry in entries]
+    candidate_index = state.endpoint_cache.candidate_index(model.version_id, state.attempts.at)
+    if candidate_index is not None:
+        likely = candidate_index.entries()
+        if admission.block_hashes:
+            likely += _prefix_affine(state, admission, entries, {entry.instance_id for entry in likely})
+        if changed:
+            likely = [changed.get(entry.instance_id, entry) for entry in likely]
+        placement = _place_at(state, admission, model, likely, now)
+        if not isinstance(placement, NoPlacement) or (placement.is_of_all and candidate_index.is_full(now)):
+            return placement
+    return _place_at(state, admission, model, entries, now)
+
+
+def _place_at(
+    state: State, admission: Admission, model: Model, entries: Sequence[Endpoint], now: float
+) -> Placement | NoPlacement:
+    return state.strategies.place(
+        admission,
+        model,
+        _candidates(state, admission, model, entries, now),
+        state.kv_transfer_times,
+        state.config,
+        now,
+        state.answer_lengths.expected(model.version_id, admission.max_tokens),
+    )
+
+
+def _prefix_affine(
+    state: State, admission: Admission, entries: Sequence[Endpoint], known: Container[str]
+) -> list[Endpoint]:
+    """Instances outside ``known`` with the longest cached prefix of the prompt."""
+    hashes, index = admission.block_hashes, state.prefix_index
+    by_blocks = [
+        (index.num_blocks(entry.instance_id, hashes), entry) for entry in entries if entry.instance_id not in known
+    ]
+    return [entry for num_blocks, entry in nlargest(MAX_SCORED, by_blocks, key=itemgetter(0)) if num_blocks]
+
+
+def start(state: State, admission: Admission, placement: Placement, now: float) -> None:
+    """Opens the attempt at the placement and answers its gateway."""
+    if placement.prompt_source is not None and not _is_present(state, placement.prompt_source.worker.worker_id):
+        placement = structs.replace(placement, prompt_source=None)
+    if admission.was_recalled:
+        state.returning.remove(admission)
+    open_attempt(state, admission, placement, False, now)
+    if not placement.cold:
+        state.token_times.placed(placement.decode.instance_id, placement.predicted.step_s, now)
+        num_cached = admission.num_contexts * placement.predicted.num_cached_tokens
+        state.cached_prompts.observe(admission.version_id, admission.num_prefill_tokens, num_cached)
+    state.effects.answers.append(effects.Placed(admission.gateway_id, placement))
+    placed = effects.AttemptPlaced(
+        admission.key,
+        admission.model,
+        admission.admitted_at,
+        now,
+        placement,
+        admission.traceparent,
+        admission.service_class,
+        0.0 if admission.num_forced_tokens else admission.ttft_target_s,
+        admission.tbt_target_s,
+    )
+    state.effects.opened.append(placed)
+
+
+def _is_present(state: State, worker_id: str) -> bool:
+    """Whether the worker is neither lost nor suspected: another worker would wait in vain for its prompts."""
+    return worker_id in state.membership.workers and not state.membership.is_suspect(worker_id)
+
+
+def _takes_beside_others(candidate: Candidate) -> bool:
+    """Whether the candidate may take another prompt of a version that several tenants share."""
+    entry = candidate.entry
+    return not entry.plays_prefill or len(candidate.work.queue) < max_prompts_ahead(entry.latency)
+
+
+def candidates(state: State, admission: Admission, model: Model, now: float) -> list[Candidate]:
+    """The version's endpoints with what matters to this attempt."""
+    return _candidates(state, admission, model, endpoints.of_version(state, model, now), now)
+
+
+def _candidates(
+    state: State, admission: Admission, model: Model, entries: Sequence[Endpoint], now: float
+) -> list[Candidate]:
+    # Runs thousands of times a second for a dozen entries: repeated look-ups are hoisted out of the loop.
+    hashes, block_tokens, work_of = admission.block_hashes, model.routing_block_tokens, state.attempts.at
+    num_cached_blocks, correction_of = state.prefix_index.num_blocks, state.corrections.of
+    result: list[Candidate] = []
+    token_time_of = state.token_times.of
+    for entry in entries:
+        instance_id, num_cached, correction = entry.worker_ref.instance_id, 0, 1.0
+        token_time = UNKNOWN_TOKEN_TIME
+        if entry.plays_prefill:
+            correction = correction_of(instance_id, now)
+            if hashes:
+                num_cached = num_cached_blocks(instance_id, hashes) * block_tokens
+        if entry.plays_decode:
+            token_time = token_time_of(instance_id, now)
+        result.append(Candidate(entry, work_of(instance_id), num_cached, correction, token_time))
+    if state.shared_versions.is_shared(admission.version_id, now):
+        return [candidate for candidate in result if _takes_beside_others(candidate)]
+    return result
+
+
+def open_attempt(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
+    """Records that the attempt runs at the placement. ``is_computed``: its prompt is computed already."""
+    model = state.models[admission.version_id]
+    num_attended = admission.num_attended(state.answer_lengths.expected(model.version_id, admission.max_tokens))
+    attempt = OpenAttempt(
+        admission, placement, now, admission.kv_bytes(model), is_computed, num_attended, computed_at=now
+    )
+    state.attempts.open(attempt, now)
+    for worker_ref in (placement.prefill, placement.decode):
+        state.instances.touch(worker_ref.instance_id, now)
+
+
+def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool = True) -> None:
+    """Records that the attempt's prompt is computed: its instance can take another, and has the prefix in its cache.
+
+    ``is_measured``: the first token came just now, so that its time can be learned from.
+    """
+    attempt = state.attempts.computed(key, now)
+    if attempt is None:
+        return
+    state.endpoint_cache.unblock(attempt.admission.version_id)
+    state.returning.remove(attempt.admission)  # it was computed before its recall arrived
+    if state.instances.get(attempt.placement.prefill.instance_id):
+        _learn_from_first_token(state, attempt, now, is_measured=is_measured)
+    place_version(state, attempt.admission.version_id, now)
+
+
+def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, is_measured: bool) -> None:
+    placement, admission = attempt.placement, attempt.admission
+    instance_id, worker_id = placement.prefill.instance_id, placement.prefill.worker_id
+    state.instances.touch(instance_id, now)
+    if is_measured and not placement.cold and placement.prompt_source is None:
+        ttft_s, predicted = now - attempt.placed_at, placement.predicted
+        state.corrections.observe(instance_id, predicted.ttft_s, predicted.ttft_correction, ttft_s, now)
+    instance = state.instances.get(instance_id)
+    is_late = now > admission.deadline and (admission.key.attempt == 1 or admission.was_recalled)
+    if is_measured and instance is not None and admission.admitted_at > instance.since and is_late:
+        state.arrivals.of(admission.version_id).late(admission.admitted_at)
+    model, worker = state.models.get(admission.version_id), state.membership.workers.get(worker_id)
+    if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
+        block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
+        state.prefix_index.note(instance_id, admission.block_hashes, worker.kv_pool_bytes // block_bytes)

@@ -1,0 +1,121 @@
+"""Consequences of a new phase or the end of an instance, and of an accepted, refused or given-up load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torchrelay.common.quantities import format_count, format_duration
+from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
+from torchrelay.scheduler.policy.handlers import dispatch, lifecycle, relay_plans, scaling
+from torchrelay.scheduler.policy.inputs import LoadRefused
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import Instance, InstancePhase
+
+
+def load_accepted(state: State, instance_id: str, now: float) -> None:
+    """Places requests on an accepted load at once: the worker computes with the layers that it has."""
+    instance = state.instances.get(instance_id)
+    if instance is not None and not instance.accepted:
+        state.instances.put(replace(instance, accepted_at=now))
+        dispatch.place_waiting(state, now, (instance.version_id,))
+
+
+def load_refused(state: State, refusal: LoadRefused, now: float) -> bool:
+    """Gives up a load that its worker refused; returns whether it was not accepted or given up before."""
+    cause = refusal.cause
+    instance = state.instances.get(refusal.instance_id)
+    if instance is None:
+        return False
+    waits_for_store = refusal.failed_store and instance.phase is InstancePhase.LOADING and not instance.num_layers_ready
+    if instance.accepted and not waits_for_store:
+        return False
+    if refusal.failed_store:
+        relay_plans.relay_refused(state, instance.pack_id, refusal.failed_store, cause, now)
+    figures = {"error": cause} | ({"store": refusal.failed_store} if refusal.failed_store else {})
+    give_up_load(state, instance, Reason(scaling.LOAD_REFUSED, cause, figures), now)
+    return True
+
+
+def give_up_load(state: State, instance: Instance, reason: Reason, now: float) -> None:
+    """Ends a load that failed; a load that its worker accepted is drained."""
+    if instance.accepted:
+        scaling.drain(state, instance, reason, now)
+        _count_failure(state, instance, reason, now)
+    else:
+        state.instances.remove(instance.instance_id)
+        record(state, InstanceTransition(TransitionKind.FAILED, instance, instance, reason), now)
+
+
+def worker_gone(state: State, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
+    """Removes the instances of a worker that is gone."""
+    for change in state.instances.leave(worker_id, kind, reason):
+        record(state, change, now)
+
+
+def record(state: State, change: InstanceTransition, now: float) -> None:
+    """Records that an instance appeared, changed its phase or is gone."""
+    instance = change.instance
+    if change.gone:
+        if state.queues.num_waiting(instance.version_id):
+            state.slot_lost_at[instance.version_id] = now
+        state.prefix_index.forget(instance.instance_id)
+        if not state.instances.of_version(instance.version_id):
+            state.cached_prompts.forget(instance.version_id)
+        state.corrections.forget(instance.instance_id)
+        state.token_times.forget(instance.instance_id)
+        state.load_times.end(instance.instance_id)
+        state.prompt_moves.pop(instance.instance_id, None)
+    fields = scaling.event_fields(instance)
+    if change.before is not None:
+        fields["in_state_s"] = now - change.before.since
+    match change.kind:
+        case TransitionKind.MOVED if change.before is not None and change.before.phase is not instance.phase:
+            reason = instance.reason
+            if instance.phase is InstancePhase.READY:
+                state.load_failures.succeeded(instance.version_id, instance.worker_id)
+                state.attempts.resumed(instance.instance_id, now)
+                state.load_times.end(instance.instance_id, now - instance.created_at)
+                moves = state.prompt_moves.get(instance.instance_id, {})
+                reason = _ready_reason(instance, now - change.before.since, moves)
+            phase = instance.phase.value
+            state.record_event(now, phase, instance, reason, f"instance.{phase}", fields)
+        case TransitionKind.ADOPTED:
+            state.record_event(now, "adopted", instance, instance.reason, f"instance.{instance.phase.value}", fields)
+        case TransitionKind.RELEASED:
+            state.record_event(now, "released", instance, instance.reason, "instance.released", fields)
+        case TransitionKind.STOPPED | TransitionKind.LOST:
+            kind = change.kind.value
+            state.record_event(now, kind, instance, change.reason, f"instance.{kind}", fields)
+        case TransitionKind.FAILED:
+            state.record_event(now, "load_failed", instance, change.reason, "instance.failed", fields)
+            _count_failure(state, instance, change.reason, now)
+
+
+def _count_failure(state: State, instance: Instance, reason: Reason, now: float) -> None:
+    """Counts a failed load; after the last try, refuses the waiting requests unless other instances serve them."""
+    version_id, is_lost = instance.version_id, reason.cause == STORE_LOST
+    is_of_store = is_lost or "store" in reason.figures
+    if is_lost and (worker := state.membership.workers.get(instance.worker_id)) is not None:
+        workers = state.membership.workers.values()
+        state.load_failures.store_lost((each.worker_id for each in workers if each.host_id == worker.host_id), now)
+    decided_at = instance.created_at
+    if state.load_failures.add(version_id, instance.worker_id, reason.text, decided_at, now, is_of_store=is_of_store):
+        for admission in state.queues.waiting(version_id):
+            if not is_of_store or now - admission.admitted_at > state.config.load_backoff_max_s:
+                lifecycle.refuse_if_given_up(state, admission, now)
+
+
+def _ready_reason(instance: Instance, took_s: float, moves: Mapping[str, tuple[int, float]]) -> Reason:
+    """``moves``: the prompts that other workers took over meanwhile; see ``State.prompt_moves``."""
+    layers = f"all {instance.num_layers} layers" if instance.num_layers > 1 else "all"
+    text = f"{layers} loaded in {format_duration(took_s)}"
+    figures: dict[str, str | int | float] = {"num_layers": instance.num_layers}
+    for worker_id, (number, saved_s) in moves.items():
+        text += (
+            f"; {worker_id} took over {format_count(number, 'prompt')} with {format_duration(saved_s)} of computation"
+        )
+    if moves:
+        figures["num_moved"] = sum(number for number, _ in moves.values())
+    return Reason("loaded", text, figures)

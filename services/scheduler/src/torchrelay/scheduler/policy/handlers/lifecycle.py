@@ -1,0 +1,331 @@
+"""The life of an admission: admit -> (wait) -> placed -> released. Idempotent: a key counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+
+from msgspec import structs
+
+from torchrelay.common.quantities import format_duration
+from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.admission.retry_times import MAX_S, MIN_S
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
+from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
+from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.handlers import backlogs, dispatch
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import (
+    BOTH,
+    Admission,
+    AttemptKey,
+    LatencyTargets,
+    Model,
+    Placement,
+    ServiceClass,
+)
+
+_LEAST_AHEAD_S = 1e-3  # lower bound of the prompt time ahead in a full queue
+_SWEEP_S = 10.0  # waiting requests are checked for this long after a reason to refuse them: ticks may be late
+
+
+def admit(
+    state: State, admission: Admission, model: Model, current: Placement | None, is_computed: bool, now: float
+) -> bool:
+    """Handles an admission. True if it waits in the queue now, newly or still."""
+    key = admission.key
+    state.gateways.confirm(admission.gateway_id, key)
+    opened = state.attempts.get(key)
+    is_known = opened is not None or key in state.queues
+    is_new_call = key.attempt == 1 and current is None and not is_known
+    state.note_model(model, now, is_new_call=is_new_call)
+    state.shared_versions.note(admission.version_id, admission.tenant, now)
+    _suspect_failed_workers(state, admission, now)
+    if opened is not None:
+        if is_computed:  # the first-token message may have been lost with its stream
+            dispatch.first_token(state, key, now, is_measured=False)
+        if current is None:
+            state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
+        return False
+    if key in state.queues:
+        state.queues.unpark(key)
+        return True
+    if current is not None:
+        # An earlier scheduler placed it: it runs and needs no answer.
+        dispatch.open_attempt(state, admission, current, is_computed, now)
+        return False
+    # A request that was placed on a failed load has had its tries, unless its store failed, which may be back shortly.
+    has_had_tries = key.attempt > 1 and not admission.num_forced_tokens
+    if (
+        has_had_tries
+        and not state.load_failures.is_of_store(admission.version_id)
+        and refuse_if_given_up(state, admission, now)
+    ):
+        return False
+    before = state.recalled.pop(key.request_id, None)
+    if before is not None:  # it keeps its arrival time and is never displaced by a newer request
+        earlier, source = before
+        recalled = structs.replace(
+            admission, admitted_at=earlier.admitted_at, age_s=earlier.age_s, was_recalled=True, prompt_source=source
+        )
+        state.queues.push(recalled)
+        state.returning.admitted(recalled)
+        return True
+    displaced = state.queues.displaced_by(admission)
+    if displaced is not None:
+        _refuse_as_full(state, displaced, state.models[displaced.version_id], now)
+    if displaced is admission:
+        return False
+    _note_arrival(state, admission, now)
+    state.queues.push(admission)
+    return True
+
+
+def _note_arrival(state: State, admission: Admission, now: float) -> None:
+    version_id = admission.version_id
+    bound = state.attempts.work
+    is_unused = not state.queues.num_waiting(version_id) and not any(
+        instance.instance_id in bound for instance in state.instances.of_version(version_id)
+    )
+    price_s = state.idle_timeout_s(version_id, now)
+    history = state.arrivals.of(version_id)
+    load_s = state.expected_load_s(state.models[version_id])
+    history.arrive(admission.num_prefill_tokens, admission.ttft_target_s, price_s, load_s, now, is_unused=is_unused)
+    state.forecasts.pop(version_id, None)
+
+
+def with_targets(admission: Admission, model: Model, config: PolicyConfig) -> Admission:
+    """The admission with its latency targets filled in: its own, else its model's, else the scheduler's."""
+    service_class, of_model = admission.service_class, model.targets
+    return structs.replace(
+        admission,
+        ttft_target_s=admission.ttft_target_s or _ttft_s(of_model, service_class) or _ttft_s(config, service_class),
+        tbt_target_s=admission.tbt_target_s or of_model.tbt_target_s or config.tbt_target_s,
+    )
+
+
+def _ttft_s(targets: LatencyTargets | PolicyConfig, service_class: ServiceClass) -> float:
+    match service_class:
+        case ServiceClass.INTERACTIVE:
+            return targets.interactive_ttft_s
+        case ServiceClass.STANDARD:
+            return targets.standard_ttft_s
+        case ServiceClass.BATCH:
+            return targets.batch_ttft_s
+
+
+def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
+    cold_s = backlogs.cold_wait_s(state, model, now)
+    if cold_s is None:
+        retry_s = state.retry_times.retry_s(model.version_id, _places_per_s(state, model, now), 0.0, now)
+    else:
+        retry_s = min(max(cold_s, MIN_S), MAX_S)  # as the streams of requests that wait are told
+    num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
+    own = f"your waiting requests: {num_own}"
+    message = f"the queue for {admission.model} is full ({own}); retry in {format_duration(retry_s)}"
+    refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
+
+
+def _places_per_s(state: State, model: Model, now: float) -> float:
+    """Rate at which places in the queue become free: measured if recent, otherwise predicted."""
+    measured = state.queues.places_per_s(model.version_id, now)
+    if measured is not None:
+        return measured
+    return max(state.queues.num_waiting(model.version_id), 1) / max(
+        backlogs.prompts_ahead_s(state, model, now), _LEAST_AHEAD_S
+    )
+
+
+def park(state: State, keys: Iterable[AttemptKey]) -> None:
+    """Parks requests whose gateway is gone: they keep their positions in the queue, and are not placed before the
+    gateway asks for them again.
+    """
+    for key in keys:
+        state.queues.park(key)
+        for _, too_large in state.too_large.values():
+            too_large.discard(key)
+
+
+def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:
+    """Suspects the workers that failed the request, which are not used until they report again.
+
+    A gateway may learn of a failure first: when a load fails, its attempts end and return within a millisecond.
+    """
+    for worker_id in admission.lost_workers:
+        _suspect(state, worker_id, now)
+    for instance_id in state.instances_without_token.pop(admission.key.request_id, ()):
+        if instance := state.instances.get(instance_id):
+            _suspect(state, instance.worker_id, now)
+
+
+def _suspect(state: State, worker_id: str, now: float) -> None:
+    state.membership.suspect(worker_id, now)
+    if instance := state.instances.on_worker(worker_id):
+        state.endpoint_cache.forget(instance.version_id)
+
+
+def withdraw(state: State, key: AttemptKey, now: float) -> None:
+    """Removes a request whose client left. If a placement crossed the withdrawal, its resources are released."""
+    admission = state.queues.remove(key, now)
+    attempt = release(state, key, now)
+    if admission is None and attempt is not None:
+        admission = attempt.admission
+    if admission is not None:
+        dispatch.place_version(state, admission.version_id, now)
+
+
+def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
+    """Closes an attempt that is over, whether it waited or ran."""
+    state.gateways.forget(key)
+    if (waiting := state.queues.remove(key, now)) is not None:
+        state.returning.remove(waiting)
+    attempt = state.attempts.close(key, now)
+    if attempt is not None:
+        state.endpoint_cache.unblock(attempt.admission.version_id)
+        state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
+        state.arrivals.used(attempt.admission.version_id, now)
+        for instance_id in attempt.instance_ids:
+            state.instances.touch(instance_id, now)
+        if (version_id := attempt.admission.version_id) not in state.idle_deadlines:
+            state.idle_deadlines.note(version_id, now + state.longest_idle_s(version_id, now))
+    return attempt
+
+
+def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: float) -> None:
+    """Learns the KV transfer time and the time between tokens; workers learn their step times themselves."""
+    placement = attempt.placement
+    if outcome.tbt_s is not None and not placement.cold and state.instances.get(placement.decode.instance_id):
+        predicted = placement.predicted
+        state.token_times.observe(
+            placement.decode.instance_id, predicted.tbt_s, predicted.tbt_correction, outcome.tbt_s, now
+        )
+    model, admission = state.models.get(attempt.admission.version_id), attempt.admission
+    workers = state.membership.workers
+    prefill = workers.get(attempt.placement.prefill.worker_id)
+    decode = workers.get(attempt.placement.decode.worker_id)
+    if outcome.kv_transfer_s is None or model is None or prefill is None or decode is None or prefill is decode:
+        return
+    kv_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
+    state.kv_transfer_times.observe(prefill.host_id, decode.host_id, kv_bytes, outcome.kv_transfer_s)
+
+
+def observe_length(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
+    """Learns the length of a completed answer; of an answer that failed before, only a part is known."""
+    admission = attempt.admission
+    if outcome.num_output_tokens and not admission.num_forced_tokens:
+        num_tokens = admission.num_forced_tokens + outcome.num_output_tokens / max(admission.num_choices, 1)
+        state.answer_lengths.observe(admission.version_id, num_tokens)
+
+
+def refuse(
+    state: State,
+    admission: Admission,
+    reason: effects.RefusalReason,
+    message: str,
+    now: float,
+    retry_after_s: float = 0.0,
+) -> None:
+    release(state, admission.key, now)
+    refusal = effects.AdmissionRefused(admission.gateway_id, admission.key, reason, message, retry_after_s)
+    state.effects.answers.append(refusal)
+    state.effects.events.append(effects.SchedulerEvent(now, "refuse", admission.model, admission.model, message))
+
+
+def refuse_if_given_up(state: State, admission: Admission, now: float) -> bool:
+    """Refuses a request whose model will not be loaded for a while after its last try, unless instances serve it."""
+    cause = state.load_failures.given_up_for(admission.version_id, now)
+    instances = state.instances.of_version(admission.version_id)
+    if not cause or cover_both_roles(instance for instance in instances if instance.placeable):
+        return False
+    message = f"{admission.model} could not be loaded: {cause}"
+    refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, state.config.load_backoff_max_s)
+    return True
+
+
+def refuse_infeasible(state: State, now: float) -> None:
+    """Refuses waiting requests that no slot can serve any more. Requests that no slot ever could are refused at
+    once.
+    """
+    config = state.config
+    since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
+    is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S
+    if not _knows_slots(state, now) or not (
+        is_settling or state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S)
+    ):
+        return
+    largest_slot = cache(partial(_largest_slot, state, now))  # thousands of requests have few sizes
+    for admission in list(state.queues):
+        _refuse_if_infeasible(state, admission, largest_slot, now)
+
+
+def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
+    """Refuses a waiting request that no slot can serve and none could for some time. Never shortly after a start, when
+    slots may still appear, nor without any slot, for which ``refuse_unserved`` gives the reason.
+    """
+    if _knows_slots(state, now):
+        _refuse_if_infeasible(state, admission, partial(_largest_slot, state, now), now)
+
+
+def _knows_slots(state: State, now: float) -> bool:
+    return now - state.started_at >= state.config.refusal_settle_s and state.membership.sizes.largest_weights_bytes > 0
+
+
+def _largest_slot(state: State, now: float, num_devices: int, absent_s: float) -> tuple[int, int]:
+    """The most bytes of weights and of KV that a slot holds, among present slots and those of ``absent_s`` ago."""
+    slots = state.membership.sizes.since(now - absent_s, num_devices)
+    return max((slot.weights_bytes for slot in slots), default=0), largest_pool(slots)
+
+
+def _refuse_if_infeasible(
+    state: State, admission: Admission, largest_slot: Callable[[int, float], tuple[int, int]], now: float
+) -> None:
+    model = state.models[admission.version_id]
+    arena, pool = largest_slot(model.num_devices, absence_limit_s(state, admission))
+    needed = admission.kv_bytes(model)
+    if not arena:
+        message = f"{admission.model} needs a slot of {model.num_devices} devices; no worker has one"
+    elif model.pack_bytes > arena:
+        weights = f"the weights of {admission.model} take {model.pack_bytes:,} bytes"
+        message = f"{weights}; the largest slot holds {arena:,}"
+    elif needed > pool > 0:
+        message = f"the request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}: "
+        message += "shorten the prompt or lower max_tokens"
+    else:
+        return
+    refuse(state, admission, effects.RefusalReason.NO_CAPACITY, message, now)
+
+
+def absence_limit_s(state: State, admission: Admission) -> float:
+    """How long a request waits for missing capacity; a request that has output tokens already waits longer."""
+    return state.config.unserved_resumed_s if admission.num_forced_tokens else state.config.unserved_s
+
+
+def refuse_unserved(state: State, now: float) -> None:
+    """Refuses requests that need a load if no model could be loaded anywhere for some time.
+
+    As long as any model can be loaded, requests only wait for their turn; and while a launcher starts slots, for these.
+    """
+    why = state.membership.why_no_load()
+    if state.config.scaling is ScalingMode.ADVISE:
+        why = "the scheduler only advises (scaling), and loads nothing beyond the minimums of models"
+    if not why:
+        state.unserved_since = None
+        return
+    if state.unserved_since is None:
+        state.unserved_since = now
+    for admission in list(state.queues):
+        if state.is_starting_slots(state.models[admission.version_id].num_devices):
+            continue
+        limit_s = absence_limit_s(state, admission)
+        if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
+            message = f"{admission.model} cannot be loaded: {why}"
+            refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
+
+
+def _has_served_roles(state: State, version_id: str) -> bool:
+    """Whether the workers of the version's instances can together play both roles."""
+    staying = (instance for instance in state.instances.of_version(version_id) if instance.staying)
+    workers = (state.membership.workers.get(instance.worker_id) for instance in staying)
+    return frozenset(role for worker in workers if worker for role in worker.playable_roles) >= BOTH

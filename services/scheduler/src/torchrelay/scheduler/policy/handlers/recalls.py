@@ -1,0 +1,70 @@
+"""Recalls prompts that have not begun from an instance that gives up the role, or whose worker leaves. Their gateways
+end these attempts and ask again, once per request.
+"""
+
+from __future__ import annotations
+
+from torchrelay.common.liveness import SILENT_S
+from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.handlers import endpoints
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import BOTH, Instance, InstancePhase, PromptSource, Role, Roles
+
+
+def recall_from_roles(state: State, instance: Instance, lost: Roles, now: float) -> None:
+    """Recalls the prompts that have not begun and are dispatched to the instance for a role that it gives up."""
+    names = " and ".join(role.name.lower() for role in sorted(lost))
+    _recall_dispatched(state, instance, lost, f"{instance.worker_id} gives up {names}", now)
+
+
+def recall_from_leaving(state: State, instance: Instance, now: float) -> None:
+    """Recalls the prompts that have not begun at the instance of a worker that leaves, if another worker stays: the
+    last one computes them itself, as far as its grace allows.
+    """
+    if not all(worker.is_leaving for worker in state.membership.workers.values()):
+        _recall_dispatched(state, instance, BOTH, f"{instance.worker_id} leaves", now)
+
+
+def _recall_dispatched(state: State, instance: Instance, lost: Roles, why: str, now: float) -> None:
+    """Recalls the prompts that have not begun and are dispatched to the instance for one of these roles."""
+    for source in state.instances.of_version(instance.version_id):
+        work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
+        for key, _ in work.queue.not_begun(now, is_loading=is_loading):
+            placement = work.prefills[key].placement
+            refs = {Role.PREFILL: placement.prefill, Role.DECODE: placement.decode}
+            is_dispatched = any(refs[role].instance_id == instance.instance_id for role in lost)
+            if is_dispatched and work.prefills[key].may_be_recalled:
+                reason = f"attempt {key.attempt} has not begun, and {why}"
+                order(state, work.prefills[key], is_loading=is_loading, reason=reason, now=now)
+
+
+def order(state: State, attempt: OpenAttempt, *, is_loading: bool, reason: str, now: float) -> None:
+    """Recalls the attempt. ``is_loading``: its prefill worker, which keeps what it has computed of the prompt."""
+    admission = attempt.admission
+    attempt.is_recalled, attempt.is_partly_computed = True, is_loading
+    state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key, is_loading))
+    event = effects.SchedulerEvent(now, "recall", admission.model, admission.key.request_id, reason)
+    state.effects.events.append(event)
+
+
+def recalled(state: State, attempt: OpenAttempt, now: float) -> None:
+    """Records that a recalled attempt has left its instances. Its request will be admitted again with its first arrival
+    time, and its tenant is refunded, as the attempt was not served.
+    """
+    admission = attempt.admission
+    state.queues.refund(admission)
+    source = _source(state, attempt, now) if attempt.is_partly_computed else None
+    state.recalled[admission.key.request_id] = admission, source
+
+
+def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | None:
+    key, worker, model = attempt.admission.key, attempt.placement.prefill, state.models[attempt.admission.version_id]
+    for entry in endpoints.prefills(state, model, now):
+        if entry.instance_id == worker.instance_id:
+            prompt_s = attempt.placement.predicted.prefill_s
+            kept_until = now + SILENT_S
+            return PromptSource(
+                key, worker, entry.host_id, entry.loaded_at, entry.load_s, kept_until, attempt.placed_at, prompt_s
+            )
+    return None  # its worker is lost or suspect

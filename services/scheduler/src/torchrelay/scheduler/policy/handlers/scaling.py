@@ -1,0 +1,293 @@
+"""Runs the autoscaler on the state, and turns its actions into commands and events."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torchrelay.common.quantities import format_count
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, Action, Drain, Load, SetRoles
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
+from torchrelay.scheduler.policy.config import ScalingMode
+from torchrelay.scheduler.policy.effects import Hop, LoadCommand, LoadOrder, SetRolesCommand, UnloadCommand
+from torchrelay.scheduler.policy.handlers import demands, recalls, relay_plans
+from torchrelay.scheduler.policy.handlers.cluster_load import autoscaler_input
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
+
+LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
+_UNLOAD_RETRY_S = 1.0
+_ADVISE_AGAIN_S = 60.0  # advice that still stands is recorded again after this time
+_LEAD_FACTOR = 1.5  # a scheduled instance is loaded this many predicted load times early: some loads take longer
+_SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict"} | dict.fromkeys(
+    ("preempt_spare", "time_slice", FIRST_SLOT), "preempt"
+)
+
+
+def scale(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
+    """Decides for the whole cluster or for these versions, and issues the commands."""
+    is_complete = version_ids is None
+    decide = state.strategies.decide
+    for action in decide(autoscaler_input(state, now, version_ids), state.config, is_complete=is_complete):
+        if state.config.scaling is ScalingMode.ADVISE and not _is_for_minimum(state, action):
+            _advise(state, action, now)
+            continue
+        match action:
+            case Load():
+                _wake(state, action, now)
+            case SetRoles():
+                _set_roles(state, action, now)
+            case Drain():
+                _drain(state, action, now)
+
+
+def _is_for_minimum(state: State, action: Action) -> bool:
+    """Whether the action loads a model that has fewer instances than its minimum."""
+    if not isinstance(action, Load):
+        return False
+    version_id = action.model.version_id
+    minimum = state.minimums.in_force.get(version_id)
+    num_staying = sum(instance.staying for instance in state.instances.of_version(version_id))
+    return minimum is not None and num_staying < minimum.number
+
+
+def _advise(state: State, action: Action, now: float) -> None:
+    """Records the action instead of carrying it out: at once, and again from time to time while it stands."""
+    if isinstance(action, Load):
+        subject: Instance | Model = action.model
+        what = f"would load {format_count(len(action.assignments), 'instance')}"
+        key = action.model.version_id
+    else:
+        instance = state.instances.get(action.instance_id)
+        if instance is None:
+            return
+        subject, key = instance, action.instance_id
+        what = "would drain" if isinstance(action, Drain) else f"would play {role_names(action.roles)}"
+    asked = key, action.reason.cause
+    if now - state.advised_at.get(asked, -math.inf) < _ADVISE_AGAIN_S:
+        return
+    state.advised_at[asked] = now
+    by_tenant = {tenant: f"{what}: {text}" for tenant, text in action.reason.by_tenant.items()}
+    reason = replace(action.reason, text=f"{what}: {action.reason.text}", by_tenant=by_tenant)
+    state.record_event(now, "advise", subject, reason, "scale.advice")
+
+
+def may_act_alone(state: State, model: Model, now: float) -> bool:
+    """Whether a decision on this model alone may act now. If the strategy decides in turns and other versions have
+    waiting requests, only a version that lacks a role may: a version that only grows is decided together with the
+    others, on each tick.
+    """
+    if not state.strategies.decides_in_turns or not state.queues.others_wait(model.version_id):
+        return True
+    return _lacks_role(state, model, now)
+
+
+def has_waiting_or_minimum(state: State, version_id: str) -> bool:
+    """Whether requests wait or minimums apply. If neither, the version is rescaled at its next scheduled evaluation."""
+    return bool(state.queues.num_waiting(version_id)) or version_id in state.minimums.in_force
+
+
+def starving_versions(state: State, now: float) -> list[str]:
+    """Versions with waiting requests that lack a role for any of them."""
+    models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
+    return [model.version_id for model in models if _lacks_role(state, model, now)]
+
+
+def _lacks_role(state: State, model: Model, now: float) -> bool:
+    """Whether the version lacks a role, as defined by ``AutoscalerInput.missing``."""
+    kv_bytes = demands.waiting_of(state, model, now).most_kv_bytes
+    played: set[Role] = set()
+    for instance in state.instances.of_version(model.version_id):
+        worker = state.membership.workers.get(instance.worker_id)
+        if instance.staying and not (worker is not None and worker.kv_pool_bytes < kv_bytes):
+            played |= instance.target_roles
+            if played >= BOTH:
+                return False
+    return True
+
+
+def idle_versions(state: State, now: float) -> list[str]:
+    """Versions that may have become idle just now."""
+    idle = []
+    for version_id in state.idle_deadlines.passed(now):
+        instances = state.instances.of_version(version_id)
+        last_active = (state.instances.last_active(instance.instance_id) for instance in instances)
+        used_at = max(last_active, default=-math.inf)
+        if (deadline := used_at + state.longest_idle_s(version_id, now)) > now:
+            state.idle_deadlines.note(version_id, deadline)
+        elif instances:
+            idle.append(version_id)
+    return idle
+
+
+def set_minimums(state: State, models: Sequence[Model], now: float) -> None:
+    """Sets the models that have a minimum of instances, always or at times; no other model has one."""
+    for model in models:
+        state.note_model(model, now, is_new_call=False)
+    state.minimums.set(models)
+    evaluate_minimums(state, now)
+
+
+def model_deleted(state: State, name: str, now: float) -> None:
+    """Forgets the demand for versions that no other model shares; their instances are drained once they are idle."""
+    for version_id in state.aliases.deleted(name):
+        state.forecasts.pop(version_id, None)
+        state.arrivals.forget(version_id)
+        state.idle_deadlines.note(version_id, now)
+
+
+def evaluate_minimums(state: State, now: float) -> None:
+    """Updates the minimums in force now, and records each change."""
+
+    def lead_s(model: Model) -> float:
+        return _LEAD_FACTOR * state.expected_load_s(model) + state.config.whole_scale_every_s
+
+    for version_id, minimum in state.minimums.evaluate(now, lead_s).items():
+        if model := state.models.get(version_id):
+            plain = dict.fromkeys(demands.tenants_of(state, version_id), minimum.plain_text)
+            state.record_event(now, "minimum", model, Reason("minimum", minimum.text(now), {}, plain))
+
+
+def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
+    return tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
+
+
+def _wake(state: State, action: Load, now: float) -> None:
+    model = action.model
+    orders = defaultdict[str, list[LoadOrder]](list)  # by host, in the order assigned
+    for assignment in action.assignments:
+        worker = state.membership.workers[assignment.worker_id]
+        instance = Instance(
+            instance_id=state.new_id(),
+            model=model.name,
+            version_id=model.version_id,
+            pack_id=model.pack_id,
+            worker_id=worker.worker_id,
+            incarnation=worker.incarnation,
+            host_id=worker.host_id,
+            roles=assignment.roles,
+            phase=InstancePhase.LOADING,
+            since=now,
+            created_at=now,
+            reason=action.reason,
+            error_before=worker.slot.error,
+        )
+        state.instances.put(instance)
+        orders[worker.host_id].append(LoadOrder(instance.instance_id, worker.worker_id, assignment.roles))
+        state.record_event(now, "load", instance, action.reason, "instance.loading", event_fields(instance))
+    stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}
+    store_ids = [store.store_id for store in stores.values()]
+    waiting = state.queues.waiting(model.version_id)
+    edges = relay_plans.plan_relay(state, model.pack_id, model.pack_bytes, store_ids, now, reason=action.reason)
+    for edge in edges:
+        host_id = state.membership.stores[edge.target].host_id
+        tier = _tier(state, model, stores[host_id])
+        links = frozenset[str]() if tier is Tier.HOST else frozenset((edge.target, *edge.striped))
+        for order in orders[host_id]:
+            state.load_times.begin(order.instance_id, model, tier, links)
+    by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
+    hops = tuple(
+        Hop(
+            edge.target,
+            edge.sources,
+            by_store[edge.target],
+            edge.num_striped,
+            relay_plans.goes_first(state, model.pack_id, edge.target),
+        )
+        for edge in edges
+    )
+    state.effects.commands.append(LoadCommand(model, hops, waiting[0].traceparent if waiting else ""))
+    chain = ", ".join(map(str, edges))
+    num = len(action.assignments)
+    state.record_event(now, "plan", model, chain)
+    state.record_event(now, "scale_up", model, action.reason, "scale.up", {"num_instances": num, "relay": chain})
+
+
+def _set_roles(state: State, action: SetRoles, now: float) -> None:
+    instance = state.instances.get(action.instance_id)
+    assert instance is not None
+    lost = instance.roles - action.roles
+    state.instances.put(replace(instance, pending_roles=action.roles, roles_since=now, roles_reason=action.reason.text))
+    state.effects.commands.append(SetRolesCommand(instance.instance_id, instance.worker_id, action.roles))
+    fields = event_fields(instance) | {"roles": role_names(action.roles)}
+    state.record_event(now, "set_roles", instance, action.reason, "scale.set_roles", fields)
+    if lost:
+        _note_role_lost(state, instance.version_id, lost, now)
+        recalls.recall_from_roles(state, instance, lost, now)
+
+
+def _drain(state: State, action: Drain, now: float) -> None:
+    instance = state.instances.get(action.instance_id)
+    assert instance is not None
+    drain(state, instance, action.reason, now)
+    if action.overdue_tenant:
+        since = now - state.config.time_slice_s
+        recent = {tenant: at for tenant, at in state.overdue_slots_at.items() if at > since}
+        state.overdue_slots_at = {**recent, action.overdue_tenant: now}
+    if instance.target_roles != BOTH:
+        _note_role_lost(state, instance.version_id, instance.target_roles, now)
+    kind = action.reason.cause
+    state.record_event(now, kind, instance, action.reason, f"scale.{_SCALE_EVENTS[kind]}", event_fields(instance))
+
+
+def _note_role_lost(state: State, version_id: str, roles: Roles, now: float) -> None:
+    """Records that the version gives up an instance with this role: the next needs another full period without
+    demand.
+    """
+    history = state.arrivals.of(version_id)
+    if Role.DECODE in roles:
+        history.decode_last_full_at = now
+    else:
+        history.last_full_at = now
+
+
+def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:
+    """Starts to drain the instance: it takes no more requests and leaves its slot when its attempts have ended."""
+    retry_at = now + state.config.longest_drain_s
+    drained = replace(instance, phase=InstancePhase.DRAINING, since=now, reason=reason, unload_retry_at=retry_at)
+    state.instances.put(drained)
+    _unload(state, drained, now)
+    fields = event_fields(instance) | {"in_state_s": now - instance.since}
+    state.record_event(now, "drain", instance, reason, "instance.draining", fields)
+
+
+def _unload(state: State, instance: Instance, now: float) -> None:
+    # Requests that wait for weights that do not come are served sooner elsewhere; a drain that overran gets no more
+    # time.
+    has_overrun = now - instance.since >= state.config.longest_drain_s
+    is_urgent = instance.reason.cause in (LOAD_STALLED, LOAD_REFUSED, FIRST_SLOT)
+    drain_s = 0.0 if has_overrun or is_urgent else state.config.drain_s
+    state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, drain_s))
+
+
+def unload_failed(state: State, instance_id: str, now: float) -> None:
+    """Schedules a retry of an unload that the worker did not answer, as long as the worker reports the instance."""
+    instance = state.instances.get(instance_id)
+    if instance is not None and instance.phase is InstancePhase.DRAINING:
+        state.instances.put(replace(instance, unload_retry_at=now + _UNLOAD_RETRY_S))
+
+
+def retry_unloads(state: State, now: float) -> None:
+    """Retries unloads of workers that did not respond, and of workers whose slot should be free by now."""
+    for instance in state.instances.draining:
+        if instance.unload_retry_at is not None and instance.unload_retry_at <= now:
+            state.instances.put(replace(instance, unload_retry_at=now + state.config.longest_drain_s))
+            _unload(state, instance, now)
+
+
+def role_names(roles: Roles) -> str:
+    return ",".join(role.name.lower() for role in sorted(roles))
+
+
+def event_fields(instance: Instance) -> dict[str, str | int | float]:
+    return {
+        "instance_id": instance.instance_id,
+        "version_id": instance.version_id,
+        "pack_id": instance.pack_id,
+        "worker_id": instance.worker_id,
+        "host_id": instance.host_id,
+        "roles": role_names(instance.roles),
+    }

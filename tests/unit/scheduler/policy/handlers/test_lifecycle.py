@@ -1,0 +1,451 @@
+"""Admissions: idempotent, in order of arrival, bounded, and tied to gateways that may disconnect."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import (
+    MB,
+    PaperCluster,
+    a_model,
+    a_store,
+    a_worker,
+    an_admission,
+    two_hosts,
+    two_workers_one_host,
+)
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy import state
+from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.effects import Placed, RefusalReason
+from torchrelay.scheduler.policy.inputs import (
+    Admit,
+    FirstToken,
+    GatewayConnected,
+    GatewayDisconnected,
+    Release,
+    Tick,
+    Withdraw,
+)
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.types import AttemptKey, LatencyTargets, Placement, ServiceClass
+
+MODEL = a_model()
+
+
+def test_full_queue_refuses_with_retry_time() -> None:
+    scene = PaperCluster(PolicyConfig(queue_limit=2)).settle()
+    for number in range(3):
+        scene.admit(MODEL, f"r{number}")
+    refusal = scene.refusal("r2")
+    assert refusal is not None and refusal.reason is RefusalReason.QUEUE_FULL
+    assert 1.0 <= refusal.retry_after_s <= 60.0 and MODEL.name in refusal.message
+    other = a_model("acme/other")
+    scene.admit(other, "r3")  # another model's line is not full
+    assert scene.refusal("r3") is None
+    queues = scene.policy.state.queues
+    assert (queues.num_waiting(MODEL.version_id), queues.num_waiting(other.version_id)) == (2, 1)
+
+
+def test_each_refused_client_gets_time_of_its_own_place() -> None:
+    scene = PaperCluster(PolicyConfig(queue_limit=4)).settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
+    size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100}  # the pool holds a single request
+    scene.admit(MODEL, "r0", **size)
+    scene.finish_loads()
+    for number in range(1, 5):
+        scene.admit(MODEL, f"r{number}", **size)
+    for number in range(4):
+        scene.pass_time(3.0)
+        scene.release(f"r{number}")
+        scene.admit(MODEL, f"r{number + 5}", **size)
+    told = []
+    for name in ("x", "y", "z"):
+        scene.admit(MODEL, name, **size)
+        refusal = scene.refusal(name)
+        assert refusal is not None
+        told.append(refusal.retry_after_s)
+    assert told == pytest.approx([3.0, 6.0, 9.0])
+    scene.pass_time(7.0)  # the last one is due in 2 s, and nothing became free meanwhile
+    scene.admit(MODEL, "again", **size)
+    refusal = scene.refusal("again")
+    assert refusal is not None and refusal.retry_after_s == pytest.approx(2.0 + (9.0 + 7.0) / 3)
+
+
+def test_first_come_first_served_as_kv_becomes_free() -> None:
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
+    for number in range(3):
+        scene.admit(MODEL, f"r{number}", num_prompt_tokens=500, max_tokens=100)
+    scene.finish_loads()
+    assert scene.placement("r0") is not None and scene.placement("r1") is None
+    scene.admit(MODEL, "small", num_prompt_tokens=10, max_tokens=10)
+    assert scene.placement("small") is None  # nobody overtakes
+    scene.release("r0")
+    assert scene.placement("r1") is not None and scene.placement("r2") is None
+    scene.check()
+
+
+def test_requests_without_a_target_have_that_of_their_class() -> None:
+    scene = PaperCluster().settle(a_worker("w", kv_pool_bytes=MB))
+    classes = {"batch": ServiceClass.BATCH, "plain": ServiceClass.STANDARD, "soon": ServiceClass.INTERACTIVE}
+    for name, service_class in classes.items():
+        scene.admit(MODEL, name, num_prompt_tokens=800, service_class=service_class)
+    scene.now += 1.0
+    scene.admit(MODEL, "aimed", num_prompt_tokens=800, service_class=ServiceClass.INTERACTIVE, ttft_target_s=0.9)
+    scene.settle(a_store("s1", "host-1"))
+    scene.finish_loads()
+    for name in ("soon", "aimed", "plain", "batch"):
+        assert [placed.key.request_id for placed in scene.opened][-1] == name
+        scene.release(name)
+
+
+def test_model_targets_precede_scheduler_targets() -> None:
+    scene = PaperCluster().settle(a_worker("w"), a_store("s1", "host-1"))
+    model = replace(MODEL, targets=LatencyTargets(interactive_ttft_s=0.3, tbt_target_s=0.05))
+    scene.admit(model, "soon", service_class=ServiceClass.INTERACTIVE)
+    scene.admit(model, "plain")
+    scene.admit(MODEL, "changed back", service_class=ServiceClass.INTERACTIVE)
+    scene.finish_loads()
+    targets = {placed.key.request_id: (placed.ttft_target_s, placed.tbt_target_s) for placed in scene.opened}
+    assert targets == {"soon": (0.3, 0.05), "plain": (2.0, 0.05), "changed back": (0.5, 0.1)}
+    deadlines = {
+        attempt.admission.key.request_id: attempt.admission.deadline
+        for attempt in scene.policy.state.attempts.attempts()
+    }
+    assert deadlines["soon"] - deadlines["plain"] == pytest.approx(0.3 - 2.0)
+
+
+def test_more_instances_are_wanted_sooner_for_a_shorter_target() -> None:
+    def num_wanted(target_s: float) -> int:
+        scene = PaperCluster().settle(a_store("s1", "host-1"), *(a_worker(f"w{number}") for number in range(4)))
+        model = replace(MODEL, targets=LatencyTargets(standard_ttft_s=target_s))
+        for number in range(20):
+            scene.admit(model, f"r{number}", num_prompt_tokens=500)
+        scene.finish_loads()
+        return len(list(scene.policy.state.instances))
+
+    assert num_wanted(60.0) == 1 < num_wanted(0.5)
+
+
+def test_repeated_key_is_answered_again_and_runs_once() -> None:
+    scene = two_workers_one_host()
+    scene.admit(MODEL, "r1")
+    scene.admit(MODEL, "r1")
+    placements = [answer.placement for answer in scene.answers if isinstance(answer, Placed)]
+    assert len(placements) == 2 and placements[0] == placements[1]
+    assert len(scene.policy.state.attempts) == 1
+    scene.admit(MODEL, "r1", current=placements[0])
+    assert len([answer for answer in scene.answers if isinstance(answer, Placed)]) == 2
+    scene.admit(MODEL, "r1", attempt=2)  # another attempt is another admission
+    assert len(scene.policy.state.attempts) == 2
+
+
+def test_lost_first_token_counts_with_repeated_admission() -> None:
+    scene = two_hosts()
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    admission = scene.admit(MODEL, "r1")
+    placement = scene.placement("r1")
+    assert placement is not None and not placement.cold
+    bound = scene.policy.state.attempts.at(placement.prefill.instance_id)
+    assert admission.key in bound.prefills
+    scene.apply(GatewayDisconnected("gateway-1"))
+    scene.apply(GatewayConnected("gateway-1"))
+    scene.now += 5.0
+    scene.apply(Admit(admission, MODEL, placement, is_computed=True))
+    assert admission.key not in bound.prefills
+    assert scene.policy.state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0, (
+        "when it came is not known"
+    )
+
+
+def test_withdrawn_request_frees_its_place() -> None:
+    scene = PaperCluster().settle()
+    first = scene.admit(MODEL, "r1")
+    scene.admit(MODEL, "r2")
+    scene.apply(Withdraw(first.key))
+    assert [admission.key for admission in scene.policy.state.queues] == [AttemptKey("r2", 1)]
+    assert not scene.answers
+
+
+def test_withdrawal_after_placement_frees_resources() -> None:
+    scene = two_workers_one_host()
+    admission = scene.admit(MODEL, "r1")
+    placement = scene.placement("r1")
+    assert placement is not None
+    assert scene.policy.state.attempts.at(placement.decode.instance_id).kv_bytes == admission.kv_bytes(MODEL)
+    scene.apply(Withdraw(admission.key))
+    assert scene.policy.state.attempts.at(placement.decode.instance_id).kv_bytes == 0
+
+
+def test_requests_of_absent_gateway_wait_until_grace_ends() -> None:
+    scene = PaperCluster().settle()
+    scene.admit(MODEL, "r1")
+    scene.admit(MODEL, "r2")
+    scene.apply(GatewayDisconnected("gateway-1"))
+    scene.settle(a_store("s1", "host-1"), a_worker("w"))
+    assert scene.placement("r1") is None  # nobody could be told
+    scene.apply(GatewayConnected("gateway-1"))
+    scene.admit(MODEL, "r1")
+    assert scene.placement("r1") is not None
+    scene.pass_time(scene.config.gateway_grace_s + 0.2)
+    assert len(scene.policy.state.queues) == 0  # r2 was not asked for again
+    assert len(scene.policy.state.attempts) == 1
+
+
+def num_calls(act: Callable[[], object]) -> int:
+    """How many Python functions it calls: its cost, whatever the machine does meanwhile."""
+    num = 0
+
+    def note(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal num
+        num += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return num
+
+
+def calls_of_an_admission(num_waiting: int, max_tokens: int, *, is_gateway_away: bool) -> int:
+    """Cost of another request for the model, which is placed although all others cannot be."""
+    no_store = a_worker("large", "host-2", kv_pool_bytes=1024 * MB)  # so nothing is loaded there
+    scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle(no_store)
+    scene.apply(GatewayConnected("gateway-2"))
+    for number in range(num_waiting):
+        scene.admit(MODEL, f"r{number}", max_tokens=max_tokens)
+    if is_gateway_away:
+        scene.apply(GatewayDisconnected("gateway-1"))
+    scene.settle(a_store("s1", "host-1"), a_worker("w"))
+    scene.finish_loads()
+    admission = an_admission(MODEL, "another", now=scene.now, gateway_id="gateway-2")
+    num = num_calls(lambda: scene.apply(Admit(admission, MODEL)))
+    assert scene.placement("another") is not None and len(scene.policy.state.queues) == num_waiting
+    return num
+
+
+@pytest.mark.parametrize(("max_tokens", "is_gateway_away"), [(50, True), (100_000, False)])
+def test_requests_that_cannot_be_placed_cost_others_little(max_tokens: int, is_gateway_away: bool) -> None:
+    few, many = (calls_of_an_admission(num, max_tokens, is_gateway_away=is_gateway_away) for num in (50, 400))
+    assert many <= few * 8
+
+
+LATENCY = LatencyModel(StepCost(0.005, 1 / 15000, 0.0, 1000), StepCost(0.01, 1e-4, 0.0, 1000), token_budget=2048)
+
+
+def test_cached_prompts_do_not_fill_instance() -> None:
+    """Workers report whole prompts; what is dispatched here is predicted without the part that is cached."""
+    model = a_model(routing_block_tokens=64, idle_timeout_s=600.0)
+    worker = a_worker("w", latency=LATENCY, has_prefix_cache=True, kv_pool_bytes=1024 * MB)
+    scene = PaperCluster().settle(a_store("s1", "host-1"), worker)
+    prompt: dict[str, Any] = {"num_prompt_tokens": 4000, "block_hashes": tuple(bytes([number]) for number in range(60))}
+    scene.admit(model, "first", **prompt)
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("first", 1)))
+    scene.release("first")
+    scene.pass_time(60.0, step_s=1.0)
+    bound = 0
+    while not (waiting := len(scene.policy.state.queues)):
+        scene.admit(model, f"r{bound}", **prompt)
+        bound += 1
+    due = scene.policy.next_due()
+    assert bound > 4 and waiting == 1 and due - scene.now < 0.1
+    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=4 * LATENCY.prefill_s(4000))
+    scene.report("w")
+    scene.apply(Tick())
+    assert scene.policy.next_due() == pytest.approx(due)
+
+
+def test_restarted_scheduler_counts_reported_prompts() -> None:
+    old = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    old.admit(MODEL, "first")
+    old.finish_loads()
+    scene = PaperCluster(now=old.now).settle(*old.stores.values(), replace(old.workers["w"], queued_prefill_s=30.0))
+    scene.admit(MODEL, "second")
+    assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 20.0
+
+
+def test_early_report_does_not_count_bound_prompts_again() -> None:
+    """In the first minute after a start, each report made some time of queue of what was computed since."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("cold", 1)))
+    scene.admit(MODEL, "first", num_prompt_tokens=1500)
+    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=LATENCY.prefill_s(1500))
+    scene.report("w")
+    scene.now += LATENCY.prefill_s(1500) / 2  # sooner than predicted
+    scene.apply(FirstToken(AttemptKey("first", 1)))
+    scene.admit(MODEL, "second")
+    placement = scene.placement("second")
+    assert placement is not None
+    assert placement.predicted.ttft_s == placement.predicted.prefill_s
+
+
+def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MAX_VERSIONS", 2)
+    scene = PaperCluster().settle()
+    for number in range(3):
+        scene.admit(a_model(f"acme/m{number}"), f"r{number}")
+    assert len(scene.policy.state.queues) == len(scene.policy.state.models) == 3
+    scene.apply(Withdraw(AttemptKey("r1", 1)))
+    scene.admit(MODEL, "last")
+    assert a_model("acme/m1").version_id not in scene.policy.state.models
+
+
+def test_ten_thousand_models_in_use_are_remembered() -> None:
+    """Only the last 4,096 were known, although more had a slot in a large cluster."""
+    scene = PaperCluster().settle()
+    state = scene.policy.state
+    for number in range(10_000):
+        model = a_model(f"acme/m{number}")
+        state.note_model(model, scene.now)
+        state.replication_state.recent_packs.note(model, scene.now)
+        state.answer_lengths.observe(model.version_id, 1.0)
+        state.shared_versions.note(model.version_id, "acme", scene.now)
+    first = a_model("acme/m0")
+    assert first.version_id in state.models and state.aliases.of(first.version_id) == ("acme/m0",)
+    assert first.pack_id in state.replication_state.recent_packs
+    state.shared_versions.note(first.version_id, "beta", scene.now)
+    assert state.shared_versions.is_shared(first.version_id, scene.now)
+
+
+def test_shared_queue_is_not_counted_per_decision() -> None:
+    def calls_of_an_admission(num_waiting: int) -> int:
+        scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle()
+        for number in range(num_waiting):
+            scene.admit(replace(MODEL, name=f"tenant-{number % 2}/tiny"), f"r{number}")
+        return num_calls(lambda: scene.admit(MODEL, "another"))
+
+    assert calls_of_an_admission(200) <= 1.5 * calls_of_an_admission(20)
+
+
+def test_withdrawal_evaluates_own_version_only() -> None:
+    def calls_of_a_withdrawal(num_others: int) -> int:
+        scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
+        for number in range(num_others):
+            scene.admit(a_model(f"acme/other-{number}"), f"r{number}")
+        admission = scene.admit(MODEL, "withdrawn")
+        return num_calls(lambda: scene.apply(Withdraw(admission.key)))
+
+    assert calls_of_a_withdrawal(40) <= 1.5 * calls_of_a_withdrawal(10)
+
+
+def test_gateways_remember_open_admissions_only() -> None:
+    gateways = GatewaySessions(grace_s=10.0)
+    key = AttemptKey("r1", 1)
+    gateways.connected("g", now=0.0)
+    gateways.confirm("g", key)
+    assert gateways.overdue(100.0) == ()
+    assert gateways.disconnected("g", now=100.0) == (key,) and gateways.overdue(109.0) == ()
+    assert gateways.overdue(110.0) == (key,)
+    gateways.forget(key)
+    assert gateways.overdue(111.0) == () and len(gateways) == 0
+
+
+@pytest.mark.parametrize("other", ["", "birch/tiny"])
+def test_few_prompts_are_bound_ahead_of_other_tenant(other: str) -> None:
+    model = a_model(idle_timeout_s=600.0)
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
+    scene.admit(model, "first")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("first", 1)))
+    scene.release("first")
+    scene.pass_time(10.0, step_s=1.0)
+    if other:
+        scene.admit(replace(model, name=other), "other", num_prompt_tokens=1)
+        scene.release("other")
+    for number in range(20):
+        scene.admit(model, f"r{number}", num_prompt_tokens=1)
+    assert sum(scene.placement(f"r{number}") is not None for number in range(20)) == (4 if other else 20)
+    scene.apply(FirstToken(AttemptKey("r0", 1)))
+    assert scene.placement("r4") is not None
+
+
+@pytest.mark.parametrize("had_tokens", [True, False])
+def test_recalled_request_is_next_by_passed_deadline(had_tokens: bool) -> None:
+    """It went behind all newcomers that could be in time yet."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("cold", 1)))
+    scene.release("cold")
+    full: dict[str, Any] = {"num_prompt_tokens": 2 * LATENCY.token_budget, "tbt_target_s": 10.0}
+    if not had_tokens:
+        scene.admit(MODEL, "first", **full)
+        scene.apply(Release(AttemptKey("first", 1), delivered=False, is_recalled=True))
+    scene.admit(MODEL, "ahead", **full)
+    scene.admit(MODEL, "newcomer", ttft_target_s=1000.0, **full)
+    scene.admit(MODEL, "first", attempt=2, ttft_target_s=0.01, num_forced_tokens=5 if had_tokens else 0, **full)
+    assert scene.placement("ahead") is not None
+    assert scene.placement("newcomer") is None and scene.placement("first", attempt=2) is None
+    scene.apply(FirstToken(AttemptKey("ahead", 1)))
+    assert scene.placement("first", attempt=2) is not None and scene.placement("newcomer") is None
+
+
+def test_retried_request_without_tokens_is_next_by_first_arrival() -> None:
+    """After a worker's death it counted as late by then, and went behind all newcomers."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("cold", 1)))
+    scene.release("cold")
+    full: dict[str, Any] = {"num_prompt_tokens": 2 * LATENCY.token_budget, "tbt_target_s": 10.0}
+    scene.admit(MODEL, "ahead", **full)
+    scene.admit(MODEL, "newcomer", ttft_target_s=1000.0, **full)
+    scene.admit(MODEL, "retried", attempt=2, age_s=20.0, **full)
+    scene.apply(FirstToken(AttemptKey("ahead", 1)))
+    assert scene.placement("retried", attempt=2) is not None and scene.placement("newcomer") is None
+
+
+@pytest.mark.parametrize("num_short", [1, 3])
+def test_long_prompt_yields_only_if_not_all_are_in_time(num_short: int) -> None:
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("cold", 1)))
+    scene.release("cold")
+    budget = LATENCY.token_budget
+    full_s, long_s, short_s = (LATENCY.prefill_s(num) for num in (2 * budget, budget, budget // 2))
+    scene.admit(MODEL, "ahead", num_prompt_tokens=2 * budget, tbt_target_s=10.0)
+    target_s = full_s + long_s + 1.5 * short_s
+    scene.admit(MODEL, "long", num_prompt_tokens=budget, ttft_target_s=target_s - 0.001, tbt_target_s=10.0)
+    for number in range(num_short):
+        scene.admit(MODEL, f"short{number}", num_prompt_tokens=budget // 2, ttft_target_s=target_s, tbt_target_s=10.0)
+    scene.now += full_s
+    scene.apply(FirstToken(AttemptKey("ahead", 1)))
+    is_long_next = scene.placement("long") is not None
+    assert is_long_next == (num_short == 1)
+    assert (scene.placement("short0") is not None) == (num_short > 1)
+
+
+def test_answers_in_flight_are_corrected_by_own_prediction() -> None:
+    """The factor that had been learned since its placement was counted as part of its prediction."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.release("cold")
+    factors, in_flight = [], list[Placement]()
+    for number in range(300):
+        scene.admit(MODEL, f"r{number}", tbt_target_s=10.0)
+        scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+        placement = scene.placement(f"r{number}")
+        assert placement is not None
+        in_flight.append(placement)
+        factors.append(placement.predicted.tbt_correction)
+        if len(in_flight) > 20:
+            first = in_flight.pop(0)
+            predicted = first.predicted
+            outcome = Outcome(tbt_s=1.5 * predicted.tbt_s / predicted.tbt_correction, num_output_tokens=50)
+            scene.apply(Release(first.key, True, outcome))
+        scene.now += 0.05
+    assert max(factors) < 1.51 and factors[-1] > 1.4

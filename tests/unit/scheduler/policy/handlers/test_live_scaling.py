@@ -1,0 +1,320 @@
+"""Prompts that a loading instance begins, and loaded instances that take them over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, an_admission
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.effects import Recall
+from torchrelay.scheduler.policy.explain import placement_event
+from torchrelay.scheduler.policy.handlers.live_scaling import goes_before
+from torchrelay.scheduler.policy.inputs import Due, FirstToken, Release
+from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, ServiceClass, SlotStatus
+
+NUM_LAYERS = 24
+STEP_S = 0.48  # of a prompt of a full step
+LATENCY = LatencyModel(StepCost(0.0, STEP_S / 512, 0.0, 1000), StepCost(0.005, 1e-3, 0.0, 1000), 512)
+MODEL = a_model()
+
+
+class Cluster:
+    """Loaded workers, and workers that have loaded ``num_layers`` in as many times 0.16 s, each on its own host."""
+
+    def __init__(
+        self,
+        num_layers: int = 3,
+        mode: LoadingPrompts = LoadingPrompts.MOVED,
+        loaded: Sequence[str] = ("w1",),
+        loading: Sequence[str] = ("w2",),
+    ) -> None:
+        self.scene = PaperCluster(PolicyConfig(max_instances=len(loaded) + len(loading)))
+        self.scene.policy.state.strategies = Strategies(loading_prompts=mode)
+        self.scene.settle(*(a_store(f"s of {worker_id}", f"h of {worker_id}") for worker_id in (*loaded, *loading)))
+        self.begun_at, self._loading = self.scene.now, loading
+        for worker_id in loaded:
+            self._report(worker_id, InstancePhase.READY, NUM_LAYERS)
+        for worker_id in loading:
+            self._report(worker_id, InstancePhase.LOADING, 0)
+        self.load(num_layers)
+
+    def _report(self, worker_id: str, phase: InstancePhase, num_ready: int) -> None:
+        slot = SlotStatus(
+            phase, f"i of {worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, num_ready, NUM_LAYERS
+        )
+        self.scene.workers[worker_id] = a_worker(worker_id, f"h of {worker_id}", slot=slot, latency=LATENCY)
+        self.scene.report(worker_id)
+
+    def load(self, num_layers: int) -> None:
+        """Passes the time until so many layers are loaded."""
+        self.scene.now = max(self.begun_at + num_layers * 0.16, self.scene.now)
+        phase = InstancePhase.READY if num_layers == NUM_LAYERS else InstancePhase.LOADING
+        for worker_id in self._loading:
+            self._report(worker_id, phase, num_layers)
+
+    def answer_first(self, worker_id: str, after_s: float = STEP_S) -> None:
+        """Passes some time; then the first prompt that is dispatched to the worker is computed and its answer ends."""
+        self.scene.now += after_s
+        self.scene.apply(Release(AttemptKey(self.at(worker_id)[0], 1), delivered=True))
+
+    def admit(self, number: int, service_class: ServiceClass = ServiceClass.STANDARD) -> None:
+        for _ in range(number):
+            name = f"r{len(self.scene.opened) + len(self.waiting())}"
+            self.scene.admit(MODEL, name, num_prompt_tokens=512, max_tokens=1, service_class=service_class)
+
+    def waiting(self) -> list[str]:
+        return [admission.key.request_id for admission in self.scene.policy.state.queues]
+
+    def at(self, worker_id: str) -> list[str]:
+        return [key.request_id for key in self.scene.policy.state.attempts.at(f"i of {worker_id}").prefills]
+
+    def recalls(self) -> list[AttemptKey]:
+        return [answer.key for answer in self.scene.answers if isinstance(answer, Recall)]
+
+    def return_recalled(self, number: int = 0) -> None:
+        """Lets the gateway ask again for a recalled prompt."""
+        key = self.recalls()[number]
+        self.scene.apply(Release(key, delivered=False, is_recalled=True))
+        self.scene.admit(MODEL, key.request_id, attempt=2, num_prompt_tokens=512, max_tokens=1)
+
+
+def test_loading_instance_begins_prompts_that_loaded_one_takes_over_in_order() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    assert cluster.at("w1") == ["r0"] and len(cluster.at("w2")) == 7, "as many as it computes while it loads"
+    scene = cluster.scene
+    cluster.answer_first("w1")
+    r1, r2 = AttemptKey("r1", 1), AttemptKey("r2", 1)
+    assert cluster.recalls() == [r1, r2], "those of the loading instance, before any that waits, for less than a step"
+    assert all(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
+    cluster.return_recalled()
+    placement = scene.placement("r1", attempt=2)
+    assert placement is not None and placement.prefill.worker_id == "w1"
+    source = placement.prompt_source
+    assert source is not None and source.worker.worker_id == "w2" and source.wait_s == 0.0
+    assert source.saved_s == pytest.approx(STEP_S * 6 / NUM_LAYERS, rel=0.05)
+    (shown,) = [place for place in scene.opened if place.key == AttemptKey("r1", 2)]
+    assert "; the layers that w2 computes save 120 ms; " in placement_event(shown).reason
+    assert placement.predicted.prefill_s == pytest.approx(STEP_S * (1 - 6 / NUM_LAYERS), rel=0.05)
+    assert cluster.at("w2")[:2] == ["r2", "r3"] and "r8" in cluster.at("w2"), "a prompt that waited takes its place"
+    reasons = [event.reason for event in scene.events if event.kind == "recall"]
+    assert reasons == ["w2 loads for 2.88 s more, w1 computes the other layers of attempt 1"] * 2
+    scene.check()
+    cluster.load(NUM_LAYERS)
+    (loaded,) = [event for event in scene.events if event.topic == "instance.ready" and event.subject == "i of w2"]
+    assert loaded.reason.startswith("all 24 layers loaded in ") and "; w1 took over 2 prompts with " in loaded.reason
+    assert loaded.fields["num_moved"] == 2
+
+
+def test_source_computes_on_until_next_worker_is_almost_free() -> None:
+    cluster = Cluster(num_layers=12)
+    cluster.admit(4)
+    scene = cluster.scene
+    scene.now += 0.1
+    scene.apply(Due())
+    assert cluster.recalls() == [AttemptKey("r1", 1)], "less than a step is ahead"
+    cluster.return_recalled()
+    placement = scene.placement("r1", attempt=2)
+    assert placement is not None and placement.prompt_source is not None
+    assert 0.2 < placement.prompt_source.wait_s < 0.38
+
+
+def test_prompt_behind_computed_layers_is_in_time() -> None:
+    cluster = Cluster(loaded=(), loading=("w1",))
+    cluster.admit(4)
+    cluster.load(16)
+    cluster.admit(1)
+    placement = cluster.scene.placement("r4")
+    assert placement is not None and placement.predicted.ttft_s == pytest.approx(1.28, abs=0.1), "not 5 x 0.48 s"
+
+
+def test_loaded_instance_is_kept_for_recalled_prompts() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    cluster.answer_first("w1")
+    assert len(cluster.recalls()) == 2
+    cluster.admit(1)
+    assert cluster.at("w1") == [], "two recalled prompts fill its next step"
+    for number in range(2):
+        cluster.return_recalled(number)
+    assert cluster.at("w1") == ["r1", "r2"]
+    assert not cluster.scene.policy.state.returning.seconds(MODEL.version_id, cluster.scene.now)
+
+
+def test_recalled_prompts_are_placed_first_when_they_return() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    cluster.answer_first("w1")
+    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=512, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
+    for number in range(2):
+        cluster.return_recalled(number)
+    assert cluster.at("w1") == ["r1", "r2"]
+
+
+def test_no_instance_is_kept_for_requests_that_ended() -> None:
+    cluster = Cluster()
+    cluster.admit(3)
+    cluster.answer_first("w1")
+    assert cluster.recalls() == [AttemptKey("r1", 1), AttemptKey("r2", 1)]
+    for key in cluster.recalls():
+        cluster.scene.apply(Release(key, delivered=False))
+    assert not cluster.scene.policy.state.returning.seconds(MODEL.version_id, cluster.scene.now)
+    cluster.scene.admit(MODEL, "new", num_prompt_tokens=512, max_tokens=1)
+    placement = cluster.scene.placement("new")
+    assert placement is not None and placement.prefill.worker_id == "w1"
+
+
+def test_short_prompt_goes_beside_recalled_ones() -> None:
+    """They count as queued; what is left of a step is free for others."""
+    cluster = Cluster(num_layers=20)
+    cluster.admit(2)
+    cluster.scene.now += 0.2
+    cluster.answer_first("w1", 0.1)
+    assert cluster.recalls() == [AttemptKey("r1", 1)]
+    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=50, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
+    placement = cluster.scene.placement("urgent")
+    assert placement is not None and placement.prefill.worker_id == "w1"
+    assert placement.predicted.ttft_s > 0.1
+
+
+def test_request_that_is_due_before_bound_prompts_goes_first() -> None:
+    cluster = Cluster()
+    cluster.admit(8)
+    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=512, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
+    if cluster.scene.placement("urgent") is None:
+        cluster.answer_first("w1")
+        assert cluster.recalls() == []
+        placement = cluster.scene.placement("urgent")
+        assert placement is not None and placement.prefill.worker_id == "w1"
+
+
+@pytest.mark.parametrize(
+    ("waits_until", "bound_until", "goes_first"),
+    [(3.0, 4.0, True), (4.0, 3.0, False), (4.0, 4.0, False), (9.0, 1.0, True), (1.0, 9.0, False), (0.5, 1.0, True)],
+)
+def test_requests_in_time_go_before_late_ones_by_deadline(
+    waits_until: float, bound_until: float, goes_first: bool
+) -> None:
+    waiting, bound = (an_admission(MODEL, "r", ttft_target_s=deadline) for deadline in (waits_until, bound_until))
+    assert goes_before(waiting, bound, now=2.0) is goes_first
+    batch = an_admission(MODEL, "r", ttft_target_s=waits_until, service_class=ServiceClass.BATCH)
+    assert not goes_before(batch, bound, now=2.0)
+
+
+def test_instance_with_answers_takes_one_prompt_at_a_time() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    cluster.scene.now += STEP_S
+    cluster.scene.apply(FirstToken(AttemptKey("r0", 1)))
+    assert cluster.recalls() == [AttemptKey("r1", 1)], "its answer needs a pause after each"
+
+
+def test_large_roster_keeps_instances_free_too() -> None:
+    cluster = Cluster(loaded=tuple(f"x{number}" for number in range(40)))
+    cluster.admit(100)
+    for number in range(40):
+        cluster.answer_first(f"x{number}", 0.02)
+    recalled = {key.request_id for key in cluster.recalls()}
+    assert recalled
+    for number in range(len(recalled)):
+        cluster.return_recalled(number)
+    for request_id in recalled:
+        placement = cluster.scene.placement(request_id, attempt=2)
+        assert placement is None or placement.prefill.worker_id != "w2"
+    cluster.scene.check()
+
+
+def test_each_prompt_moves_once() -> None:
+    cluster = Cluster()
+    cluster.admit(2)
+    cluster.scene.now += STEP_S
+    cluster.scene.apply(FirstToken(AttemptKey("r0", 1)))
+    cluster.return_recalled()
+    cluster.scene.pass_time(0.1)
+    assert cluster.recalls() == [AttemptKey("r1", 1)]
+    attempt = cluster.scene.policy.state.attempts.get(AttemptKey("r1", 2))
+    assert attempt is not None and not attempt.may_be_recalled
+
+
+def test_prompt_that_loading_instance_computes_sooner_stays() -> None:
+    cluster = Cluster(num_layers=23)
+    cluster.admit(3)
+    assert len(cluster.at("w2")) == 1
+    cluster.scene.now += 0.1
+    cluster.scene.apply(Due())
+    assert cluster.recalls() == []
+
+
+def test_batch_work_is_not_bound_to_a_load_beyond_a_step() -> None:
+    cluster = Cluster()
+    cluster.admit(12, service_class=ServiceClass.BATCH)
+    assert len(cluster.at("w2")) <= 1
+
+
+def test_nothing_is_bound_beyond_a_step_before_first_layer() -> None:
+    cluster = Cluster(num_layers=0)
+    cluster.admit(12)
+    assert len(cluster.at("w2")) <= 1
+
+
+@pytest.mark.parametrize("mode", [LoadingPrompts.NONE, LoadingPrompts.KEPT])
+def test_other_strategies_move_nothing(mode: LoadingPrompts) -> None:
+    cluster = Cluster(mode=mode)
+    cluster.admit(12)
+    cluster.scene.now += STEP_S
+    cluster.scene.apply(FirstToken(AttemptKey("r0", 1)))
+    assert cluster.recalls() == []
+    assert (mode is LoadingPrompts.NONE) == (not cluster.at("w2"))
+    cluster.load(NUM_LAYERS)
+    assert cluster.at("w2"), "a loaded instance takes prompts"
+
+
+def test_several_loading_instances_share_prompts_that_one_takes_over_in_order() -> None:
+    cluster = Cluster(loading=("w2", "w3"))
+    cluster.admit(16)
+    assert cluster.at("w1") == ["r0"] and len(cluster.at("w2")) == len(cluster.at("w3")) == 7
+    bound = {request_id: worker_id for worker_id in ("w2", "w3") for request_id in cluster.at(worker_id)}
+    assert bound["r1"] != bound["r2"], "the one with the least work takes the next"
+    cluster.answer_first("w1")
+    first, second = cluster.recalls()
+    assert first.request_id == "r1"
+    for number in range(2):
+        cluster.return_recalled(number)
+    for key in (first, second):
+        placement = cluster.scene.placement(key.request_id, attempt=2)
+        assert placement is not None and placement.prompt_source is not None
+        assert placement.prompt_source.worker.worker_id == bound[key.request_id]
+    cluster.scene.check()
+
+
+def test_several_loaded_instances_take_over_from_one() -> None:
+    cluster = Cluster(num_layers=12, loaded=("w0", "w1"))
+    cluster.admit(9)
+    assert len(cluster.at("w0")) == len(cluster.at("w1")) == 1 and len(cluster.at("w2")) == 6
+    for worker_id in ("w0", "w1"):
+        cluster.answer_first(worker_id, 0.5 * STEP_S)
+    assert [key.request_id for key in cluster.recalls()] == [f"r{n}" for n in range(2, 8)]
+    for number in range(6):
+        cluster.return_recalled(number)
+    assert len(cluster.at("w0")) == len(cluster.at("w1")) == 3, "less than half of each is left"
+    cluster.scene.check()
+
+
+def test_lost_loading_instance_loses_no_prompt() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    scene = cluster.scene
+    scene.now += STEP_S
+    scene.apply(FirstToken(AttemptKey("r0", 1)))
+    del scene.workers["w2"]
+    scene.pass_time(4.0)
+    cluster.return_recalled()
+    for attempt in scene.policy.state.attempts.attempts():
+        scene.apply(Release(attempt.admission.key, delivered=True))
+    placement = scene.placement("r1", attempt=2)
+    assert placement is not None and placement.prompt_source is None
+    scene.check()

@@ -1,0 +1,146 @@
+"""Targets of pools in a cluster on paper: what is shown, and that nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.types import Role
+
+ADVISE = PolicyConfig(pool_mode=PoolMode.ADVISE)
+FIRST, SECOND = a_model("acme/first", idle_timeout_s=1.0), a_model("acme/second")
+
+
+def targets(scene: PaperCluster) -> dict[int, tuple[int, int]]:
+    """By devices of a slot: the slots of the pool, and those that it should have."""
+    return {
+        size: (target.load.num_slots, target.num_wanted) for size, target in scene.policy.state.pool_targets.items()
+    }
+
+
+def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
+    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"))
+    scene.pass_time(1.0)
+    assert targets(scene) == {}
+    scene.admit(FIRST, "r1")
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (0, 1)}
+    scene.settle(a_worker("w-a"))
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (1, 1)}
+    scene.release("r1")
+    scene.pass_time(5.0)
+    assert targets(scene) == {1: (1, 0)}
+    events = [event for event in scene.events if event.topic == "scale.pool"]
+    assert [(event.fields["num_slots"], event.fields["num_wanted"]) for event in events] == [
+        (0, 1),
+        (1, 1),
+        (1, 0),
+    ]
+    assert events[0].reason == "would have 1 slot and has 0: 1 slot needed: 0 in use, 1 for acme/first"
+
+
+def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)).settle(a_store("store-1", "host-1"))
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (0, 1)}
+    (event,) = [event for event in scene.events if event.topic == "scale.pool"]
+    assert event.reason.startswith("wants 1 slot and has 0: ")
+
+
+def test_request_waits_for_the_slot_that_a_launcher_starts() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene.pass_time(2 * scene.config.unserved_s)  # without any worker
+    scene.admit(FIRST, "r1")
+    scene.admit(a_model("acme/wide", num_devices=2), "r2")
+    scene.pass_time(5 * scene.config.unserved_s)
+    assert scene.refusal("r1") is None
+    assert scene.refusal("r2") is not None, "no launcher starts slots of two devices"
+    scene.settle(a_worker("w-a"))
+    scene.finish_loads()
+    assert scene.placement("r1") is not None
+
+
+@pytest.mark.parametrize("config", [ADVISE, PolicyConfig(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)])
+def test_request_is_refused_where_no_launcher_starts_a_slot(config: PolicyConfig) -> None:
+    """Without a launcher, and where the pool has all the slots that it should have but its store is away."""
+    scene = PaperCluster(config).settle(*([a_worker("w-a")] if config.pool_min_slots else [a_store("s", "host-1")]))
+    scene.admit(FIRST, "r1")
+    scene.pass_time(2 * config.unserved_s)
+    assert scene.refusal("r1") is not None
+
+
+def test_busy_slot_is_no_slot_for_another_model_and_sizes_are_apart() -> None:
+    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b", num_devices=2))
+    scene.admit(FIRST, "r1")
+    scene.finish_loads()
+    scene.admit(SECOND, "r2")
+    scene.pass_time(0.9)
+    assert targets(scene) == {1: (1, 2), 2: (1, 0)}
+
+
+def wanted(scene: PaperCluster) -> dict[Role | None, int]:
+    """The slots that pools of single devices should have, of all workers and of those that play one role."""
+    of_roles = scene.policy.state.role_targets
+    targets: dict[Role | None, int] = {None: scene.policy.state.pool_targets[1].num_wanted}
+    return targets | {role: target.num_wanted for (size, role), target in of_roles.items() if size == 1}
+
+
+def test_first_request_changes_the_target_at_once() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene.pass_time(2.0)
+    assert scene.policy.state.pool_targets == {}
+    scene.admit(FIRST, "r1")
+    assert targets(scene) == {1: (0, 1)}
+    evaluated_at = scene.policy.state.pools_evaluated_at
+    scene.admit(SECOND, "r2")
+    assert scene.policy.state.pools_evaluated_at == evaluated_at, "a launcher starts a slot already"
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (0, 2)}
+
+
+def test_workers_of_a_single_role_have_targets_of_their_own() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene.pass_time(2.0)
+    scene.admit(FIRST, "r1")
+    assert wanted(scene) == {None: 1, Role.PREFILL: 1, Role.DECODE: 1}
+    scene.settle(a_worker("w-p", playable_roles=frozenset((Role.PREFILL,))))
+    scene.finish_loads()
+    scene.pass_time(2 * scene.config.unserved_s)
+    assert scene.refusal("r1") is None, "it waits for the slot that plays decode"
+    assert wanted(scene) == {None: 1, Role.PREFILL: 1, Role.DECODE: 1}
+    scene.settle(a_worker("w-d", playable_roles=frozenset((Role.DECODE,))))
+    scene.finish_loads()
+    assert scene.placement("r1") is not None
+    scene.pass_time(1.0)
+    assert wanted(scene) == {None: 2, Role.PREFILL: 1, Role.DECODE: 1}
+    scene.release("r1")
+    scene.pass_time(5.0)
+    assert wanted(scene) == {None: 0, Role.PREFILL: 0, Role.DECODE: 0}
+
+
+def test_workers_of_both_roles_belong_to_no_pool_of_a_single_role() -> None:
+    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.admit(FIRST, "r1")
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (1, 1)}
+    assert scene.policy.state.role_targets == {}
+
+
+def test_advice_changes_no_decision() -> None:
+    def kinds(config: PolicyConfig) -> tuple[list[str], int]:
+        scene = PaperCluster(config).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+        scene.admit(FIRST, "r1")
+        scene.finish_loads()
+        scene.admit(SECOND, "r2")
+        scene.pass_time(3.0)
+        scene.release("r1")
+        scene.pass_time(20.0)
+        kinds = [event.kind for event in scene.events]
+        return [kind for kind in kinds if kind != "pool"], kinds.count("pool")
+
+    (advised, num_advised), (plain, num_plain) = kinds(ADVISE), kinds(PolicyConfig())
+    assert advised == plain and num_advised > 0 and num_plain == 0

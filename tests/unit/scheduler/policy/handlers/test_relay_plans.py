@@ -1,0 +1,283 @@
+"""From reports to edges, and to other sources for a transfer that turned slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.policy.paper_cluster import (
+    NUM_CHUNKS,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_store,
+    a_worker,
+    hosts,
+)
+from torchrelay.control.v1.scheduler_pb2 import RelayView
+from torchrelay.scheduler.planning import TransferEdge
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.effects import RerouteCommand
+from torchrelay.scheduler.policy.handlers import relay_plans
+from torchrelay.scheduler.policy.inputs import LoadRefused, StoreGone
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.types import REMOTE, Model, NicCounters, SourceShare, StoreStatus
+from torchrelay.scheduler.service.relay_view import relay_views
+
+MODEL = a_model()
+WHY = Reason("replicate", "one is enough")
+MB = 1e6
+
+
+def a_host(number: int, num_verified: int = 0, nic: NicCounters | None = None, **changes: object) -> StoreStatus:
+    copies = [replace(a_copy(MODEL, num_verified), **changes)] if num_verified or changes else []  # type: ignore[arg-type]
+    return replace(a_store(f"store-{number}", f"host-{number}", copies), nic=nic)
+
+
+def a_cluster(*stores: StoreStatus) -> PaperCluster:
+    return PaperCluster(PolicyConfig(replicate=False)).settle(*stores)
+
+
+def reroutes(scene: PaperCluster) -> list[RerouteCommand]:
+    return [command for command in scene.commands if isinstance(command, RerouteCommand)]
+
+
+def test_edges_follow_bandwidth_left() -> None:
+    speeds = {1: 1000 * MB, 2: 100 * MB, 3: 1000 * MB, 4: 500 * MB}
+    scene = a_cluster(
+        *(
+            a_host(number, NUM_CHUNKS if number == 1 else 0, NicCounters(0, 0, speed))
+            for number, speed in speeds.items()
+        )
+    )
+    state = scene.policy.state
+    edges = relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3", "store-4"], scene.now)
+    assert [(edge.target, edge.upstream) for edge in edges] == [
+        ("store-3", "store-1"),
+        ("store-4", "store-3"),
+        ("store-2", "store-4"),
+    ]
+    assert [transfer.planned_bytes_per_s for transfer in state.transfers.with_rates()] == [
+        1000 * MB,
+        500 * MB,
+        100 * MB,
+    ]
+
+
+def test_host_with_running_requests_is_filled_last() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
+    scene.settle(a_worker("w", "host-2", num_running=3))
+    edges = relay_plans.plan_relay(
+        scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now
+    )
+    assert [edge.target for edge in edges] == ["store-3", "store-2"]
+
+
+def test_running_copy_keeps_its_sources() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
+    state = scene.policy.state
+    first = relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
+    again = relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now + 0.1)
+    assert again[0].already_there and again[0].striped == first[1].striped
+    assert again[0].sources[-1] == REMOTE and again[0].sources.count(first[1].upstream) == 1
+    assert str(again[0]) == "store-3 by a relay under way already"
+
+
+def test_store_clocks_do_not_affect_decisions() -> None:
+    def decide(ahead_s: float) -> tuple[list[RerouteCommand], tuple[TransferEdge, ...]]:
+        """Reports a store with a transfer of its own, a transfer that has ended, and a slow transfer."""
+        nic = NicCounters(0, 0, 1000 * MB)
+        scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, nic=nic), a_host(3, nic=nic), a_host(4, nic=nic))
+        relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+        begin_us = int((scene.now + ahead_s) * 1e6)
+        slow, stamps = SourceShare("store-1", 1, 5 * MB, True), {"relay_begin_us": begin_us}
+        scene.stores["store-2"] = a_host(2, 4, nic, shares=(replace(slow, bytes_per_s=90 * MB),), **stamps)
+        scene.stores["store-3"] = a_host(3, 2, nic, shares=(slow,), **stamps)
+        scene.pass_time(3.0)
+        ended = {"source": "store-1", "relay_first_us": begin_us, "relay_end_us": begin_us + 3_000_000}
+        scene.stores["store-4"] = a_host(4, NUM_CHUNKS, nic, **stamps, **ended)
+        scene.pass_time(0.1)
+        scene.stores["store-5"] = a_host(5, nic=nic)
+        scene.pass_time(0.1)
+        state = scene.policy.state
+        return reroutes(scene), relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-5"], scene.now)
+
+    assert decide(3600.0) == decide(0.0) == decide(-3600.0)
+
+
+def slow_relay() -> PaperCluster:
+    """store-3 follows store-1, which turns slow; store-2 has the pack as well."""
+    nic = NicCounters(0, 0, 100 * MB)
+    scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, NUM_CHUNKS, nic), a_host(3, 0, nic))
+    (edge,) = relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    assert edge.upstream == "store-1"
+    report(scene, 0.5, SourceShare("store-1", 1, 90 * MB, True))
+    assert not reroutes(scene)
+    return scene
+
+
+def report(scene: PaperCluster, seconds: float, *shares: SourceShare) -> None:
+    scene.stores["store-3"] = a_host(3, 2, NicCounters(0, 0, 100 * MB), shares=shares)
+    scene.pass_time(seconds)
+
+
+def test_relay_below_half_of_plan_gets_other_source() -> None:
+    scene = slow_relay()
+    report(scene, 0.5, SourceShare("store-1", 1, 20 * MB, True))
+    assert not reroutes(scene)  # it may be over in a moment
+    report(scene, 1.0, SourceShare("store-1", 1, 20 * MB, True))
+    (command,) = reroutes(scene)
+    assert command.model.pack_id == MODEL.pack_id and command.urgent
+    assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-2"
+    assert set(command.hop.sources) == {"store-1", "store-2", REMOTE}
+    (event,) = [event for event in scene.events if event.kind == "reroute"]
+    assert event.topic == "relay.slow" and "20 MB/s instead of the 100 planned" in event.reason
+    (transfer,) = scene.policy.state.transfers.with_rates()
+    assert transfer.holder_ids[0] == "store-2"
+
+
+def test_lack_of_better_source_is_recorded_once() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    report(scene, 20.0, SourceShare("store-1", 1, 1 * MB, True))
+    (slow,) = [event for event in scene.events if event.topic == "relay.slow"]
+    assert slow.reason == "store-3 gets 1 MB/s instead of the 500 planned from store-1; no better source is known"
+    assert slow.kind == "relay_slow" and slow.fields["new_sources"] == ""
+
+
+def test_relays_are_seen_from_plan_to_end() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    state = scene.policy.state
+    relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False, reason=WHY)
+    (planned,) = relay_views(state, scene.now)
+    assert planned.state == RelayView.STATE_PLANNED and not planned.urgent and planned.reason == "one is enough"
+    assert [source.holder_id for source in planned.sources] == ["store-1"] and planned.model == MODEL.pack_id[:12]
+    scene.admit(MODEL, "r1")  # now somebody has named it
+    share = SourceShare("store-1", 8 * 1024 * 1024, 8 * 1024 * 1024, True)
+    scene.stores["store-3"] = a_host(3, 2, shares=(share,), relay_begin_us=1)
+    scene.pass_time(0.1)
+    (running,) = relay_views(state, scene.now)
+    assert running.state == RelayView.STATE_RUNNING and running.model == MODEL.name
+    assert (running.num_chunks_verified, running.num_chunks, running.left_s) == (2, NUM_CHUNKS, 3.0)
+    scene.pass_time(1.6)
+    (slow,) = relay_views(state, scene.now)
+    assert slow.state == RelayView.STATE_SLOW and 1.0 < slow.running_s < 2.0
+    ended = replace(share, num_bytes=MODEL.pack_bytes, bytes_per_s=0.0, following=False)
+    scene.stores["store-3"] = a_host(3, NUM_CHUNKS, shares=(ended,), relay_begin_us=1, relay_end_us=4_000_001)
+    scene.pass_time(0.1)
+    (finished,) = relay_views(state, scene.now)
+    assert finished.state == RelayView.STATE_FINISHED and finished.running_s == 4.0
+    assert finished.bytes_per_s == MODEL.pack_bytes / 4 and not finished.left_s
+    scene.pass_time(10)
+    assert relay_views(state, scene.now) == []
+    events = [event.topic for event in scene.events if event.topic.startswith("relay.")]
+    assert events == ["relay.started", "relay.slow", "relay.finished"]
+
+
+def test_idle_relay_becomes_urgent_for_waiting_request() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    state = scene.policy.state
+    relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False)
+    relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    (running,), (view,) = state.transfers.with_rates(), relay_views(state, scene.now)
+    assert running.urgent and view.urgent
+
+
+def test_refused_relay_has_failed() -> None:
+    scene = hosts(1, replicate=False)
+    scene.obedient = False
+    scene.admit(MODEL, "r1")
+    instance = next(iter(scene.policy.state.instances))
+    store = next(iter(scene.stores))
+    scene.apply(LoadRefused(instance.instance_id, "the arena is full", store))
+    (failed,) = [event for event in scene.events if event.topic == "relay.failed"]
+    assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
+
+
+def test_slow_relay_is_not_replanned_again_soon() -> None:
+    scene = slow_relay()
+    report(scene, 20.0, SourceShare("store-1", 1, 20 * MB, True), SourceShare("store-2", 1, 5 * MB, True))
+    assert len(reroutes(scene)) <= 2
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    report(scene, 10.0, SourceShare("store-1", 1, 1 * MB, True))
+    assert not reroutes(scene)
+
+
+def test_wake_plan_names_predictions() -> None:
+    scene = hosts(2, replicate=False)
+    scene.admit(MODEL, "r1")
+    (plan,) = [event for event in scene.events if event.kind == "plan"]
+    assert "from remote at 500 MB/s, ready in 67.4 ms" in plan.reason
+
+
+def test_wake_on_host_with_pack_names_no_relay() -> None:
+    scene = hosts(1, replicate=False)
+    scene.hold("store-1", MODEL)
+    scene.report_all()
+    scene.admit(MODEL, "r1")
+    (plan,) = [event for event in scene.events if event.kind == "plan"]
+    (scaled,) = [event for event in scene.events if event.topic == "scale.up"]
+    assert plan.reason == scaled.fields["relay"] == "store-1 from its host copy"
+    assert not [event for event in scene.events if event.topic.startswith("relay.")]
+
+
+def test_lost_store_ends_its_relays() -> None:
+    scene = slow_relay()
+    scene.apply(StoreGone("store-3"))
+    assert not scene.policy.state.transfers.with_rates()
+
+
+NIC = NicCounters(0, 0, 100 * MB)
+OTHER = a_model("acme/other")
+
+
+def two_packs() -> PaperCluster:
+    """store-1 has both; its link carries one at full speed."""
+    both = replace(a_store("store-1", "host-1", [a_copy(MODEL), a_copy(OTHER)]), nic=NIC)
+    return a_cluster(both, a_host(2, nic=NIC), a_host(3, nic=NIC))
+
+
+def plan(scene: PaperCluster, model: Model, store_id: str, urgent: bool = True) -> TransferEdge:
+    state = scene.policy.state
+    (edge,) = relay_plans.plan_relay(state, model.pack_id, model.pack_bytes, [store_id], scene.now, urgent=urgent)
+    scene.commands += state.take_effects().commands
+    return edge
+
+
+def test_idle_copy_leaves_its_rate_to_load_on_shared_link() -> None:
+    scene = two_packs()
+    assert plan(scene, MODEL, "store-2", urgent=False).bytes_per_s == 100 * MB
+    assert plan(scene, OTHER, "store-3").bytes_per_s == 100 * MB, "as if it were alone"
+    state = scene.policy.state
+    assert not relay_plans.goes_first(state, MODEL.pack_id, "store-2")
+    assert relay_plans.goes_first(state, OTHER.pack_id, "store-3")
+    assert not reroutes(scene), "the idle copy's store knows already that it yields"
+
+
+def test_loads_share_link() -> None:
+    scene = two_packs()
+    plan(scene, MODEL, "store-2")
+    assert plan(scene, OTHER, "store-3").bytes_per_s == 50 * MB
+    state = scene.policy.state
+    assert relay_plans.goes_first(state, MODEL.pack_id, "store-2")
+    assert relay_plans.goes_first(state, OTHER.pack_id, "store-3")
+
+
+def test_upstream_of_urgent_load_is_urgent() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS, NIC), *(a_host(number, nic=NIC) for number in (2, 3, 4)))
+    relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
+    assert plan(scene, MODEL, "store-3").upstream == "store-2"
+    assert [(each.hop.store_id, each.urgent) for each in reroutes(scene)] == [("store-2", True)]
+    assert plan(scene, MODEL, "store-4").upstream == "store-3"
+    assert len(reroutes(scene)) == 1
+    assert all(transfer.urgent for transfer in scene.policy.state.transfers.with_rates())
+
+
+def test_target_follows_idle_copy_of_its_pack() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS, NIC), a_host(2, nic=NIC), a_host(3, nic=NIC), a_host(4, nic=NIC))
+    relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
+    scene.stores["store-2"] = a_host(2, 1, NIC, shares=(SourceShare("store-1", 1, 80 * MB, True),))
+    fast = replace(a_copy(OTHER, 1), shares=(SourceShare("store-3", 1, 100 * MB, True),))
+    scene.stores["store-4"] = replace(a_store("store-4", "host-4", [fast]), nic=NIC)
+    scene.report_all()
+    assert plan(scene, MODEL, "store-3").upstream == "store-2"

@@ -1,0 +1,335 @@
+"""The replicator inside the policy: what it orders and why, what it remembers, and what stores retain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
+from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone, StoreReported
+from torchrelay.scheduler.policy.types import CopyCause, Model, StoreStatus
+
+MODEL = a_model()
+
+
+def in_rack(number: int, rack: str, *models: Model) -> StoreStatus:
+    store = a_store(f"store-{number}", f"host-{number}", [a_copy(model) for model in models])
+    return replace(store, failure_domain=rack)
+
+
+def racks(obedient: bool = True, **config: object) -> PaperCluster:
+    """Three stores, two of them in one rack; the first has the model's pack, and somebody asks for the model."""
+    scene = PaperCluster(PolicyConfig(**config), obedient)  # type: ignore[arg-type]
+    scene.settle(in_rack(1, "r1", MODEL), in_rack(2, "r1"), in_rack(3, "r2"))
+    scene.admit(MODEL, "r1")
+    return scene
+
+
+def copies(scene: PaperCluster) -> list[CopyCommand]:
+    return [command for command in scene.commands if isinstance(command, CopyCommand)]
+
+
+def retained_packs(scene: PaperCluster) -> list[RetainCommand]:
+    return [command for command in scene.commands if isinstance(command, RetainCommand)]
+
+
+def of_kind(scene: PaperCluster, kind: str) -> list[SchedulerEvent]:
+    return [event for event in scene.events if event.kind == kind]
+
+
+def test_used_model_gets_retained_copies_in_two_racks() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    (command,) = copies(scene)
+    assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-1" and not command.hop.loads
+    assert not command.urgent and command.keep_retained and command.model == MODEL
+    assert scene.retained_packs == {"store-1": (MODEL.pack_id,), "store-3": (MODEL.pack_id,)}
+    (why,) = of_kind(scene, "replicate")
+    assert why.model == MODEL.name and "only on store-1" in why.reason and why.topic == "copy.replicate"
+    assert why.fields["store_id"] == "store-3" and why.fields["source"] == "store-1"
+    assert len(of_kind(scene, "copied")) == 1
+    assert not scene.policy.state.transfers.with_rates() and scene.policy.state.replication_state.num_short == 0
+
+
+def test_unused_model_is_not_replicated() -> None:
+    scene = PaperCluster().settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"))
+    scene.pass_time(5.0)
+    assert not scene.commands
+
+
+def test_no_copy_is_ordered_before_stores_report() -> None:
+    scene = PaperCluster()
+    scene.stores["store-1"] = in_rack(1, "r1", MODEL)
+    scene.stores["store-2"] = in_rack(2, "r2")
+    scene.admit(MODEL, "r1")
+    scene.pass_time(scene.config.refusal_settle_s - 0.2)
+    assert not copies(scene)
+    scene.pass_time(1.0)
+    assert len(copies(scene)) == 1
+
+
+def test_lost_copy_is_rebuilt_urgently_after_grace() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    del scene.stores["store-3"]
+    scene.apply(StoreGone("store-3"))
+    scene.pass_time(scene.config.loss_grace_s - 0.5)
+    assert len(copies(scene)) == 1
+    scene.pass_time(1.5)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
+    assert copies(scene)[1].urgent
+    assert "a copy was lost" in of_kind(scene, "rebuild")[0].reason
+
+
+def test_returned_store_keeps_copies_and_gets_lease() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    back = replace(scene.stores.pop("store-3"), incarnation="store-3 again")
+    scene.apply(StoreGone("store-3"))
+    scene.pass_time(1.0)
+    scene.stores["store-3"] = back
+    num_retains = len(retained_packs(scene))
+    scene.pass_time(5.0)
+    assert len(copies(scene)) == 1
+    assert [command.store_id for command in retained_packs(scene)[num_retains:]] == ["store-3"]
+
+
+def test_pack_without_copies_returns_from_remote_store() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    for store_id in ("store-1", "store-3"):
+        del scene.stores[store_id]
+        scene.apply(StoreGone(store_id))
+    scene.pass_time(4.0)
+    again = copies(scene)[1]
+    assert again.urgent and again.hop.store_id == "store-2" and again.hop.sources == ("remote",)
+    assert "last copy was lost" in of_kind(scene, "rebuild")[0].reason
+
+
+def test_restarted_store_without_arena_is_loss() -> None:
+    scene = PaperCluster().settle(in_rack(1, "r1", MODEL))
+    scene.admit(MODEL, "r1")
+    scene.pass_time(1.0)
+    scene.stores["store-1"] = replace(in_rack(1, "r1"), incarnation="store-1 again")
+    scene.pass_time(2.0)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-1"]
+
+
+def test_dropped_pack_does_not_return() -> None:
+    scene = PaperCluster().settle(in_rack(1, "r1", MODEL))
+    scene.admit(MODEL, "r1")
+    scene.pass_time(1.0)
+    scene.stores["store-1"] = in_rack(1, "r1")
+    scene.pass_time(5.0)
+    assert not copies(scene)
+
+
+def test_failed_copy_is_tried_elsewhere_then_again() -> None:
+    scene = racks(obedient=False)
+    scene.pass_time(1.0)
+    assert len(copies(scene)) == 1
+    scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
+    assert "the arena is full" in of_kind(scene, "copy_failed")[0].reason
+    assert not scene.policy.state.transfers.with_rates()
+    scene.pass_time(0.9)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
+    scene.apply(CopyAccepted(MODEL.pack_id, "store-2"))
+    scene.hold("store-2", MODEL, num_chunks_verified=3, error="its source died")
+    scene.pass_time(2.0)
+    assert copies(scene)[-1].hop.store_id == "store-3" and len(of_kind(scene, "copy_failed")) == 2
+
+
+def test_deleted_pack_is_forgotten_at_first_refusal() -> None:
+    scene = racks(obedient=False)
+    del scene.stores["store-1"]
+    scene.apply(StoreGone("store-1"))
+    while not copies(scene):
+        scene.pass_time(0.1)
+    scene.apply(CopyFailed(MODEL.pack_id, copies(scene)[0].hop.store_id, "no such pack", True))
+    assert "no such pack" in of_kind(scene, "copy_failed")[0].reason
+    scene.pass_time(300.0)
+    assert len(copies(scene)) == 1
+    replication_state = scene.policy.state.replication_state
+    assert MODEL.pack_id not in replication_state.recent_packs and MODEL.pack_id not in replication_state.lost
+
+
+def test_losses_of_forgotten_packs_are_dropped() -> None:
+    scene = PaperCluster().settle(in_rack(1, "r1"), in_rack(2, "r2"))
+    for number in range(50):
+        scene.hold("store-1", a_model(f"old-{number}"))
+    scene.pass_time(1.0)
+    del scene.stores["store-1"]
+    scene.apply(StoreGone("store-1"))
+    scene.pass_time(scene.policy.state.config.loss_grace_s + 5.0)
+    assert scene.policy.state.replication_state.lost == set()
+
+
+def test_old_reported_error_does_not_end_new_try() -> None:
+    scene = racks(obedient=False)
+    scene.hold("store-3", MODEL, num_chunks_verified=3, error="of an earlier try")
+    scene.pass_time(3.0)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-3"]
+    assert not of_kind(scene, "copy_failed")
+
+
+def test_unreported_copy_is_given_up() -> None:
+    scene = racks(obedient=False)
+    scene.pass_time(1.0)
+    scene.apply(CopyAccepted(MODEL.pack_id, "store-3"))
+    scene.pass_time(12.0)
+    assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
+
+
+def test_order_of_lost_store_is_no_failed_copy() -> None:
+    scene = racks(obedient=False)
+    scene.pass_time(1.0)
+    scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
+    scene.pass_time(scene.config.copy_backoff_s)
+    ordered = [command.hop.store_id for command in copies(scene)]
+    scene.apply(StoreGone(ordered[-1]))
+    assert len(of_kind(scene, "copy_failed")) == 1 and not scene.policy.state.transfers.num_running
+    assert "the store's process is gone" in of_kind(scene, "relay_failed")[-1].reason
+
+
+def test_order_for_copy_of_wake_ends_with_it() -> None:
+    scene = PaperCluster(obedient=False).settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w", "host-2"))
+    scene.admit(MODEL, "r1")
+    scene.pass_time(1.0)
+    (wake,), (copy,) = scene.loads(), copies(scene)
+    assert wake.hops[0].store_id == copy.hop.store_id == "store-2"
+    (transfer,) = scene.policy.state.transfers.into("store-2")
+    assert transfer.urgent and transfer.reason.cause == "at_zero" and transfer.cause is CopyCause.REPLICATE
+    scene.hold("store-2", MODEL, relay_begin_us=1, relay_end_us=2)
+    scene.report_all()  # the report itself ends the order
+    assert [event.kind for event in scene.events[-3:]] == ["relay_started", "relay_finished", "copied"]
+    assert not scene.policy.state.transfers.num_running
+
+
+def test_leases_are_renewed_and_retried_after_refusal() -> None:
+    scene = racks(retention_s=9.0)
+    scene.pass_time(2.0)
+    begin = len(retained_packs(scene))
+    scene.pass_time(9.0)
+    renewed = [command.store_id for command in retained_packs(scene)[begin:]]
+    assert 2 <= renewed.count("store-1") <= 4 and renewed.count("store-1") == renewed.count("store-3")
+    begin = len(retained_packs(scene))
+    scene.apply(RetainFailed("store-3"))
+    scene.pass_time(2.8)
+    assert "store-3" in [command.store_id for command in retained_packs(scene)[begin:]]
+
+
+def test_retention_ends_with_demand() -> None:
+    scene = racks(recent_s=5.0)
+    scene.release("r1")
+    scene.pass_time(8.0)
+    assert scene.retained_packs == {"store-1": (), "store-3": ()}
+    begin = len(scene.commands)
+    scene.pass_time(60.0)
+    assert not retained_packs(scene)[begin:]
+
+
+def test_instance_counts_as_use_and_its_pack_as_copy() -> None:
+    scene = PaperCluster(PolicyConfig(recent_s=3.0)).settle(
+        in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w-a", "host-1")
+    )
+    scene.admit(MODEL, "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.pass_time(10.0)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-2"]
+    assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
+
+
+def test_disk_order_is_sent_with_every_lease() -> None:
+    other = a_model("acme/other")
+    both = frozenset({MODEL.pack_id, other.pack_id, "of nobody"})
+    scene = PaperCluster().settle(replace(in_rack(1, "r1", MODEL), disk_pack_ids=both), a_worker("w-a", "host-1"))
+    for model, name in ((MODEL, "r1"), (other, "r2")):
+        scene.admit(model, name)
+        scene.finish_loads()
+        scene.release(name)
+        scene.pass_time(11.0)
+    assert retained_packs(scene)[-1].disk_pack_ids == (MODEL.pack_id, other.pack_id)
+    for number in range(3, 20):
+        scene.admit(MODEL, f"r{number}")
+        scene.finish_loads()
+        scene.release(f"r{number}")
+        scene.pass_time(1.0)
+    assert retained_packs(scene)[-1].disk_pack_ids == (other.pack_id, MODEL.pack_id)
+
+
+def test_disk_change_is_ordered_before_renewal() -> None:
+    store = replace(in_rack(1, "r1", MODEL), disk_pack_ids=frozenset())
+    scene = PaperCluster().settle(store, in_rack(2, "r2", MODEL), a_worker("w-a", "host-1"))
+    scene.admit(MODEL, "r")
+    scene.pass_time(2.0)
+    assert [(command.store_id, command.disk_pack_ids) for command in retained_packs(scene)] == [
+        ("store-1", (MODEL.pack_id,)),  # it may be written to disk next
+        ("store-2", ()),
+    ]
+    scene.stores["store-1"] = replace(store, disk_pack_ids=frozenset({MODEL.pack_id}))
+    scene.pass_time(3.0)
+    assert [command.store_id for command in retained_packs(scene)[2:]] == ["store-1"]
+
+
+def test_overtaken_report_is_no_eviction() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    store = scene.stores["store-1"]
+    scene.apply(StoreReported(replace(store, copies={}, seen_at=scene.now), streamed=False))
+    scene.pass_time(1.0)
+    assert not of_kind(scene, "evicted")
+
+
+def test_eviction_is_recorded_with_worth() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    scene.stores["store-1"] = replace(scene.stores["store-1"], copies={})
+    scene.pass_time(1.0)
+    (event,) = of_kind(scene, "evicted")
+    assert event.topic == "copy.evicted" and event.fields["store_id"] == "store-1"
+    assert event.reason.startswith("no longer in the RAM of store-1; its next use is expected in ")
+
+
+def test_new_scheduler_adopts_retained_packs() -> None:
+    scene = PaperCluster()
+    retained = replace(a_copy(MODEL), retained=True)
+    first = replace(in_rack(1, "r1"), copies={MODEL.pack_id: retained})
+    scene.settle(first, in_rack(2, "r2"))
+    scene.pass_time(2.0)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-2"]
+    assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
+    scene = PaperCluster(PolicyConfig(recent_s=2.0)).settle(first, in_rack(2, "r2"))
+    scene.pass_time(4.0)
+    assert scene.retained_packs["store-1"] == ()
+
+
+def test_disabled_replication_orders_nothing() -> None:
+    scene = racks(replicate=False)
+    scene.pass_time(5.0)
+    assert not scene.commands
+
+
+def test_recent_pack_without_space_counts_as_short() -> None:
+    scene = PaperCluster()
+    small = a_store("store-2", "host-2", arena_bytes=16 * MB)
+    scene.settle(in_rack(1, "r1", MODEL), small)
+    scene.admit(MODEL, "r1")
+    scene.pass_time(3.0)
+    assert not copies(scene) and scene.policy.state.replication_state.num_short == 1
+
+
+def test_unused_lost_pack_without_remote_copy_is_given_up() -> None:
+    scene = racks(obedient=False, recent_s=5.0, copy_backoff_max_s=4.0)
+    del scene.stores["store-1"]
+    scene.apply(StoreGone("store-1"))
+    num_failed = 0
+    for _ in range(600):
+        scene.pass_time(0.1)
+        for command in copies(scene)[num_failed:]:
+            num_failed += 1
+            scene.apply(CopyFailed(MODEL.pack_id, command.hop.store_id, "no such version"))
+    assert 2 < num_failed < 16
+    scene.pass_time(60.0)
+    assert len(copies(scene)) == num_failed
