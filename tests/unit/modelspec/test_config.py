@@ -225,9 +225,11 @@ KEYS = (
     *["position_embedding_type", "pad_token_id", "type_vocab_size", "layer_norm_eps", "is_decoder"],
     *["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"],
 )
-ROPE_KEYS = ("rope_type", "factor", "rope_theta", "full_attention", "sliding_attention", "low_freq_factor")
-ROPE_KEYS += ("short_factor", "attention_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale")
-ROPE_KEYS += ("mscale_all_dim", "original_max_position_embeddings")
+ROPE_KEYS = (
+    *("rope_type", "factor", "rope_theta", "full_attention", "sliding_attention", "low_freq_factor"),
+    *("short_factor", "attention_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "original_max_position_embeddings"),
+)
 SCALARS = (
     st.none()
     | st.booleans()
