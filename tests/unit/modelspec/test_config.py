@@ -146,6 +146,9 @@ def test_experts_by_either_name(key: str) -> None:
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 1}, "num_experts_per_tok"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1e308}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 1e-300}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": 3}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 2.0]}}, "rope_scaling"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
@@ -218,16 +221,23 @@ KEYS = (
     ],
     *["rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"],
     *["query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"],
+    *["no_rope_layers", "attention_multiplier", "original_max_position_embeddings", "attention_bias"],
     *["position_embedding_type", "pad_token_id", "type_vocab_size", "layer_norm_eps", "is_decoder"],
     *["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"],
 )
-ROPE_KEYS = ("rope_type", "factor", "rope_theta", "full_attention", "sliding_attention", "low_freq_factor")
+ROPE_KEYS = (
+    *("rope_type", "factor", "rope_theta", "full_attention", "sliding_attention", "low_freq_factor"),
+    *("short_factor", "attention_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale"),
+    *("mscale_all_dim", "original_max_position_embeddings"),
+)
 SCALARS = (
     st.none()
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.sampled_from([0, -1, 2**31, 2**63, 10**4000, "linear", "llama3", "default", "full_attention"])
+    | st.sampled_from(
+        [0, -1, 2**31, 2**63, 10**4000, "linear", "llama3", "yarn", "longrope", "default", "full_attention"]
+    )
 )
 VALUES = st.recursive(
     SCALARS,

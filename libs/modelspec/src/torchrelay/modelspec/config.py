@@ -240,7 +240,7 @@ def _refuse_unsupported(config: Mapping[str, Any], parsed: ModelConfig) -> None:
     if parsed.head_dim % 2:
         raise UnsupportedModel("head_dim must be even for rotary embeddings", "head_dim")
     if parsed.rope is not None:
-        rotated = int(parsed.head_dim * parsed.rope.rotated_share)
+        rotated = int(parsed.head_dim * min(parsed.rope.rotated_share, 2.0))
         if rotated % 2 or not 0 < rotated <= parsed.head_dim:
             message = f"{rotated} of {parsed.head_dim} numbers of a head cannot be rotated in pairs"
             raise UnsupportedModel(message, "partial_rotary_factor")
