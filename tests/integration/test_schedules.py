@@ -33,7 +33,7 @@ async def test_schedule_set_over_rest_loads_and_releases_instances(rig: RestRig)
     scene.models[model.version_id] = model
     scene.apply(MinimumsSet((model,)))
     scene.pass_time(BEFORE + 50.0 - scene.now)
-    assert scene.wakes() == [], "ten seconds are more than its load takes"
+    assert scene.loads() == [], "ten seconds are more than its load takes"
     scene.pass_time(10.0)
     scene.finish_loads()
     assert len(list(scene.policy.state.instances)) == 2 and scene.now == BEFORE + 60.0, "it is eight o'clock"

@@ -138,7 +138,7 @@ class ScriptedScheduler(SchedulerServicer):
         if request.request_id == "req-old":
             raise NotFound("too old")
         phase = types_pb2.Phase(name="queue", begin_unix_us=1, end_unix_us=2, where="scheduler", detail="cold")
-        decision = scheduler_pb2.Decision(at_unix_us=1, kind="wake", subject="acme/glossary", reason="first request")
+        decision = scheduler_pb2.Decision(at_unix_us=1, kind="load", subject="acme/glossary", reason="first request")
         return scheduler_pb2.ExplainReply(phases=[phase], decisions=[decision])
 
 

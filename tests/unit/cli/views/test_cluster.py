@@ -130,7 +130,7 @@ def test_narrow_explanation_omits_bars_and_shortens_ids() -> None:
             "detail": "3.62 MB from remote, first chunk after 2.6 ms",
         }
     ]
-    decisions = [{"at_unix_us": 1, "kind": "wake", "subject": "inst-njqw24sn06qb3e1mmcv9", "reason": "1 waiting"}]
+    decisions = [{"at_unix_us": 1, "kind": "load", "subject": "inst-njqw24sn06qb3e1mmcv9", "reason": "1 waiting"}]
     narrow, wide = (drawn(explanation(phases, decisions), width) for width in (80, 120))
     assert "█" not in narrow and "█" in wide
     for shown in (narrow, wide):
@@ -202,9 +202,9 @@ def test_explanation_shows_milliseconds_and_reasons() -> None:
         {"name": "queue", "begin_unix_us": 1_000_000, "end_unix_us": 1_012_300, "where": "scheduler", "detail": "[x]"},
         {"name": "relay", "begin_unix_us": 1_002_000, "end_unix_us": 0, "where": "store-a", "detail": ""},
     ]
-    decisions = [{"at_unix_us": 1_000_000, "kind": "wake", "subject": "acme/tiny", "reason": "1 waiting"}]
+    decisions = [{"at_unix_us": 1_000_000, "kind": "load", "subject": "acme/tiny", "reason": "1 waiting"}]
     shown = drawn(explanation(phases, decisions))
-    for part in ("queue", "12.3 ms", "[x]", "relay", "2.0 ms", "running", "wake", "1 waiting"):
+    for part in ("queue", "12.3 ms", "[x]", "relay", "2.0 ms", "running", "load", "1 waiting"):
         assert part in shown
     assert "store-a" in drawn(explanation(phases, []))
 
