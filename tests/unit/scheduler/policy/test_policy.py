@@ -168,7 +168,7 @@ def test_busy_model_gives_second_slot_to_waiting_model() -> None:
     running = scene.placement("r1")
     assert running is not None
     assert scene.workers[running.decode.worker_id].slot.roles == BOTH  # decoding went on where it was
-    assert "preempt" in scene.kinds()
+    assert "preempt_spare" in scene.kinds()
 
 
 def test_burst_wakes_three_hosts_by_one_chain() -> None:

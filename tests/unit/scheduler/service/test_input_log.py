@@ -109,7 +109,7 @@ class Life:
             self.scene.admit(model, f"s{number}", max_tokens=30)
             self.scene.finish_loads()
         self.scene.pass_time(1.5, step_s=0.25)
-        assert "preempt" in self.scene.kinds()
+        assert "preempt_spare" in self.scene.kinds()
         self.open += [AttemptKey(f"s{number}", 1) for number in range(len(called))]
 
     def admit(self) -> None:
@@ -265,7 +265,7 @@ def test_recorded_log_has_every_kind_of_input(life: tuple[Path, PaperCluster]) -
     for kind in (
         "load",
         "evict",
-        "preempt",
+        "preempt_spare",
         "idle",
         "replicate",
         "rebuild",

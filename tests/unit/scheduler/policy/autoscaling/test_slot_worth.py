@@ -49,7 +49,7 @@ def test_reason_of_the_turn_has_the_numbers_that_were_explained() -> None:
     scene.pass_time(59.9)
     asked = told(scene, WAITING.name)["victim"].partition(" late requests")[0].rpartition(" ")[2]
     scene.pass_time(0.2)
-    (turn,) = [event for event in scene.events if event.kind == "turn"]
+    (turn,) = [event for event in scene.events if event.kind == "time_slice"]
     assert f"{turn.fields['num_lost']:.1f}" == asked
     assert turn.reason.endswith(f"; without it {asked} requests of this model are late")
 

@@ -70,7 +70,7 @@ def _idle_slots(
         load
         for load in idle
         if (overdue_tenant or exchanges[load.instance.instance_id].pays)
-        and not _is_first_slot(load, demand, autoscaler_input, config)
+        and not _is_first_slot(load, demand, autoscaler_input.now, claims)
     ]
     idle.sort(key=lambda load: exchanges[load.instance.instance_id].num_lost)
     waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
@@ -132,13 +132,14 @@ def _first_slot(
     return [_drain(victim, FIRST_SLOT, waited + _cost(victim, exchange), demand.model, exchange.figures, tenant)]
 
 
-def _is_first_slot(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> bool:
-    """Whether the slot stays for a turn, although it is idle: it is the only slot of a tenant, and the tenants that
-    wait for the other model have other slots. Otherwise, models would swap it between any two requests of that tenant.
+def _is_first_slot(load: InstanceLoad, demand: Demand, now: float, claims: SlotClaims) -> bool:
+    """Whether the slot stays for a time slice, although it is idle: it is the only slot of a tenant, and the tenants
+    that wait for the other model have other slots. Otherwise, models would swap it between any two requests of that
+    tenant.
     """
-    num_slots = autoscaler_input.num_slots_of
+    num_slots = claims.num_slots_of
     return (
-        load.instance.since > autoscaler_input.now - config.time_slice_s
+        load.instance.since > now - claims.config.time_slice_s
         and any(num_slots[tenant] == 1 for tenant in load.tenants - set(demand.waiting_tenants))
         and all(num_slots[tenant] > (tenant in load.tenants) for tenant in demand.waiting_tenants)
     )

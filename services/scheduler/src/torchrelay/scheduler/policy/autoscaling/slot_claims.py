@@ -17,6 +17,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     SetRoles,
 )
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import Instance, InstancePhase, Model, Roles
 
@@ -70,6 +71,7 @@ class SlotClaims:
         """Records actions that were decided for one model; the slots that they free are reserved for it."""
         for action in actions:
             if isinstance(action, Load):
+                self.num_slots_of.update({tenant_of(action.model.name): len(action.assignments)})
                 continue
             instance = self._input.cluster_load.load(action.instance_id).instance
             self.versions.add(instance.version_id)
@@ -87,7 +89,9 @@ class SlotClaims:
 
     @cached_property
     def num_slots_of(self) -> Counter[str]:
-        """Number of slots by tenant, without those that this decision takes for tenants without a slot."""
+        """Number of slots by tenant, with those that this decision gives to them, and without those that it takes for
+        tenants without a slot.
+        """
         return self._input.num_slots_of.copy()
 
     @property
