@@ -33,7 +33,7 @@ REPLACED: Mapping[str, Mapping[str, object]] = {
     "overdue": {"autoscaling.instance_eviction._overdue_tenant": _returns("")},
     "preempt_spare": {"autoscaling.instance_eviction._preempt_spare": _returns([])},
     "shared_versions": {"dispatch.shared_versions.SharedVersions.is_shared": _returns(value=False)},
-    "split_roles": {"transitions.demands._decode_demand": _returns(None)},
+    "answers": {"handlers.demands._answer_demand": _returns(None)},
     "token_pause": {"dispatch.placement.pause_s": _returns(0.0)},
     "token_time": {"estimates.token_time.TokenTimes.of": _returns(token_time.UNKNOWN)},
     "ttft_correction": {"estimates.correction.Corrections.of": _returns(1.0)},
