@@ -297,6 +297,7 @@ class PaperCluster:
         }
         state.attempts.check_integrity(pools)
         state.queues.check_integrity()
+        state.tenant_slots.check_integrity(state.instances.versions)
         for version_id in state.queues.versions:
             if state.endpoint_cache.is_blocked(version_id, self.now):
                 self._check_is_blocked(version_id)

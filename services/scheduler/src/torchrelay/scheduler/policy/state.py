@@ -11,6 +11,7 @@ from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessio
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.admission.retry_times import RetryTimes
 from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
@@ -19,7 +20,8 @@ from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
 from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
-from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
+from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
+from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases, tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.endpoint_cache import EndpointCache
@@ -120,10 +122,22 @@ class State:
         losses = LeastLosses(config.time_slice_s)
         state = cls(config, new_id, now, queues, failures, progress, gateways, membership, turns, losses, strategies)
         state.instances = Instances(on_change=state._instances_changed)
+        state.aliases = VersionAliases(on_change=state.tenant_slots.changed)
         state.attempts = OpenAttempts(on_change=state.endpoint_cache.work_changed)
         return state
 
+    def __post_init__(self) -> None:
+        self.tenant_slots = TenantSlots(self._slots_of)
+
+    def _slots_of(self, version_id: str) -> VersionSlots:
+        """The version's slots, without those that were taken from its tenants for a tenant without a slot."""
+        instances = self.instances.of_version(version_id)
+        names = self.aliases.of(version_id) or [instance.model for instance in instances]
+        number = sum(instance.reason.cause != FIRST_SLOT for instance in instances)
+        return VersionSlots(frozenset(map(tenant_of, names)), number)
+
     def _instances_changed(self, version_id: str) -> None:
+        self.tenant_slots.changed(version_id)
         self.endpoint_cache.forget(version_id)
         self.least_losses.changed(version_id, has_instances=len(self.instances.of_version(version_id)) > 0)
 

@@ -5,7 +5,7 @@ A tenant must not learn about other tenants, so texts for tenants use the name i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.common.recent import Recent
@@ -41,8 +41,10 @@ class _Aliases:
 class VersionAliases:
     """The requested models by version; the longest unused versions are evicted first."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[str], None] = lambda version_id: None) -> None:
+        """``on_change`` is called with each version whose names changed."""
         self._versions: Recent[str, _Aliases] = Recent(MAX_VERSIONS)
+        self._on_change = on_change
 
     def __iter__(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(version, pack, names)."""
@@ -63,12 +65,15 @@ class VersionAliases:
         before = shared.uses.get(model.name)
         is_deleted = before is not None and before.is_deleted and not is_new_call
         shared.uses[model.name] = _AliasUse(idle_timeout_s, model.max_instances, tbt_target_s, now, is_deleted)
+        if before is None or before.is_deleted != is_deleted:
+            self._on_change(model.version_id)
 
     def deleted(self, name: str) -> list[str]:
         """Marks the model as deleted from the catalog. Returns the versions that have no other name."""
         versions = [(version_id, shared) for version_id, shared in self._versions.items() if name in shared.uses]
-        for _, shared in versions:
+        for version_id, shared in versions:
             shared.uses[name].is_deleted = True
+            self._on_change(version_id)
         return [version_id for version_id, shared in versions if not shared.names]
 
     def is_deleted(self, version_id: str) -> bool:

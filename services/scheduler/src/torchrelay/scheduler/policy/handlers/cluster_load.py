@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    FIRST_SLOT,
     AutoscalerInput,
     ClusterLoad,
     Demand,
@@ -147,13 +146,7 @@ class _StateLoad(ClusterLoad):
         return worker.num_running if worker is not None and is_counted else 0
 
     def slots_by_tenant(self) -> Counter[str]:
-        state, numbers = self._state, Counter[str]()
-        for version_id in state.instances.versions:
-            instances = state.instances.of_version(version_id)
-            number = sum(instance.reason.cause != FIRST_SLOT for instance in instances)
-            names = state.aliases.of(version_id) or [instance.model for instance in instances]
-            numbers.update(dict.fromkeys(map(tenant_of, names), number))
-        return numbers
+        return self._state.tenant_slots.numbers
 
     def drain_s(self, instance: Instance) -> float:
         """The longest running answer is assumed to have twice the mean length left, if that is known."""
