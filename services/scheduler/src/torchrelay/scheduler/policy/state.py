@@ -136,7 +136,11 @@ class State:
         number = sum(instance.reason.cause != FIRST_SLOT for instance in instances)
         return VersionSlots(frozenset(map(tenant_of, names)), number)
 
-    def _instances_changed(self, version_id: str) -> None:
+    def _instances_changed(self, version_id: str, is_progress: bool) -> None:
+        if is_progress:
+            self.endpoint_cache.unblock(version_id)
+            self.endpoint_cache.forget_loads(version_id)
+            return
         self.tenant_slots.changed(version_id)
         self.endpoint_cache.forget(version_id)
         self.least_losses.changed(version_id, has_instances=len(self.instances.of_version(version_id)) > 0)

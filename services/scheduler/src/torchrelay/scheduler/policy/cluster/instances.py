@@ -51,8 +51,10 @@ class InstanceTransition:
 class Instances:
     """Instances by id; at most one per worker."""
 
-    def __init__(self, on_change: Callable[[str], None] = lambda version_id: None) -> None:
-        """``on_change`` is called with the version of each record that is put or removed."""
+    def __init__(self, on_change: Callable[[str, bool], None] = lambda version_id, is_progress: None) -> None:
+        """``on_change`` is called with the version of each record that is put or removed, and whether only more of its
+        layers are loaded.
+        """
         self._on_change = on_change
         self._by_id: dict[str, Instance] = {}
         self._on_worker: dict[str, str] = {}
@@ -105,8 +107,8 @@ class Instances:
         """Time of the last placement or release of an attempt on the instance."""
         return self._last_active[instance_id]
 
-    def put(self, instance: Instance) -> None:
-        """Adds an instance, or replaces its record."""
+    def put(self, instance: Instance, *, is_progress: bool = False) -> None:
+        """Adds an instance, or replaces its record. ``is_progress``: only more of its layers are loaded."""
         assert self._on_worker.get(instance.worker_id, instance.instance_id) == instance.instance_id
         self._by_id[instance.instance_id] = instance
         self._on_worker[instance.worker_id] = instance.instance_id
@@ -118,7 +120,7 @@ class Instances:
             self._draining[instance.instance_id] = None
         else:
             self._draining.pop(instance.instance_id, None)
-        self._on_change(instance.version_id)
+        self._on_change(instance.version_id, is_progress)
 
     def remove(self, instance_id: str) -> Instance | None:
         instance = self._by_id.pop(instance_id, None)
@@ -130,7 +132,7 @@ class Instances:
                 del index[name][instance_id]
                 if not index[name]:
                     del index[name]
-            self._on_change(instance.version_id)
+            self._on_change(instance.version_id, False)
         return instance
 
     def _set_loading(self, instance: Instance, is_loading: bool) -> None:
@@ -159,7 +161,7 @@ class Instances:
             if not change.gone:
                 if change.before == change.instance:
                     return []
-                self.put(change.instance)
+                self.put(change.instance, is_progress=change.is_progress)
                 return [change]
             self.remove(known.instance_id)
             changes.append(change)

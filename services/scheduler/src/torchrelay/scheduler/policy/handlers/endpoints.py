@@ -33,7 +33,7 @@ def of_version(state: State, model: Model, now: float) -> Sequence[Endpoint]:
 
     return state.endpoint_cache.of(
         model.version_id,
-        lambda: _roster(state, model, now),
+        lambda: _built(state, model, now),
         lambda entry: _with_load(state, model, entry, now),
     )
 
@@ -45,7 +45,7 @@ def _with_load(state: State, model: Model, entry: Endpoint, now: float) -> Endpo
     return replace(entry, **_load_of(state, model, instance, now))
 
 
-def _roster(state: State, model: Model, now: float) -> Iterator[Endpoint]:
+def _built(state: State, model: Model, now: float) -> Iterator[Endpoint]:
     for instance in state.instances.of_version(model.version_id):
         worker = state.membership.workers.get(instance.worker_id)
         if not instance.placeable or worker is None or state.membership.is_suspect(worker.worker_id):
