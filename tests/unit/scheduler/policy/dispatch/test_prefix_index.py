@@ -44,6 +44,17 @@ def test_longest_unused_blocks_are_evicted_from_prompt_end() -> None:
     assert prefix_index.num_blocks("another", (b"1",)) == 0
 
 
+def test_instances_are_known_by_the_beginning_of_their_prompts() -> None:
+    index = PrefixIndex()
+    for instance_id in ("i", "j", "k", "i"):
+        index.note(instance_id, (b"1", instance_id.encode()), 3)
+    assert index.last_noted((b"1", b"x"), 2) == ["i", "k"] and index.last_noted((b"1",), 9) == ["i", "k", "j"]
+    assert index.last_noted((b"i",), 9) == index.last_noted((), 9) == []
+    index.note("k", (b"2", b"3", b"4"), 3)  # evicts the others
+    index.forget("j")
+    assert index.last_noted((b"1",), 9) == ["i"]
+
+
 def test_departed_instance_has_no_prefixes() -> None:
     """Its entry would stay for ever: it is forgotten when the instance goes."""
     scene, model = two_hosts(), a_model(routing_block_tokens=64)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.open_attempts import DispatchedWork
 from torchrelay.scheduler.policy.types import InstancePhase
 
-LEAST_ENTRIES = 32  # smaller endpoints have no candidate_index
+LEAST_ENTRIES = 32  # fewer endpoints have no index
 _NUM_LISTED = 16  # entries of each order
 
 _Key = tuple[float, int, str]
@@ -36,6 +36,10 @@ class CandidateIndex:
         """Replaces the entry of an instance that is predicted to be loaded at another time."""
         self._entries[entry.instance_id] = entry
         self._changed.add(entry.instance_id)
+
+    def of(self, instance_ids: Iterable[str]) -> list[Endpoint]:
+        """The endpoints of those of the instances that take requests of the version."""
+        return [entry for instance_id in instance_ids if (entry := self._entries.get(instance_id)) is not None]
 
     def entries(self) -> list[Endpoint]:
         self._sort()

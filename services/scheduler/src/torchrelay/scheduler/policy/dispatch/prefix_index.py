@@ -19,6 +19,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._of: dict[str, dict[bytes, None]] = {}  # by present instance
+        # Instances by the first block of their prompts, the last noted last.
+        self._beginning_with: dict[bytes, dict[str, None]] = {}
 
     def note(self, instance_id: str, block_hashes: Sequence[bytes], max_blocks: int) -> None:
         """Records a prompt that was placed on the instance; its KV pool holds ``max_blocks`` blocks."""
@@ -28,8 +30,12 @@ class PrefixIndex:
         for block_hash in reversed(block_hashes):  # a prompt is evicted from its end
             known.pop(block_hash, None)
             known[block_hash] = None
+        beginning = self._beginning_with.setdefault(block_hashes[0], {})
+        beginning.pop(instance_id, None)
+        beginning[instance_id] = None
         for block_hash in list(islice(known, max(len(known) - max_blocks, 0))):
             del known[block_hash]
+            self._leave(instance_id, block_hash)
 
     def num_blocks(self, instance_id: str, block_hashes: Sequence[bytes]) -> int:
         """Number of leading blocks of the prompt that the instance probably has cached."""
@@ -45,6 +51,19 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
+    def last_noted(self, block_hashes: Sequence[bytes], most: int) -> list[str]:
+        """The instances that the beginning of the prompt was placed on last, at most this many."""
+        beginning = self._beginning_with.get(block_hashes[0], {}) if block_hashes else {}
+        return list(islice(reversed(beginning), most))
+
     def forget(self, instance_id: str) -> None:
         """Forgets an instance that is gone."""
-        self._of.pop(instance_id, None)
+        for block_hash in self._of.pop(instance_id, ()):
+            self._leave(instance_id, block_hash)
+
+    def _leave(self, instance_id: str, block_hash: bytes) -> None:
+        """Removes an evicted block, if it is the first of a prompt."""
+        if (beginning := self._beginning_with.get(block_hash)) is not None:
+            beginning.pop(instance_id, None)
+            if not beginning:
+                del self._beginning_with[block_hash]

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt
+from torchrelay.scheduler.policy.dispatch.candidate_index import CandidateIndex
 from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
@@ -22,6 +23,7 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement, ServiceClass
 
 _MAX_TIMELY = 32  # requests per choice of late requests
+_MAX_BEGINNING_ALIKE = 64  # instances that are searched for the longest cached prefix
 _MAX_INSTANCES = 16  # per choice of late requests: the instances that are free first stand for all of the version
 
 
@@ -177,7 +179,7 @@ def _placement_among(
     if candidate_index is not None:
         likely = candidate_index.entries()
         if admission.block_hashes:
-            likely += _prefix_affine(state, admission, entries, {entry.instance_id for entry in likely})
+            likely += _prefix_affine(state, admission, candidate_index, {entry.instance_id for entry in likely})
         if changed:
             likely = [changed.get(entry.instance_id, entry) for entry in likely]
         placement = _place_at(state, admission, model, likely, now)
@@ -201,10 +203,13 @@ def _place_at(
 
 
 def _prefix_affine(
-    state: State, admission: Admission, entries: Sequence[Endpoint], known: Container[str]
+    state: State, admission: Admission, candidate_index: CandidateIndex, known: Container[str]
 ) -> list[Endpoint]:
-    """Instances outside ``known`` with the longest cached prefix of the prompt."""
+    """Instances outside ``known`` with the longest cached prefix of the prompt, of those that its beginning was placed
+    on last.
+    """
     hashes, index = admission.block_hashes, state.prefix_index
+    entries = candidate_index.of(index.last_noted(hashes, _MAX_BEGINNING_ALIKE))
     by_blocks = [
         (index.num_blocks(entry.instance_id, hashes), entry) for entry in entries if entry.instance_id not in known
     ]
