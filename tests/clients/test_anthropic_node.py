@@ -22,7 +22,7 @@ def test_models(clients: Clients, results: dict[str, Any]) -> None:
 
 def test_messages(results: dict[str, Any]) -> None:
     message, streamed = results["messages"], results["messages_stream"]
-    assert message["text"] == streamed["text"] == TEXT and message["stop"] == streamed["stop"] == "end_time_slice"
+    assert message["text"] == streamed["text"] == TEXT and message["stop"] == streamed["stop"] == "end_turn"
     for usage in (message["usage"], streamed["usage"]):
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == results["count"]
         assert usage["output_tokens"] == 4

@@ -47,7 +47,7 @@ async def test_whole_message(rig: TokenPathRig, client: Any) -> None:
     message = await client.messages.create(**asked("größer 🔥"))
     [block] = message.content
     assert block.type == "text" and block.text == "größer 🔥"
-    assert (message.role, message.model, message.stop_reason) == ("assistant", "acme/echo", "end_time_slice")
+    assert (message.role, message.model, message.stop_reason) == ("assistant", "acme/echo", "end_turn")
     counted = await client.messages.count_tokens(model="echo", messages=asked("größer 🔥")["messages"])
     assert message.usage.input_tokens == counted.input_tokens
     assert message.usage.output_tokens == billed(rig, message.id)

@@ -156,5 +156,5 @@ def _ending(cause: FinishCause | None, stop_string: str, *, has_calls: bool) -> 
     elif stop_string:
         reason = "stop_sequence"
     else:
-        reason = "max_tokens" if cause is FinishCause.LENGTH else "end_time_slice"
+        reason = "max_tokens" if cause is FinishCause.LENGTH else "end_turn"
     return {"stop_reason": reason, "stop_sequence": stop_string or None}

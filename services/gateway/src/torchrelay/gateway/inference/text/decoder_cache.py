@@ -64,7 +64,7 @@ class DecoderCache:
         digest = file.id[1]
         await self._turn(tenant)
         if (decoder := self.get(tenant, digest)) is not None:  # loaded while this waited
-            self._end_time_slice(tenant, 0.0)
+            self._end_turn(tenant, 0.0)
             return decoder
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -73,7 +73,7 @@ class DecoderCache:
         def loaded(ended: asyncio.Future[ModelDecoder]) -> None:
             if not ended.cancelled() and ended.exception() is None:
                 self._add(tenant, digest, ended.result())
-            self._end_time_slice(tenant, loop.time() - began_s)
+            self._end_turn(tenant, loop.time() - began_s)
 
         loading.add_done_callback(loaded)
         return await asyncio.shield(loading)  # the turn ends with the thread's work, not with the caller's wait
@@ -96,7 +96,7 @@ class DecoderCache:
                 await turn
         except (TimeoutError, asyncio.CancelledError) as error:
             if not self._waiting.remove(tenant, turn):
-                self._end_time_slice(tenant, 0.0)  # it came in the same moment
+                self._end_turn(tenant, 0.0)  # it came in the same moment
             if isinstance(error, TimeoutError):
                 raise Unavailable(f"the model's tokenizer could not be loaded within {MAX_WAIT_S:g} s") from None
             raise
@@ -107,7 +107,7 @@ class DecoderCache:
             if not taken[0].done():  # a cancelled one ends its turn itself
                 taken[0].set_result(None)
 
-    def _end_time_slice(self, tenant: str, used_s: float) -> None:
+    def _end_turn(self, tenant: str, used_s: float) -> None:
         self._is_loading = False
         self._waiting.ended(tenant, used_s)
         self._next_turn()
