@@ -157,6 +157,17 @@ def test_full_queue_refuses_tenant_with_most_requests() -> None:
     assert queues_with(of("crowd", "c0"), limit=4).displaced_by(newcomer) is None
 
 
+def test_full_queue_refuses_late_request_first() -> None:
+    """Late requests filled the queue of a long overload, were never served, and newcomers in time were refused."""
+    queues = queues_with(*(of("acme", f"a{n}") for n in range(4)), limit=4)
+    for rank, name in enumerate(("a2", "a3", "a1")):
+        queues.fall_late(AttemptKey(name, 1), float(rank))
+    displaced = queues.displaced_by(of("acme", "newcomer"))
+    assert displaced is not None and displaced.key.request_id == "a1", "it waits longest"
+    displaced = queues.displaced_by(of("birch", "newcomer"))
+    assert displaced is not None and displaced.key.request_id == "a1", "its tenant has most requests"
+
+
 def test_full_queue_keeps_requests_with_tokens() -> None:
     begun = [of("crowd", f"c{n}", num_forced_tokens=5) for n in (1, 2)]
     displaced = queues_with(of("crowd", "c0"), *begun, limit=3).displaced_by(of("alone", "a"))

@@ -156,6 +156,14 @@ def test_slow_tokens_add_instance_that_plays_both_roles() -> None:
     scene.check()
 
 
+def test_placed_answers_add_no_instance_that_would_get_none() -> None:
+    """Answers stay on their instances, so an instance for thirty of them served nothing."""
+    demand = answers(30, 0.0)
+    assert demand.num_saved(1, 0.0) > 1 and demand.without_excess(1).num_saved(1, 0.0) == 0
+    waiting = answers(30, 0.0, num_waiting=20)
+    assert waiting.without_excess(1).num_answers == 30, "all but ten wait"
+
+
 def test_full_pools_get_decode_instance_only() -> None:
     scene = apart()
     learn_length(scene, 50)

@@ -196,6 +196,16 @@ def test_young_slot_does_not_delay_older_slot_that_pays(phase: InstancePhase) ->
     assert drained(replace(situation, cluster_load=ListedLoad(loads))) == ["i0"]
 
 
+def test_overdue_model_takes_slot_that_holds_it_although_another_slot_pays() -> None:
+    """Only slots that paid were considered while there was any, so a model of two devices waited for ever."""
+    large, small = an_instance(0, a_model("acme/large")), an_instance(1, a_model("acme/small"))
+    loads = [InstanceLoad(large, 1, 0, 1.0, arrivals_per_s=50.0), InstanceLoad(small, 1, 0, 1.0)]
+    demand = Demand(replace(a_model("acme/new"), num_devices=2), 1, 0, RULES.longest_wait_s)
+    situation = a_full_host([large, small], [demand], [a_store("s", "host-1")])
+    workers = {**situation.workers, "w0": replace(situation.workers["w0"], num_devices=2)}
+    assert drained(replace(situation, workers=workers, cluster_load=ListedLoad(loads))) == ["i0"]
+
+
 @pytest.mark.parametrize("busy", [0, 1], ids=["idle", "busy"])
 @pytest.mark.parametrize(("target_s", "longest_s"), [(2.0, RULES.longest_wait_s), (600.0, 600.0)])
 def test_longest_wait_takes_slot_regardless_of_loss(target_s: float, longest_s: float, busy: int) -> None:

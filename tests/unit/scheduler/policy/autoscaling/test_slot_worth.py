@@ -27,31 +27,33 @@ def told(scene: PaperCluster, model: str) -> dict[str, str]:
     return {line.label: line.text for line in worth_lines(scene.policy.state, model, scene.now)}
 
 
-def test_waiting_model_names_victim_turn_and_bid() -> None:
+def test_waiting_model_names_victim_time_slice_and_bid() -> None:
     scene = one_slot()
     scene.admit(WAITING, "w")
     scene.pass_time(2.0)
     lines = told(scene, WAITING.name)
     assert list(lines) == ["bid", "victim", "why"]
     assert lines["bid"].startswith(
-        "a slot for a turn of 10 s serves 2.0 requests (1 request waiting, 0.1 more per second)"
+        "a slot for a time slice of 10 s serves 2.0 requests (1 request waiting, 0.1 more per second)"
     )
     assert lines["bid"].endswith(": 120 device seconds")
     assert lines["victim"].startswith("the slot on w, of acme/busy: it asks ") and lines["victim"].endswith(
         "against 2.0 served"
     )
-    assert "the turn of that slot ends in 6 s" in lines["why"] and "it is taken in 58 s all the same" in lines["why"]
+    assert (
+        "the time slice of that slot ends in 6 s" in lines["why"] and "it is taken in 58 s all the same" in lines["why"]
+    )
 
 
-def test_reason_of_the_turn_has_the_numbers_that_were_explained() -> None:
+def test_reason_of_the_time_slice_has_the_numbers_that_were_explained() -> None:
     scene = one_slot()
     scene.admit(WAITING, "w")
     scene.pass_time(59.9)
     asked = told(scene, WAITING.name)["victim"].partition(" late requests")[0].rpartition(" ")[2]
     scene.pass_time(0.2)
-    (turn,) = [event for event in scene.events if event.kind == "time_slice"]
-    assert f"{turn.fields['num_lost']:.1f}" == asked
-    assert turn.reason.endswith(f"; without it {asked} requests of this model are late")
+    (ended,) = [event for event in scene.events if event.kind == "time_slice"]
+    assert f"{ended.fields['num_lost']:.1f}" == asked
+    assert ended.reason.endswith(f"; without it {asked} requests of this model are late")
 
 
 def test_busy_model_bids_for_one_more_and_asks_for_its_slot() -> None:
@@ -62,7 +64,9 @@ def test_busy_model_bids_for_one_more_and_asks_for_its_slot() -> None:
         lines["bid"].startswith("one more instance beside 1 saves ")
         and " and costs 1.0 (60 device seconds): " in lines["bid"]
     )
-    assert "on w for a turn costs " in lines["ask"] and lines["ask"].endswith("; its own turn goes on for 8 s")
+    assert "on w for a time slice costs " in lines["ask"] and lines["ask"].endswith(
+        "; its own time slice goes on for 8 s"
+    )
 
 
 def test_competing_tenants_see_no_names_nor_counts_of_each_other() -> None:
@@ -117,3 +121,18 @@ def test_explaining_changes_no_decision() -> None:
                 told(scene, WAITING.name)
                 told(scene, BUSY.name)
     assert explained.effects == plain.effects
+
+
+def test_tenant_that_asks_sees_no_model_of_the_tenant_that_called_last() -> None:
+    """The name of the last caller was taken for that of the tenant that asks."""
+    secret = a_model("birch/secret")
+    scene = PaperCluster(PolicyConfig()).settle(a_store("s", "host-1", map(a_copy, (WAITING, secret))), a_worker("w"))
+    scene.admit(secret, "busy")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("busy", 1)))
+    scene.admit(WAITING, "own")
+    shared = a_model("birch/waiting", version_id=WAITING.version_id, pack_id=WAITING.pack_id)
+    scene.admit(shared, "other")
+    scene.pass_time(0.5)
+    text = " ".join(told(scene, WAITING.name).values())
+    assert "victim" in told(scene, WAITING.name) and "birch" not in text, text

@@ -56,7 +56,8 @@ def test_full_queue_refuses_with_retry_time() -> None:
 
 def test_each_refused_client_gets_time_of_its_own_place() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=4)).settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
-    size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100}  # the pool holds a single request
+    # The pool holds a single request; none of them becomes late, since late requests would be refused first.
+    size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100, "ttft_target_s": 1000.0}
     scene.admit(MODEL, "r0", **size)
     scene.finish_loads()
     for number in range(1, 5):
@@ -405,6 +406,19 @@ def test_retried_request_without_tokens_is_next_by_first_arrival() -> None:
     scene.admit(MODEL, "retried", attempt=2, age_s=20.0, **full)
     scene.apply(FirstToken(AttemptKey("ahead", 1)))
     assert scene.placement("retried", attempt=2) is not None and scene.placement("newcomer") is None
+
+
+@pytest.mark.parametrize("age_s", [0.0, 60.0])
+def test_outage_of_scheduler_makes_no_request_late(age_s: float) -> None:
+    """Requests that had waited for a scheduler bought an instance as soon as their prompts were computed."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    scene.admit(MODEL, "r", age_s=age_s)
+    scene.pass_time(0.1)
+    scene.apply(FirstToken(AttemptKey("r", 1)))
+    assert scene.policy.state.arrivals.of(MODEL.version_id).num_late(0.0) == 0
 
 
 @pytest.mark.parametrize("num_short", [1, 3])

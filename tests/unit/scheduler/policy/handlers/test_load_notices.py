@@ -38,6 +38,16 @@ def test_told_time_falls_as_layers_arrive() -> None:
     assert left_s == sorted(left_s, reverse=True)
 
 
+def test_loaded_model_of_suspect_worker_is_not_said_to_load() -> None:
+    scene, model = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w")), a_model()
+    scene.admit(model, "first")
+    scene.finish_loads()
+    num_told = len(notices_of(scene))
+    scene.admit(model, "r", attempt=2, lost_workers=("w",))
+    scene.pass_time(2.0)
+    assert len(notices_of(scene)) == num_told
+
+
 def test_told_once_a_second_while_requests_wait_for_a_load() -> None:
     scene = two_workers_one_host()
     model = a_model()

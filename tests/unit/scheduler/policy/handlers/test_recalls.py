@@ -92,7 +92,7 @@ def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     scene.pass_time(4.0)  # and the newcomer is lost again
     scene.workers["w1"] = replace(scene.workers["w1"], kv_pool_bytes=1)
     scene.report("w1")
-    scene.admit(MODEL, "waits")
+    scene.admit(MODEL, "waits", ttft_target_s=1000.0)
     assert scene.placement("waits") is None
     scene.apply(Release(first, delivered=False, is_recalled=True))
     scene.admit(MODEL, first.request_id, attempt=2)

@@ -61,6 +61,6 @@ def _computed_at(work_s: float, free_at: Sequence[float]) -> float:
 def late_rank(admission: Admission, prompt_s: float) -> float:
     """Rank of a late request, served lowest first: a short prompt goes before a long prompt unless the long prompt's
     deadline is earlier by more than ``_PROMPT_PRICE`` times the difference in prompt seconds. Ranks are fixed, so each
-    request becomes the first eventually.
+    request becomes the first of the late requests eventually.
     """
     return admission.deadline + _PROMPT_PRICE * prompt_s

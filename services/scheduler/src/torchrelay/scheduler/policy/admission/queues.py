@@ -58,6 +58,11 @@ class _VersionQueue:
     def fair_queue_of(self, admission: Admission) -> DeadlineQueue:
         return self.batch if admission.service_class is ServiceClass.BATCH else self.timely
 
+    def oldest_late(self, tenant: str) -> Admission | None:
+        """The tenant's late request that waits longest."""
+        late = (request.admission for request in self.waiting.values() if request.late_rank is not None)
+        return next((admission for admission in late if admission.tenant == tenant), None)
+
     def last_without_token(self, tenant: str) -> Admission | None:
         """The tenant's last request that may be evicted; never a request that is streaming or was recalled."""
         latest = (
@@ -104,14 +109,14 @@ class AdmissionQueues:
 
     def displaced_by(self, admission: Admission) -> Admission | None:
         """The request to refuse so that ``admission`` can wait: None, a request of the tenant with most requests, or
-        ``admission`` itself.
+        ``admission`` itself. In the model's queue, a late request goes before a request that may be in time.
         """
         version_id, tenant = admission.version_id, admission.tenant
         if self.num_waiting(version_id) >= self._limit:
             queue = self._queues[version_id]
             if (crowd := _crowd(queue.num_of, tenant)) is None:
-                return admission
-            return queue.last_without_token(crowd) or admission
+                return queue.oldest_late(tenant) or admission
+            return queue.oldest_late(crowd) or queue.last_without_token(crowd) or admission
         if len(self._version_of) < self._limit_total:
             return None
         if (crowd := _crowd(self._num_of, tenant)) is None:

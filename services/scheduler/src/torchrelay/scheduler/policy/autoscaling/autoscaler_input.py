@@ -90,8 +90,8 @@ class Demand:
 
     @property
     def slot_wait_s(self) -> float:
-        """Time that the model has waited since it last had a slot, so that a model whose turn has just ended is last,
-        however old its queue.
+        """Time that the model has waited since it last had a slot, so that a model whose time slice has just ended is
+        last, however old its queue.
         """
         return min(self.oldest_wait_s, self.since_slot_lost_s)
 

@@ -4,7 +4,7 @@ work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.policy.autoscaling import price
 
@@ -24,6 +24,7 @@ class DecodeDemand:
     price_s: float  # worth of a cold start, in seconds of a slot
     late_s: float  # cost of a late request, in seconds of a slot
     last_full_at: float = 0.0  # when all decode instances were last needed
+    num_waiting: int = 0  # of ``num_answers``, those of waiting requests
 
     @property
     def request_s(self) -> float:
@@ -38,6 +39,13 @@ class DecodeDemand:
     def backlog_s(self, num_instances: int) -> float:
         """Work beyond what the instances hold at once; negative if they can hold more."""
         return (self.num_answers - num_instances * self.num_held) * self.request_s
+
+    def without_excess(self, num_instances: int) -> DecodeDemand:
+        """The demand without placed answers beyond those that the instances hold in time: they stay where they are, so
+        more instances would not help them.
+        """
+        num_placed = min(self.num_answers - self.num_waiting, num_instances * self.num_held)
+        return replace(self, num_answers=num_placed + self.num_waiting)
 
     def num_saved(self, num_instances: int, load_s: float) -> float:
         """Late requests that one more instance saves while it is held, which is loaded in ``load_s`` and begins with as

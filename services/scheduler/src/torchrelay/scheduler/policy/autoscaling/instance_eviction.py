@@ -1,5 +1,5 @@
 """Frees a slot for a waiting model without a slot: an idle model's slot, a busy model's second slot, or the slot of a
-busy model whose turn ends. A model that serves and needs to grow gets the slots of idle models only.
+busy model whose time slice ends. A model that serves and needs to grow gets the slots of idle models only.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _busy_slots(
         return []
     if shared := _preempt_spare(demand, missing, autoscaler_input, claims, config):
         return shared
-    if not overdue_tenant and not _any_turn_pays(demand, autoscaler_input, claims, config):
+    if not overdue_tenant and not _any_slice_pays(demand, autoscaler_input, claims, config):
         return []
     return _end_time_slice(demand, missing, autoscaler_input, claims, config, overdue_tenant)
 
@@ -107,8 +107,8 @@ def _first_slot(
     config: PolicyConfig,
 ) -> list[Drain]:
     """Takes a slot, whatever its model loses and without waiting for its answers, from a tenant with several for a
-    tenant without any: once per tenant and turn. The answers go on in the next slot of their model. A slot that drains
-    comes first, then the slot that has been ready for longest.
+    tenant without any: once per tenant and time slice. The answers go on in the next slot of their model. A slot that
+    drains comes first, then the slot that has been ready for longest.
     """
     is_due = demand.oldest_wait_s >= config.preempt_spare_after_s and autoscaler_input.has_all_waiting
     if not is_due or tenant in claims.overdue_tenants:
@@ -147,7 +147,8 @@ def _is_first_slot(load: InstanceLoad, demand: Demand, now: float, claims: SlotC
 
 def _overdue_tenant(demand: Demand, claims: SlotClaims, config: PolicyConfig) -> str:
     """The tenant that may take a slot for the model, whatever the slot's model loses: if the model has waited longer
-    than the limit and its target, the first waiting tenant that has taken no such slot for a turn. Empty without one.
+    than the limit and its target, the first waiting tenant that has taken no such slot for a time slice. Empty without
+    one.
     """
     if demand.slot_wait_s < overdue_s(demand, config):
         return ""
@@ -247,8 +248,8 @@ def _growth_exchange(
     load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, claims: SlotClaims
 ) -> Exchange | None:
     """The exchange for growth; None if it does not pay or the slot's model would reclaim the slot: because it is the
-    model's only slot and a request is expected within a turn, or because the instance saves its model more than half
-    of the gain.
+    model's only slot and a request is expected within a time slice, or because the instance saves its model more than
+    half of the gain.
     """
     exchange = exchange_of(load, demand, claims, gain.held_s)._replace(num_gained=gain.num_saved)
     if gain.is_due or not exchange.pays:
@@ -297,8 +298,8 @@ def _preempt_spare(
     config: PolicyConfig,
 ) -> list[SetRoles | Drain]:
     """Drains one of the slots of a model with several, if the others cover its roles or one of them can take both, or
-    if the model cannot serve with them anyway. A slot that is worth more to its model stays for a turn, and until the
-    other model has waited for a turn.
+    if the model cannot serve with them anyway. A slot that is worth more to its model stays for a time slice, and until
+    the other model has waited for a time slice.
 
     A prefill instance goes first: its work ends soon, and decoding is not disturbed.
     """
@@ -365,8 +366,10 @@ def _shared_slot(
     return min(candidates, default=None)
 
 
-def _any_turn_pays(demand: Demand, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig) -> bool:
-    """Whether any slot that was held for a turn is worth more to the waiting model than to its own."""
+def _any_slice_pays(
+    demand: Demand, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig
+) -> bool:
+    """Whether any slot that was held for a time slice is worth more to the waiting model than to its own."""
     held_since, spared = autoscaler_input.now - config.time_slice_s, {demand.model.version_id, *claims.versions}
     least_losses = autoscaler_input.cluster_load.least_losses
     return any(
@@ -379,10 +382,10 @@ def _any_turn_pays(demand: Demand, autoscaler_input: AutoscalerInput, claims: Sl
     )
 
 
-def turn_exchanges(
+def slice_exchanges(
     demand: Demand, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig
 ) -> dict[str, Exchange]:
-    """The exchange of each slot that the model could take from another for a turn, by instance."""
+    """The exchange of each slot that the model could take from another for a time slice, by instance."""
     return {
         load.instance.instance_id: exchange_of(load, demand, claims, config.time_slice_s)
         for load in autoscaler_input.loads
@@ -399,45 +402,27 @@ def _end_time_slice(
     config: PolicyConfig,
     overdue_tenant: str,
 ) -> list[SetRoles | Drain]:
-    """Ends a turn when more models are busy than there are slots: drains the slot whose model loses least among those
-    that were held for a turn, if the waiting model gains as much. A model that is overdue takes the slot that loses
-    least, whatever that is, and waits for at most a turn until that slot was held for a turn. If the weights of a pack
-    are in the way, all its slots on one host are drained. Requests of the drained model wait for its next turn.
+    """Ends a time slice when more models are busy than there are slots: drains the slot whose model loses least among
+    those that were held for a time slice, if the waiting model gains as much. A model that is overdue takes the slot
+    that loses least, whatever that is, and waits for at most a time slice until that slot was held for a time slice. If
+    the weights of a pack are in the way, all its slots on one host are drained. Requests of the drained model wait for
+    its next time slice.
     """
     model, held_since = demand.model, autoscaler_input.now - config.time_slice_s
-    exchanges = turn_exchanges(demand, autoscaler_input, claims, config)
+    exchanges = slice_exchanges(demand, autoscaler_input, claims, config)
 
     def is_over(load: InstanceLoad) -> bool:
         return load.instance.phase is InstancePhase.READY and load.instance.since <= held_since
 
     loads = [load for load in autoscaler_input.loads if load.instance.instance_id in exchanges]
     able = [load for load in loads if is_over(load) and exchanges[load.instance.instance_id].pays]
-    if not able and overdue_tenant:
+    victims = _cheapest(able, exchanges, demand, missing, claims)
+    if not victims and overdue_tenant:
         may_wait = demand.slot_wait_s < overdue_s(demand, config) + config.time_slice_s
         able = [load for load in loads if is_over(load) or (may_wait and load.instance.staying)]
-    candidates = sorted(
-        able,
-        key=lambda load: (
-            exchanges[load.instance.instance_id].num_lost,
-            load.instance.since,
-            load.instance.instance_id,
-        ),
-    )
-    alone = {
-        load.instance.instance_id: claims.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
-    }
-    victims = [load for load in candidates if load.instance.instance_id in _enough(alone, missing)]
-    if not victims:
-        together = defaultdict[tuple[str, str], list[InstanceLoad]](list)
-        for load in candidates:
-            together[load.instance.host_id, load.instance.pack_id].append(load)
-        for group in together.values():
-            slots = {load.instance.instance_id: claims.roles(demand, load.instance.worker_id, group) for load in group}
-            if _enough(slots, missing):
-                victims = group
-                break
+        victims = _cheapest(able, exchanges, demand, missing, claims)
     if not all(map(is_over, victims)):
-        return []  # waits for this slot's turn to end rather than take a more valuable slot
+        return []  # waits for this slot's time slice to end rather than take a more valuable slot
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
     )
@@ -450,6 +435,39 @@ def _end_time_slice(
             _drain(load, "time_slice", f"{waited} {held}{_cost(load, exchange)}", model, exchange.figures, taker)
         )
     return drains
+
+
+def _cheapest(
+    able: Sequence[InstanceLoad],
+    exchanges: Mapping[str, Exchange],
+    demand: Demand,
+    missing: Roles,
+    claims: SlotClaims,
+) -> list[InstanceLoad]:
+    """The slots that lose least and suffice for the missing roles; else all slots of a pack on a host, if only together
+    they make space for the weights; else none.
+    """
+    candidates = sorted(
+        able,
+        key=lambda load: (
+            exchanges[load.instance.instance_id].num_lost,
+            load.instance.since,
+            load.instance.instance_id,
+        ),
+    )
+    alone = {
+        load.instance.instance_id: claims.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
+    }
+    if chosen := _enough(alone, missing):
+        return [load for load in candidates if load.instance.instance_id in chosen]
+    together = defaultdict[tuple[str, str], list[InstanceLoad]](list)
+    for load in candidates:
+        together[load.instance.host_id, load.instance.pack_id].append(load)
+    for group in together.values():
+        slots = {load.instance.instance_id: claims.roles(demand, load.instance.worker_id, group) for load in group}
+        if _enough(slots, missing):
+            return group
+    return []
 
 
 def _evict(

@@ -30,7 +30,7 @@ def change_role(
 ) -> list[SetRoles]:
     """The role change of an instance, if roles are sized apart, only one is short, and the other role loses less than
     half of what the short role gains, so that the same demand never reverses the change, and less than ``most_lost``
-    late requests. At most one instance of a model changes its role per turn, and none that was ``decided`` on.
+    late requests. At most one instance of a model changes its role per time slice, and none that was ``decided`` on.
     """
     if demand.decode is None or len(growth.missing) > 1:
         return []
@@ -47,7 +47,7 @@ def change_role(
     if lost >= most_lost or gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
         return []
     if lost < 1 and losing.work.last_full_at > held_since:
-        return []  # the other role needed all its instances less than a turn ago
+        return []  # the other role needed all its instances less than a time slice ago
     able = _able(own, gaining, losing, held_since, demand, autoscaler_input)
     if not able:
         return []
@@ -61,7 +61,7 @@ def change_role(
 
 
 def _is_kept(load: InstanceLoad, held_since: float) -> bool:
-    """Whether the instance stays, with roles that it has had for a turn."""
+    """Whether the instance stays, with roles that it has had for a time slice."""
     return load.instance.staying and load.instance.roles_since <= held_since
 
 

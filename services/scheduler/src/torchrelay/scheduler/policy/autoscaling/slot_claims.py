@@ -40,7 +40,7 @@ class SlotClaims:
         self._on_host: dict[str, _HostPacks] = {}
         self._fits: dict[tuple[str, str], bool] = {}  # by pack and host
         self._drained: set[str] = set()  # instances that this decision drains
-        self.overdue_tenants = {  # tenants that got a slot for an overdue model less than a turn ago
+        self.overdue_tenants = {  # tenants that got a slot for an overdue model less than a time slice ago
             tenant
             for tenant, at in autoscaler_input.overdue_slots_at.items()
             if at > autoscaler_input.now - config.time_slice_s

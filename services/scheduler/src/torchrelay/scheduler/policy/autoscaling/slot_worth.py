@@ -19,7 +19,7 @@ from torchrelay.scheduler.policy.autoscaling.instance_eviction import (
     exchange_of,
     is_of_tenant,
     overdue_s,
-    turn_exchanges,
+    slice_exchanges,
 )
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
 from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims
@@ -50,17 +50,20 @@ def _device_seconds(num_late: float, demand: Demand) -> str:
 
 
 def _bid_for_first(demand: Demand, config: PolicyConfig) -> WorthLine:
-    """The bid of a model that cannot serve: the requests that it would serve with a slot for a turn."""
+    """The bid of a model that cannot serve: the requests that it would serve with a slot for a time slice."""
     if demand.by_tenant:
         return WorthLine("bid", "its files are shared with other tenants: no numbers of all together are shown")
-    turn = format_duration(config.time_slice_s)
+    time_slice = format_duration(config.time_slice_s)
     if not demand.num_waiting:
-        return WorthLine("bid", f"none: no request waits, and the next one asks for a slot at once (a turn of {turn})")
+        return WorthLine(
+            "bid", f"none: no request waits, and the next one asks for a slot at once (a time slice of {time_slice})"
+        )
     gained = demand.num_gained(config.time_slice_s)
     waiting = f"{format_count(demand.num_waiting, 'request')} waiting, {demand.arrivals_per_s:.2g} more per second"
     return WorthLine(
         "bid",
-        f"a slot for a turn of {turn} serves {gained:.1f} requests ({waiting}): {_device_seconds(gained, demand)}",
+        f"a slot for a time slice of {time_slice} serves {gained:.1f} requests ({waiting}): "
+        f"{_device_seconds(gained, demand)}",
     )
 
 
@@ -76,6 +79,8 @@ def _bid_for_next(demand: Demand, autoscaler_input: AutoscalerInput) -> WorthLin
         saved, least = sizing.work.num_saved(sizing.number, load_s), sizing.work.least_saved(sizing.number, load_s)
         held = format_duration(sizing.work.held_s(sizing.number, load_s))
         roles = "" if demand.decode is None else f" {' and '.join(role.name.lower() for role in sorted(sizing.roles))}"
+        if demand.answers is not None:
+            roles = " (for its answers)" if sizing.work is demand.answers else " (for its prompts)"
         bids.append(
             f"one more{roles} instance beside {sizing.number} saves {saved:.1f} late requests "
             f"({_device_seconds(saved, demand)}) and costs {least:.1f} ({_device_seconds(least, demand)}): "
@@ -85,7 +90,7 @@ def _bid_for_next(demand: Demand, autoscaler_input: AutoscalerInput) -> WorthLin
 
 
 def _ask(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> Iterator[WorthLine]:
-    """The cost of the model's cheapest slot, if a model that loads as fast takes it for a turn."""
+    """The cost of the model's cheapest slot, if a model that loads as fast takes it for a time slice."""
     claims = SlotClaims(autoscaler_input, config, decided=())
     own = [
         load for load in autoscaler_input.of(demand.model) if load.instance.instance_id not in autoscaler_input.reserved
@@ -100,9 +105,9 @@ def _ask(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig
     worth = f"{lost:.1f} late requests ({_device_seconds(lost, demand)})"
     if demand.by_tenant:
         worth = "an undisclosed number of late requests, as its files are shared"
-    text = f"to give up {where} for a turn costs {worth}"
+    text = f"to give up {where} for a time slice costs {worth}"
     if turn_left_s := _turn_left_s(cheapest, autoscaler_input, config):
-        text += f"; its own turn goes on for {format_duration(turn_left_s)}"
+        text += f"; its own time slice goes on for {format_duration(turn_left_s)}"
     yield WorthLine("ask", text)
     if not cheapest.busy and cheapest.instance.accepted and not demand.num_waiting:
         idle_s = autoscaler_input.now - cheapest.unused_since
@@ -119,7 +124,7 @@ def _wait(
     """The slot that a waiting model would get first, and why it has not got it."""
     claims = SlotClaims(autoscaler_input, config, decided=())
     rest = claims.claim(demand, missing)
-    exchanges = turn_exchanges(demand, autoscaler_input, claims, config)
+    exchanges = slice_exchanges(demand, autoscaler_input, claims, config)
     able = [
         load
         for load in autoscaler_input.loads
@@ -154,6 +159,8 @@ def _victim_text(victim: InstanceLoad, exchange: Exchange, demand: Demand) -> st
     worker = victim.instance.worker_id
     if not is_of_tenant(victim, demand.model.name):
         return f"the slot on {worker}, of a model of another tenant"
+    if demand.by_tenant:
+        return f"the slot on {worker}, of {victim.instance.model}"
     return (
         f"the slot on {worker}, of {victim.instance.model}: it asks {exchange.num_lost:.1f} late requests "
         f"against {exchange.num_gained:.1f} served"
@@ -178,7 +185,7 @@ def _why_not(
         if victim.instance.phase is not InstancePhase.READY:
             why.append("the model of that slot still loads")
         elif turn_left_s:
-            why.append(f"the turn of that slot ends in {format_duration(turn_left_s)}")
+            why.append(f"the time slice of that slot ends in {format_duration(turn_left_s)}")
     left_s = overdue_s(demand, config) - demand.slot_wait_s
     if not exchange.pays and left_s > 0:
         left = format_duration(left_s)

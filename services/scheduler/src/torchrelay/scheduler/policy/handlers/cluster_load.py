@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
@@ -69,7 +70,9 @@ def worth_lines(state: State, model: str, now: float) -> list[WorthLine]:
         return []
     made = present_input(state, now, dict.fromkeys((version_id, *state.queues.versions)))
     demand = made.cluster_load.demand_of(version_id) if made.demands else None
-    return slot_worth(demand, made, state.config) if demand is not None else []
+    if demand is None:
+        return []
+    return slot_worth(replace(demand, model=replace(demand.model, name=model)), made, state.config)
 
 
 def expected_versions(state: State, now: float) -> list[str]:

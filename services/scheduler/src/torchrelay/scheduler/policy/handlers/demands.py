@@ -34,8 +34,8 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     idle_plan = history.idle_gaps.plan(price_s, state.expected_load_s(model))
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
     answers = _answer_demand(state, model, waiting.number, price_s, now)
-    are_apart = not any(instance.target_roles >= BOTH for instance in instances)
-    decode = answers if are_apart else None
+    num_both = sum(instance.target_roles >= BOTH for instance in instances)
+    decode = answers if not num_both else None
     if decode is not None and waiting.number:
         num_tokens = state.queues.num_prefill_tokens(version_id) - waiting.num_too_large_tokens
         held_up = _num_held_up(state, model, decode, now) / waiting.number
@@ -64,7 +64,7 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
         load_s=load_s,
         last_full_at=history.last_full_at,
         decode=decode,
-        answers=None if are_apart else answers,
+        answers=answers.without_excess(len(instances)) if answers and 0 < num_both == len(instances) else None,
     )
     playing = Counter(role for instance in instances for role in instance.target_roles)
     if decode is not None and playing[Role.DECODE] > 1 and decode.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
@@ -167,6 +167,7 @@ def _answer_demand(state: State, model: Model, num_waiting: int, price_s: float,
     num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
     return DecodeDemand(
         num_answers=num_open + num_waiting,
+        num_waiting=num_waiting,
         num_held=num_held,
         num_most=num_most,
         answer_s=prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),

@@ -316,7 +316,9 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
         ttft_s, predicted = now - attempt.placed_at, placement.predicted
         state.corrections.observe(instance_id, predicted.ttft_s, predicted.ttft_correction, ttft_s, now)
     instance = state.instances.get(instance_id)
-    is_late = now > admission.deadline and (admission.key.attempt == 1 or admission.was_recalled)
+    is_late = now > admission.admitted_at + admission.ttft_target_s and (
+        admission.key.attempt == 1 or admission.was_recalled  # without an outage of its worker or of the scheduler
+    )
     if is_measured and instance is not None and admission.admitted_at > instance.since and is_late:
         state.arrivals.of(admission.version_id).late(admission.admitted_at)
     model, worker = state.models.get(admission.version_id), state.membership.workers.get(worker_id)

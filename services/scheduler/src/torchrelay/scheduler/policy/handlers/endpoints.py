@@ -96,9 +96,9 @@ def loading_prefills(state: State, model: Model, now: float) -> Sequence[Endpoin
     """The instances of the version that take prompts if all of them load, with the times of their loads as predicted
     now; None if one is loaded.
     """
-    entries = prefills(state, model, now)
-    if any(entry.phase is not InstancePhase.LOADING for entry in entries):
+    if any(instance.phase is InstancePhase.READY for instance in state.instances.of_version(model.version_id)):
         return None
+    entries = prefills(state, model, now)
     return [_with_load(state, model, entry, now) for entry in entries]
 
 
