@@ -288,6 +288,12 @@ SHARD_FAULTS: list[Fault] = [
         INDEX,
         "'model.norm.weight' is missing; config",
     ),
+    (
+        "unnamed head",
+        edit_index(lambda i: i["weight_map"].pop("lm_head.weight")),
+        INDEX,
+        "weight_map does not name lm_head.weight, which",
+    ),
     ("unknown", edit_index(lambda i: i["weight_map"].update(x=shard_name(1, 3))), INDEX, "which does not hold it"),
     (
         "stray file",

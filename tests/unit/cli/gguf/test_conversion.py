@@ -112,6 +112,10 @@ def test_llama_3_factors_become_its_scaling(tmp_path: Path) -> None:
         ({"llama__attention__head_count": "many"}, "llama.attention.head_count: 'many' is not a positive number"),
         ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count: 8 is not supported; supported is 16"),
         ({"llama__rope__freq_base": float("inf")}, "llama.rope.freq_base: inf is not a positive number"),
+        ({"llama__rope__freq_base": 1e-50}, "llama.rope.freq_base: 0.0 is not a positive number"),
+        ({"llama__rope__scale_linear": 4.0}, "llama.rope.scale_linear: 4.0 is not supported; supported is 1.0"),
+        ({"llama__rope__scaling__factor": 2.0}, "llama.rope.scaling.factor: 2.0 is not supported"),
+        ({"split__count": 3}, "split.count: the file is a part of 3; merge them"),
         ({"tokenizer__ggml__model": "t5"}, "tokenizer.ggml.model: tokenizer model 't5' is not supported"),
         ({"tokenizer__ggml__pre": "viking"}, "tokenizer.ggml.pre: 'viking' is not supported"),
         ({"tokenizer__ggml__eos_token_id": 500}, "tokenizer.ggml.eos_token_id: 500 is not one of 259 tokens"),
@@ -128,6 +132,16 @@ def test_model_that_is_not_served_is_refused_by_field(tmp_path: Path, metadata: 
         converted(path, tmp_path / "converted")
     assert refused.value.message.startswith(f"{path}: {said}")
     assert not any((tmp_path / "converted").iterdir())
+
+
+def test_biases_and_impossible_factors_are_refused_by_tensor(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "hf", "llama", attention_bias=True)
+    with pytest.raises(CliError, match=r"attn_(q|k|v|output)\.bias: biases of LlamaForCausalLM are not supported here"):
+        converted(write_gguf(tmp_path / "biased.gguf", checkpoint), tmp_path / "biased")
+    plain = make_checkpoint(tmp_path / "plain", "llama")
+    path = write_gguf(tmp_path / "factors.gguf", plain, rope_freqs=np.zeros(8, np.float32))
+    with pytest.raises(CliError, match=r"rope_freqs\.weight: its values are not numbers of at least 1"):
+        converted(path, tmp_path / "factors")
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tests.support.checkpoints import CHAT_TEMPLATE
 from tests.support.sample_tokenizers import SENTENCES, byte_fallback_tokenizer, tiny_tokenizer
 from tests.unit.cli.gguf.gguf_files import tokenizer_metadata
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.gguf.header import GgufHeader
 from torchrelay.cli.gguf.tokenizer import tokenizer_files
 
@@ -101,3 +102,12 @@ def test_template_and_ends_are_kept(tmp_path: Path) -> None:
     assert files["generation_config.json"] == {"eos_token_id": [5, 6]}
     vocab = files["tokenizer.json"]["model"]["vocab"]
     assert vocab[files["tokenizer_config.json"]["eos_token"]] == 5
+
+
+def test_tokens_that_make_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a megabyte of a hostile file made half a million pairs."""
+    monkeypatch.setattr("torchrelay.cli.gguf.tokenizer._MAX_MERGES", 100)
+    tokens = ["a" * length for length in range(1, 40)]
+    metadata = {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens)}
+    with pytest.raises(CliError, match="more than 100 pairs of them make another"):
+        files_of({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})

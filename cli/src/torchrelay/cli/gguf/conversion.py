@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrelay.cli.gguf.family import ROPE_FACTORS, config_of, family_of
 from torchrelay.cli.gguf.header import GgufHeader, read_header
+from torchrelay.cli.gguf.refusal import quoted, refusal
 from torchrelay.cli.gguf.tokenizer import tokenizer_files
 from torchrelay.cli.gguf.weights import BF16_BYTES, Weight, fp32_values, weights_of, write_weight
 
@@ -21,6 +22,9 @@ def convert(path: Path, folder: Path, progress: Callable[[str, int, int], None])
     """
     header = read_header(path)
     family = family_of(header)
+    if header.metadata.get("split.count", 1) not in (0, 1):
+        parts = f"the file is a part of {quoted(header.metadata['split.count'])}; merge them with llama-gguf-split"
+        raise refusal(path, "split.count", parts)
     factors = header.tensors.get(ROPE_FACTORS)
     config = config_of(header, family, fp32_values(header, factors) if factors else None)
     files = {"config.json": config} | tokenizer_files(header)

@@ -23,12 +23,13 @@ class GgufFamily:
     unit_offset_norms: bool = False  # the file has the weights of norms plus one
     sandwich_norms: bool = False
     windows: bool = False
+    has_biases: bool = False  # of q, k and v
 
 
 FAMILIES: Mapping[str, GgufFamily] = {  # by general.architecture
     "llama": GgufFamily("LlamaForCausalLM", "llama", interleaved=True),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", "smollm3", interleaved=True),
-    "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2"),
+    "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", has_biases=True),
     "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3"),
     "gemma2": GgufFamily("Gemma2ForCausalLM", "gemma2", unit_offset_norms=True, sandwich_norms=True, windows=True),
 }
@@ -52,7 +53,10 @@ class Metadata:
         value = self._header.metadata.get(f"{self._prefix}.{key}", default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise refusal(self._header.path, f"{self._prefix}.{key}", f"{quoted(value)} is not a positive number")
-        return float(str(np.float32(value)))  # the shortest text of the file's fp32
+        rounded = float(str(np.float32(value)))  # the shortest text of the file's fp32
+        if not 0 < rounded < math.inf:
+            raise refusal(self._header.path, f"{self._prefix}.{key}", f"{quoted(value)} is not in the range of fp32")
+        return rounded
 
     def refuse_unless(self, key: str, served: Any) -> None:
         """Refuses a value other than the served one; a missing value is that."""
@@ -79,6 +83,8 @@ def config_of(header: GgufHeader, family: GgufFamily, rope_factors: list[float] 
         values.refuse_unless(key, head_dim)
     values.refuse_unless("expert_count", 0)
     values.refuse_unless("rope.scaling.type", "none")
+    for key in ("rope.scaling.factor", "rope.scaling.attn_factor", "rope.scale_linear"):  # linear without a type
+        values.refuse_unless(key, 1.0)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise refusal(header.path, "token_embd.weight", "the tensor is missing")
@@ -115,7 +121,9 @@ def config_of(header: GgufHeader, family: GgufFamily, rope_factors: list[float] 
 
 def _llama3_scaling(header: GgufHeader, factors: list[float], theta: float, head_dim: int) -> dict[str, Any]:
     """The parameters that give the file's factors, which must be those of a published Llama 3."""
-    factor = max(factors)
+    if not all(1.0 <= each < math.inf for each in factors):
+        raise refusal(header.path, ROPE_FACTORS, "its values are not numbers of at least 1")
+    factor = max(factors, default=1.0)
     expected = [_llama3_factor(theta ** (2 * pair / head_dim), factor) for pair in range(head_dim // 2)]
     close = len(factors) == len(expected) and all(
         math.isclose(own, other, rel_tol=1e-4) for own, other in zip(factors, expected, strict=True)

@@ -12,7 +12,8 @@ from torchrelay.cli.gguf.header import GgufHeader
 from torchrelay.cli.gguf.refusal import quoted, refusal
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # of tokenizer.ggml.token_type; 1 and 5 are plain
-_MAX_TOKEN_CHARS: Final = 1024
+_MAX_TOKEN_CHARS: Final = 256  # the pairs that make a token are searched, so their number bounds time and memory
+_MAX_MERGES: Final = 4_000_000
 _SPACE: Final = "▁"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -211,6 +212,8 @@ def _scored_merges(metadata: TokenizerMetadata) -> list[tuple[str, str]]:
             (pair for pair in pairs if pair[0] in plain and pair[1] in plain),
             key=lambda pair: (plain[pair[0]], plain[pair[1]]),
         )
+        if len(merges) > _MAX_MERGES:
+            raise metadata.refusal("tokens", f"more than {_MAX_MERGES:,} pairs of them make another")
     return merges
 
 

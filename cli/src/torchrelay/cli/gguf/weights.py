@@ -66,6 +66,8 @@ def weights_of(header: GgufHeader, family: GgufFamily, num_heads: int, num_kv_he
             heads = {"attn_q": num_heads, "attn_k": num_kv_heads}.get(match[2], 0) if family.interleaved else 0
         if name is None:
             raise refusal(header.path, stored.name, f"the tensor is not part of {family.architecture}")
+        if match and match[3] == "bias" and not (family.has_biases and match[2] in ("attn_q", "attn_k", "attn_v")):
+            raise refusal(header.path, stored.name, f"biases of {family.architecture} are not supported here")
         if heads and stored.shape[0] % (2 * heads):
             raise refusal(header.path, stored.name, f"{stored.shape[0]:,} rows are not {heads} heads of even size")
         offset = -1.0 if family.unit_offset_norms and "norm" in stored.name else 0.0
@@ -103,10 +105,12 @@ def _fp32_groups(header: GgufHeader, weight: Weight) -> Iterator[npt.NDArray[np.
     num_rows = max(int(np.prod(stored.shape[:-1])), 1)
     shape = num_rows, stored.num_bytes // num_rows
     rows = np.memmap(header.path, np.uint8, "r", stored.offset, shape)
-    order = np.arange(num_rows)
     if weight.num_interleaved:
-        order = order.reshape(weight.num_interleaved, -1, 2).swapaxes(1, 2).ravel()
+        order = np.arange(num_rows).reshape(weight.num_interleaved, -1, 2).swapaxes(1, 2).ravel()
     group = max(_GROUP_VALUES // stored.shape[-1], 1)
     for begin in range(0, num_rows, group):
-        values = dequantize(rows[order[begin : begin + group]], kind).astype(np.float32, copy=False)
+        place = slice(begin, begin + group)
+        values = dequantize(rows[order[place] if weight.num_interleaved else place], kind).astype(
+            np.float32, copy=False
+        )
         yield values + np.float32(weight.offset) if weight.offset else values

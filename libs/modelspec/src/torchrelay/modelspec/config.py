@@ -407,8 +407,8 @@ def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any], theta: float) -> R
     factor = _optional_float(rope, "factor", _positive_int(config, "max_position_embeddings") / original)
     scaling = YarnScaling(
         factor=factor,
-        beta_fast=_positive_float(rope, "beta_fast", 32.0),
-        beta_slow=_positive_float(rope, "beta_slow", 1.0),
+        beta_fast=_optional_float(rope, "beta_fast", 32.0),
+        beta_slow=_optional_float(rope, "beta_slow", 1.0),
         original_max_position=original,
         truncate=bool(rope.get("truncate", True)),
     )
@@ -429,7 +429,7 @@ def _magnitude(factor: float, scale: float = 1.0) -> float:
 def _longrope(config: Mapping[str, Any], rope: Mapping[str, Any], theta: float) -> RopeConfig:
     original = _original_context(config, rope)
     factors = rope.get("short_factor")
-    if not isinstance(factors, list) or len(factors) > MAX_HEAD_DIM:
+    if not isinstance(factors, list) or not 0 < len(factors) <= MAX_HEAD_DIM:
         raise UnsupportedModel("short_factor must be a list of numbers", "rope_scaling")
     short = tuple(_positive_float({"short_factor": each}, "short_factor", 1.0) for each in factors)
     factor = _optional_float(rope, "factor", _positive_int(config, "max_position_embeddings") / original)
@@ -454,7 +454,9 @@ def _max_context_tokens(config: Mapping[str, Any]) -> int:
 def _original_context(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     """The context of pretraining, which some models have beside their rope parameters."""
     key = "original_max_position_embeddings"
-    return _positive_int({key: config.get(key) or rope.get(key)}, key, _positive_int(config, "max_position_embeddings"))
+    # transformers' Phi3Config has a default of its own.
+    default = 4096 if config.get("model_type") == "phi3" else _positive_int(config, "max_position_embeddings")
+    return _positive_int({key: config.get(key) or rope.get(key)}, key, default)
 
 
 def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None, at_most: int = 2**63 - 1) -> int:

@@ -9,6 +9,8 @@ from torchrelay.param_store.packer.core import PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.documents import read_document
 from torchrelay.param_store.packer.safetensors_header import read_tensors
 
+_HEAD = "lm_head.weight"
+
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     """All tensors by name. Raises ``PackRefused`` if files and index are inconsistent."""
@@ -39,12 +41,13 @@ def _indexed_tensors(folder: Path) -> dict[str, StoredTensor]:
         if not isinstance(file, str) or file not in present:
             place = f"weight_map puts {quoted(name)} into {quoted(file)}"
             raise PackRefused(INDEX_FILE, f"{place}, which is missing from the upload")
-    tensors = {
-        tensor.name: tensor
-        for file in sorted(set(weight_map.values()))
-        for tensor in read_tensors(folder, file)
-        if weight_map.get(tensor.name) == file
-    }
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())):
+        for tensor in read_tensors(folder, file):
+            if weight_map.get(tensor.name) == file:
+                tensors[tensor.name] = tensor
+            elif tensor.name == _HEAD and _HEAD not in weight_map:  # without it, the model would only embed
+                raise PackRefused(INDEX_FILE, f"weight_map does not name {_HEAD}, which {file} holds")
     for name, file in weight_map.items():
         if name not in tensors:
             raise PackRefused(INDEX_FILE, f"weight_map puts {quoted(name)} into {file}, which does not hold it")
