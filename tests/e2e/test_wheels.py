@@ -38,6 +38,7 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.common.net.redis_users import redis_users
 
+pytestmark = pytest.mark.timeout(600)  # the build takes minutes, and longer beside other tests
 LOOPBACK = "127.0.0.1"
 # Compose reserves memory for real models; these sizes do for the example's.
 SMALL = {"TORCHRELAY_ARENA_BYTES": str(64 << 20), "TORCHRELAY_KV_POOL_BYTES": str(32 << 20), "TORCHRELAY_THREADS": "1"}
@@ -47,7 +48,7 @@ SMALL = {"TORCHRELAY_ARENA_BYTES": str(64 << 20), "TORCHRELAY_KV_POOL_BYTES": st
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheels that `make wheels` builds, by distribution."""
     folder = tmp_path_factory.mktemp("wheels")
-    made = subprocess.run(["make", "wheels", f"DIST={folder}"], cwd=REPO, capture_output=True, text=True, timeout=250)
+    made = subprocess.run(["make", "wheels", f"DIST={folder}"], cwd=REPO, capture_output=True, text=True, timeout=500)
     assert made.returncode == 0, made.stderr
     return {path.name.partition("-")[0].replace("_", "-"): path for path in folder.iterdir()}
 
