@@ -26,7 +26,7 @@ REPLACED: Mapping[str, Mapping[str, object]] = {
     "end_time_slice": {"autoscaling.instance_eviction._end_time_slice": _returns([])},
     "evict_to_grow": {"autoscaling.decision.evict_to_grow": _returns([])},
     "exchange_pays": {"autoscaling.instance_eviction.Exchange.pays": True},
-    "forecast": {"autoscaling.price._with_wake": lambda gaps_s, keep_s, *_: IdlePlan(keep_s)},
+    "forecast": {"autoscaling.price._with_load": lambda gaps_s, keep_s, *_: IdlePlan(keep_s)},
     "growth": {"autoscaling.decision._growth": _returns(None)},
     "late_before": {"autoscaling.arrivals.ArrivalHistory.num_late": _returns(0)},
     "learned_keep": {"autoscaling.price.IdleGaps.plan": lambda _, break_even_s, __: IdlePlan(break_even_s)},

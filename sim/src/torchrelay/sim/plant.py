@@ -94,7 +94,7 @@ class Plant:
         for command in caused.commands:
             match command:
                 case effects.LoadCommand():
-                    self.events.after(RPC_S, partial(self._wake, command))
+                    self.events.after(RPC_S, partial(self._load, command))
                 case effects.UnloadCommand():
                     self.events.after(RPC_S, partial(self._workers.unload, command))
                 case effects.SetRolesCommand():
@@ -110,7 +110,7 @@ class Plant:
         for answer in caused.answers:
             self._gateway.answered(answer)
 
-    def _wake(self, command: effects.LoadCommand) -> None:
+    def _load(self, command: effects.LoadCommand) -> None:
         for hop in command.hops:
             self._stores.relay(command.model, hop, is_idle=not hop.urgent)
             for order in hop.loads:

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import BinaryIO, get_args
 
+import msgspec
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_pair, a_store, a_worker
@@ -302,6 +303,15 @@ def test_replay_of_other_file_fails_with_message(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code, "--replay", str(path)], capture_output=True, timeout=120)
     assert ended.returncode == 1 and not ended.stdout
     assert ended.stderr.decode().startswith(f"torchrelay-scheduler: {path}: ") and b"Traceback" not in ended.stderr
+
+
+def test_log_with_settings_of_another_release_is_refused(life: tuple[Path, PaperCluster], tmp_path: Path) -> None:
+    """They were ignored, and the replay diverged without a word."""
+    first, *others = life[0].read_bytes().splitlines(keepends=True)
+    path = tmp_path / "inputs.jsonl"
+    path.write_bytes(first.replace(b'"time_slice_s":', b'"turn_s":') + b"".join(others))
+    with pytest.raises(msgspec.ValidationError, match="config has turn_s: use the release of Torchrelay that recorded"):
+        next(replay(path))
 
 
 async def test_recording_of_service_can_be_replayed(nats_url: str, tmp_path: Path) -> None:

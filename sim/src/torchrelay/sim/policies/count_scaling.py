@@ -41,16 +41,16 @@ class CountScaling:
         starving: list[Model] = []
         for demand in sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s):
             num_missing = self._num_missing(demand, autoscaler_input, config)
-            woken = _wake(demand.model, num_missing, demand.avoid, autoscaler_input, free)
-            actions += woken
-            if num_missing and not woken and not autoscaler_input.of(demand.model):
+            loads = _load(demand.model, num_missing, demand.avoid, autoscaler_input, free)
+            actions += loads
+            if num_missing and not loads and not autoscaler_input.of(demand.model):
                 starving.append(demand.model)
         actions += _evictions(starving, autoscaler_input)
         if is_complete and not starving:
             waking = {action.model.version_id for action in actions if isinstance(action, Load)}
             for model in self.kept:
                 if model.version_id not in waking and not autoscaler_input.of(model):
-                    actions += _wake(model, 1, frozenset(), autoscaler_input, free)
+                    actions += _load(model, 1, frozenset(), autoscaler_input, free)
         actions += self._idle(autoscaler_input, config, is_complete=is_complete)
         return tuple(actions)
 
@@ -77,7 +77,7 @@ class CountScaling:
         return actions
 
 
-def _wake(
+def _load(
     model: Model,
     number: int,
     avoid: frozenset[str],

@@ -268,6 +268,15 @@ def test_settings_of_deleted_model_do_not_bind_others() -> None:
     assert [state.idle_timeout_s(ACME.version_id, now) for now in (12.0, 100.0)] == [5.0, 5.0]
 
 
+def test_version_that_is_forgotten_has_changed() -> None:
+    """The count of slots by tenant kept the tenants of a version that was no longer known."""
+    changed: list[str] = []
+    names = VersionAliases(changed.append)
+    for number in range(MAX_VERSIONS + 2):
+        names.note(replace(ACME, version_id=f"v{number}"), 60.0, 0.1, 0.0)
+    assert changed[-4:] == ["v0", f"v{MAX_VERSIONS}", "v1", f"v{MAX_VERSIONS + 1}"]
+
+
 def test_names_are_bounded() -> None:
     names = VersionAliases()
     for number in range(100):

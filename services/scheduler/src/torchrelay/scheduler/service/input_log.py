@@ -6,6 +6,7 @@ The first line holds what a policy starts from, each other line an input and its
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -63,10 +64,15 @@ class Step(NamedTuple):
 
 
 def steps(path: Path) -> Iterator[Step]:
-    """Raises ``msgspec.DecodeError`` for a line that is not of a log."""
+    """Raises ``msgspec.DecodeError`` for a line that is not of a log, or settings that this release does not know."""
     entries = msgspec.json.Decoder(_Entry)
     with path.open("rb") as log:
-        policy = msgspec.json.decode(log.readline(), type=PolicyStart).policy()
+        first = log.readline()
+        start = msgspec.json.decode(first, type=PolicyStart)
+        if unknown := msgspec.json.decode(first)["config"].keys() - {each.name for each in fields(PolicyConfig)}:
+            names = ", ".join(sorted(unknown))
+            raise msgspec.ValidationError(f"config has {names}: use the release of Torchrelay that recorded the log")
+        policy = start.policy()
         for line in log:
             entry = entries.decode(line)
             yield Step(policy, entry.input, entry.now, policy.apply(entry.input, entry.now))

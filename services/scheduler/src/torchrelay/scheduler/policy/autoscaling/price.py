@@ -138,11 +138,11 @@ def least_plan(gaps_s: Sequence[float], break_even_s: float, load_s: float) -> I
     load before the next request, and how long to stay.
     """
     kept = IdlePlan(least_keep_s(gaps_s, break_even_s))
-    plans = [kept, *(_with_wake(gaps_s, keep_s, break_even_s, load_s) for keep_s in sorted({0.0, kept.keep_s}))]
+    plans = [kept, *(_with_load(gaps_s, keep_s, break_even_s, load_s) for keep_s in sorted({0.0, kept.keep_s}))]
     return min(plans, key=lambda plan: sum(plan.cost(gap_s, break_even_s) for gap_s in gaps_s))
 
 
-def _with_wake(gaps_s: Sequence[float], keep_s: float, break_even_s: float, load_s: float) -> IdlePlan:
+def _with_load(gaps_s: Sequence[float], keep_s: float, break_even_s: float, load_s: float) -> IdlePlan:
     """The plan with the best time to load again; without one if few gaps are longer than ``keep_s``."""
     longer = sorted(gap_s for gap_s in gaps_s if gap_s > keep_s)
     best = IdlePlan(keep_s)
@@ -186,7 +186,7 @@ class IdleGaps:
         return (max(idle_s, _LEAST_IDLE_S) + sum(left_s)) / (1 + len(left_s))
 
     def plan(self, break_even_s: float, load_s: float) -> IdlePlan:
-        """The plan for an idle slot. Its cost over the remembered gaps is at most twice the cost of a clairvoyant plan,
+        """The plan for an idle slot. Its cost over the remembered gaps is at most twice that of an optimal plan,
         plus two cold starts: above twice, the slot is kept for the break-even time, with which no gap costs more than
         twice.
         """

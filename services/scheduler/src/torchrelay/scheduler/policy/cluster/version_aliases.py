@@ -60,8 +60,11 @@ class VersionAliases:
         ``is_new_call``: the request was not known before. Only such a request shows that a deleted model exists again:
         others may have come before its deletion.
         """
+        oldest = next(iter(self._versions), model.version_id)
         shared = self._versions.get(model.version_id) or _Aliases(model.pack_id)
         self._versions[model.version_id] = shared
+        if oldest not in self._versions:  # too many are known
+            self._on_change(oldest)
         before = shared.uses.get(model.name)
         is_deleted = before is not None and before.is_deleted and not is_new_call
         shared.uses[model.name] = _AliasUse(idle_timeout_s, model.max_instances, tbt_target_s, now, is_deleted)

@@ -37,7 +37,7 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
             continue
         match action:
             case Load():
-                _wake(state, action, now)
+                _load(state, action, now)
             case SetRoles():
                 _set_roles(state, action, now)
             case Drain():
@@ -155,7 +155,7 @@ def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
     return tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
 
 
-def _wake(state: State, action: Load, now: float) -> None:
+def _load(state: State, action: Load, now: float) -> None:
     model = action.model
     orders = defaultdict[str, list[LoadOrder]](list)  # by host, in the order assigned
     for assignment in action.assignments:
