@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 
-import nats
 import pytest
 import torch
 from nats.aio.msg import Msg
@@ -16,7 +15,7 @@ from nats.aio.msg import Msg
 from tests.integration.roles_testbed import Request, RolesTestbed, running_testbed
 from tests.support.wait import eventually
 from tests.unit.engine.harness import Model, prompt_of
-from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2, types_pb2
 
@@ -68,7 +67,7 @@ async def test_vectors_are_exact_and_need_no_decode_worker(scene_of: Make, model
 async def test_register_counts_the_prompt_alone(scene_of: Make, nats_url: str) -> None:
     async with scene_of() as scene:
         subject = Subjects(scene.prefill.worker.settings.nats_prefix).usage("gw-1")
-        client = await nats.connect(nats_url)
+        client = await connect(nats_url, "test")
         registers: list[pb.UsageRegister] = []
 
         async def note(message: Msg) -> None:

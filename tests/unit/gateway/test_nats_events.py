@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import nats
 import pytest
 
 from tests.support.brokers import broker_program, free_port, listening, nats_server
 from tests.support.silent_proxy import SilentProxy
 from tests.support.wait import eventually
-from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.gateway.background import background
 from torchrelay.gateway.nats_events import NatsEvents
 
@@ -37,7 +36,7 @@ async def test_model_change_is_in_the_history(nats_url: str) -> None:
     async with background(signals.run()):
         await eventually(signals.registers)
         await signals.model_changed("deleted", "acme/glossary", None)
-        client = await nats.connect(nats_url)
+        client = await connect(nats_url, "test")
         subjects = Subjects(prefix)
         history = await client.jetstream().subscribe(subjects.event("model.deleted"))
         kept = await history.next_msg(timeout=10)

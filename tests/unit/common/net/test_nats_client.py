@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 import pytest
 from nats.aio.transport import TcpTransport
@@ -53,3 +54,31 @@ async def test_close_does_not_wait_for_stalled_broker(monkeypatch: pytest.Monkey
         assert client.is_closed
         writer = cast(TcpTransport, client._transport)._io_writer
         assert writer is not None and writer.transport.is_closing()  # its socket is given back
+
+
+async def test_flush_follows_what_was_subscribed(tmp_path: Path) -> None:
+    sent = bytearray()
+
+    async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, copy: bytearray | None) -> None:
+        while data := await reader.read(1 << 16):
+            if copy is not None:
+                copy.extend(data)
+            writer.write(data)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parts = urlsplit(url)
+        server_reader, server_writer = await asyncio.open_connection(parts.hostname, parts.port)
+        await asyncio.gather(record(reader, server_writer, sent), record(server_reader, writer, None))
+
+    with nats_server(tmp_path) as url:
+        async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            client = await nats_client.connect(f"nats://{host}:{port}", "test")
+            try:
+                del sent[:]
+                await client.subscribe("reports")
+                await client.flush()
+                assert sent.startswith(b"SUB reports") and sent.endswith(b"PING\r\n")
+            finally:
+                await client.close()

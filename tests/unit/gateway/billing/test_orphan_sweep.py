@@ -5,7 +5,6 @@ import secrets
 from collections.abc import AsyncIterator, Collection
 from typing import ClassVar
 
-import nats
 import pytest
 from nats.aio.client import Client
 from sqlalchemy import select
@@ -13,7 +12,7 @@ from sqlalchemy import select
 from tests.support.wait import eventually
 from tests.unit.gateway.conftest import AccountingRig, Clock
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.net.nats_client import Subjects, ensure_streams
+from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.background import background
 from torchrelay.gateway.billing.heartbeat import Heartbeat
@@ -44,7 +43,7 @@ class Registers:
 
 @pytest.fixture
 async def nats_client(nats_url: str) -> AsyncIterator[Client]:
-    client = await nats.connect(nats_url)
+    client = await connect(nats_url, "test")
     yield client
     await client.close()
 

@@ -26,6 +26,7 @@ log = get_logger(__name__)
 WARN_EVERY_S = 10.0
 START_S = 15.0  # for a process that cannot start without NATS: then it ends, and its supervisor starts it again
 CLOSE_TIMEOUT_S = 3.0
+FLUSH_S = 10
 DEFAULT_INBOX = "_INBOX"
 HISTORY_STREAM = "RELAY_HISTORY"
 USAGE_STREAM = "RELAY_USAGE"
@@ -78,6 +79,14 @@ class Subjects:
 
 
 class _Client(Client):
+    async def flush(self, timeout: int = FLUSH_S) -> None:
+        """Returns once the server has read what was published and subscribed before.
+
+        nats-py sends the PING at once and the rest later, so its answer alone would prove nothing.
+        """
+        await self._flush_pending(force_flush=True)
+        await super().flush(timeout)
+
     async def close(self) -> None:
         """Closes within ``CLOSE_TIMEOUT_S``; nats-py would wait as long as a stalled broker leaves data unsent."""
         abort = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._abort_connection)
