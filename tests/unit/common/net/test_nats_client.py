@@ -58,27 +58,28 @@ async def test_close_does_not_wait_for_stalled_broker(monkeypatch: pytest.Monkey
 
 async def test_flush_follows_what_was_subscribed(tmp_path: Path) -> None:
     sent = bytearray()
+    relayed = asyncio.Event()
 
-    async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, copy: bytearray | None) -> None:
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, copy: bytearray) -> None:
         while data := await reader.read(1 << 16):
-            if copy is not None:
-                copy.extend(data)
+            copy.extend(data)
             writer.write(data)
         writer.close()
+        await writer.wait_closed()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         parts = urlsplit(url)
         server_reader, server_writer = await asyncio.open_connection(parts.hostname, parts.port)
-        await asyncio.gather(record(reader, server_writer, sent), record(server_reader, writer, None))
+        await asyncio.gather(forward(reader, server_writer, sent), forward(server_reader, writer, bytearray()))
+        relayed.set()
 
     with nats_server(tmp_path) as url:
-        async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+        async with asyncio.timeout(60), await asyncio.start_server(relay, "127.0.0.1", 0) as server:
             host, port = server.sockets[0].getsockname()
             client = await nats_client.connect(f"nats://{host}:{port}", "test")
-            try:
-                del sent[:]
-                await client.subscribe("reports")
-                await client.flush()
-                assert sent.startswith(b"SUB reports") and sent.endswith(b"PING\r\n")
-            finally:
-                await client.close()
+            sent.clear()
+            await client.subscribe("reports")
+            await client.flush()
+            assert sent.startswith(b"SUB reports") and sent.endswith(b"PING\r\n")
+            await client.close()
+            await relayed.wait()
