@@ -20,6 +20,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, Demand, Drain, InstanceLoad, Load
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
+from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.handlers import cluster_load
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -136,15 +137,15 @@ def learn_length(scene: PaperCluster, num_tokens: int) -> None:
         scene.apply(Release(AttemptKey(f"first-{number}", 1), True, outcome))
 
 
-def test_slow_tokens_add_instance_that_plays_both_roles() -> None:
-    """Only prompts were counted: long answers without a queue missed their target until the KV pool was full."""
+def with_slow_tokens(num_workers: int, config: PolicyConfig) -> PaperCluster:
+    """An instance with thirty long answers at once and no queue, on the first of the workers."""
     latency = LatencyModel(
         prefill=StepCost(per_position_s=1e-5, num_steps=100),
         decode=StepCost(base_s=0.02, per_position_s=0.01, num_steps=100),
         token_budget=2048,
     )
-    workers = [a_worker(f"w{number}", "host-1", latency=latency) for number in range(2)]
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), *workers)
+    workers = [a_worker(f"w{number}", "host-1", latency=latency) for number in range(num_workers)]
+    scene = PaperCluster(config).settle(a_store("store-1", "host-1"), *workers)
     learn_length(scene, 500)
     for number in range(30):  # tokens of more than eight answers are over 100 ms apart
         scene.admit(MODEL, f"r-{number}", max_tokens=500)
@@ -152,8 +153,19 @@ def test_slow_tokens_add_instance_that_plays_both_roles() -> None:
         scene.apply(FirstToken(AttemptKey(f"r-{number}", 1)))
         assert not scene.policy.state.queues.num_waiting(MODEL.version_id)
     scene.pass_time(1.0)
-    assert len(list(scene.policy.state.instances)) == 2
     scene.check()
+    return scene
+
+
+def test_slow_tokens_add_instance_that_plays_both_roles() -> None:
+    """Only prompts were counted: long answers without a queue missed their target until the KV pool was full."""
+    assert len(list(with_slow_tokens(2, PolicyConfig()).policy.state.instances)) == 2
+
+
+def test_slow_tokens_raise_the_target_of_the_pool() -> None:
+    """Only models with waiting requests counted, so no launcher started a slot for long answers."""
+    (target,) = with_slow_tokens(1, PolicyConfig(pool_mode=PoolMode.ADVISE)).policy.state.pool_targets.values()
+    assert target.load.num_slots == 1 and target.num_wanted == PolicyConfig().max_instances, target.reason
 
 
 def test_placed_answers_add_no_instance_that_would_get_none() -> None:

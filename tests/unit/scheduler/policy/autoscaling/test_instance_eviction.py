@@ -248,6 +248,31 @@ def test_waiting_tenant_of_shared_model_takes_its_turn() -> None:
         assert [action.overdue_tenant for action in decide(seen, RULES) if isinstance(action, Drain)] == tenants
 
 
+def flooded_host(demands: list[Demand], num_free: int) -> AutoscalerInput:
+    """All but ``num_free`` slots belong to one tenant, answers are running there, and the demands wait."""
+    instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(3)]
+    situation = a_full_host(instances, demands, [a_store("s", "host-1")])
+    loads = [
+        InstanceLoad(instance, 1, 0, NOW, reload_s=4.0, tenants=frozenset({"acme"}), arrivals_per_s=50.0)
+        for instance in instances
+    ]
+    free = [a_worker(f"w{number}", "host-1", BOTH) for number in range(3, 3 + num_free)]
+    workers = {**situation.workers, **{worker.worker_id: worker for worker in free}}
+    return replace(situation, cluster_load=ListedLoad(loads), workers=workers, free_workers=FreeWorkers(free))
+
+
+def test_tenant_with_a_free_slot_takes_no_slot_of_another_tenant() -> None:
+    waits = [waiting("birch/a", 5.0), waiting("birch/b", 4.0)]
+    assert len(drained(flooded_host(waits, num_free=0))) == 1
+    assert drained(flooded_host(waits, num_free=1)) == []
+
+
+def test_load_of_shared_model_counts_for_each_tenant_that_waits_for_it() -> None:
+    shared = replace(waiting("birch/shared", 5.0), by_tenant={"birch": (1, 0), "cedar": (1, 0)})
+    waits = [shared, waiting("cedar/b", 4.0)]
+    assert drained(flooded_host(waits, num_free=1)) == []
+
+
 def test_profitable_slot_counts_against_no_tenant() -> None:
     instances = [an_instance(number, a_model(f"birch/{number}")) for number in range(4)]
     demands = [waiting(f"acme/{number}", 100.0) for number in range(4)]

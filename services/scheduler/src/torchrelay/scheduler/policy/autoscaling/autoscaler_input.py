@@ -101,6 +101,10 @@ class Demand:
             return [tenant_of(self.model.name)]
         return [tenant for tenant, (num_waiting, _) in self.by_tenant.items() if num_waiting]
 
+    def slotless_tenant(self, num_slots_of: Counter[str]) -> str:
+        """A tenant that waits for the model and has no slot; empty if each has a slot."""
+        return next((tenant for tenant in self.waiting_tenants if not num_slots_of[tenant]), "")
+
 
 class InstanceLoad(NamedTuple):
     """An instance and its load."""
@@ -222,10 +226,6 @@ class AutoscalerInput:
     @cached_property
     def num_slots_of(self) -> Counter[str]:
         return self.cluster_load.slots_by_tenant()
-
-    def slotless_tenant(self, demand: Demand) -> str:
-        """A tenant that waits for the model and has no slot; empty without one."""
-        return next((tenant for tenant in demand.waiting_tenants if not self.num_slots_of[tenant]), "")
 
     @cached_property
     def reserved(self) -> frozenset[str]:

@@ -96,7 +96,7 @@ class _Decision:
             and self._input.missing(demand, demand.most_kv_bytes)
         ]
         if len(lacking) > 1:
-            lacking.sort(key=lambda demand: not self._input.slotless_tenant(demand))
+            lacking.sort(key=lambda demand: not demand.slotless_tenant(self._input.num_slots_of))
         return lacking
 
     def load_into_free_slots(self, demand: Demand) -> bool:

@@ -37,7 +37,7 @@ def evict(
     else one per role.
     """
     missing = autoscaler_input.missing(demand, demand.most_kv_bytes)
-    tenant = autoscaler_input.slotless_tenant(demand)
+    tenant = demand.slotless_tenant(claims.num_slots_of)
     if tenant and not (missing := claims.claim(demand, missing, at_once=True)):
         return []
     overdue_tenant = _overdue_tenant(demand, claims, config)

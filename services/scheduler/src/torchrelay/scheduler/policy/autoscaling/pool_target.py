@@ -53,13 +53,10 @@ def missing_roles(
     """Instances that the model lacks, by role. ``playing``: its instances per role; ``minimum``: its minimum instances
     per role; ``load_s``: predicted duration of a load into a new slot.
     """
-    missing = Counter({role: minimum - playing[role] for role in ROLES})
-    if demand.num_waiting:
-        wanted = dict.fromkeys(ROLES, 1)
-        if all(playing[role] for role in ROLES):
-            wanted = wanted_instances(demand, playing, load_s, config)
-        missing = Counter({role: max(missing[role], wanted[role] - playing[role]) for role in ROLES})
-    return +missing
+    wanted = Counter(dict.fromkeys(ROLES, int(demand.num_waiting > 0)))
+    if all(playing[role] for role in ROLES):
+        wanted = wanted_instances(demand, playing, load_s, config)
+    return +Counter({role: max(minimum, wanted[role]) - playing[role] for role in ROLES})
 
 
 def num_missing_slots(demand: Demand, missing: Counter[Role]) -> int:

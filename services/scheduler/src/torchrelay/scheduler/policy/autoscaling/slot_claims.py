@@ -71,7 +71,8 @@ class SlotClaims:
         """Records actions that were decided for one model; the slots that they free are reserved for it."""
         for action in actions:
             if isinstance(action, Load):
-                self.num_slots_of.update({tenant_of(action.model.name): len(action.assignments)})
+                tenants = self._waiting_tenants.get(action.model.version_id) or [tenant_of(action.model.name)]
+                self.num_slots_of.update(dict.fromkeys(tenants, len(action.assignments)))
                 continue
             instance = self._input.cluster_load.load(action.instance_id).instance
             self.versions.add(instance.version_id)
@@ -86,6 +87,11 @@ class SlotClaims:
                     self.num_slots_of.subtract(self._input.cluster_load.load(action.instance_id).tenants)
                 self._on_host.pop(instance.host_id, None)
                 self._fits.clear()
+
+    @cached_property
+    def _waiting_tenants(self) -> Mapping[str, Sequence[str]]:
+        """Tenants that wait for each version."""
+        return {demand.model.version_id: demand.waiting_tenants for demand in self._input.demands}
 
     @cached_property
     def num_slots_of(self) -> Counter[str]:

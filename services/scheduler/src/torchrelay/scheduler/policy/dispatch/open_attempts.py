@@ -78,7 +78,7 @@ class OpenAttempts:
         """``on_change`` is called with each instance to which work was dispatched, or which work left."""
         self._on_change = on_change
         self._open: dict[AttemptKey, OpenAttempt] = {}
-        self._bound: dict[str, DispatchedWork] = {}
+        self._dispatched: dict[str, DispatchedWork] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -91,12 +91,12 @@ class OpenAttempts:
 
     def at(self, instance_id: str) -> DispatchedWork:
         """Work dispatched to an instance; callers must not change it."""
-        return self._bound.get(instance_id, NO_WORK)
+        return self._dispatched.get(instance_id, NO_WORK)
 
     @property
     def work(self) -> Mapping[str, DispatchedWork]:
-        """Bound work by instance, without instances that have no work."""
-        return self._bound
+        """Work by instance, without instances that have no work."""
+        return self._dispatched
 
     def open(self, attempt: OpenAttempt, now: float) -> None:
         key, placement = attempt.admission.key, attempt.placement
@@ -116,9 +116,9 @@ class OpenAttempts:
             self._on_change(instance_id)
 
     def _work(self, instance_id: str) -> DispatchedWork:
-        work = self._bound.get(instance_id)
+        work = self._dispatched.get(instance_id)
         if work is None:
-            work = self._bound[instance_id] = DispatchedWork()
+            work = self._dispatched[instance_id] = DispatchedWork()
         return work
 
     def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
@@ -127,7 +127,7 @@ class OpenAttempts:
         if attempt is None or attempt.is_computed:
             return None
         attempt.is_computed, attempt.computed_at = True, now
-        self._bound[attempt.placement.decode.instance_id].num_answers += 1
+        self._dispatched[attempt.placement.decode.instance_id].num_answers += 1
         self._leave_prefill(attempt, now)
         self._on_change(attempt.placement.prefill.instance_id)
         return attempt
@@ -138,14 +138,14 @@ class OpenAttempts:
             return None
         self._leave_prefill(attempt, now)
         instance_id = attempt.placement.decode.instance_id
-        decode = self._bound[instance_id]
+        decode = self._dispatched[instance_id]
         del decode.decodes[key]
         decode.kv_bytes -= attempt.kv_bytes
         decode.num_choices -= attempt.admission.num_choices
         decode.num_attended -= attempt.num_attended
         decode.num_answers -= attempt.is_computed
         if decode.is_idle:
-            del self._bound[instance_id]
+            del self._dispatched[instance_id]
         elif not decode.has_answers:
             decode.queue.answers_left()
         for instance_id in attempt.instance_ids:
@@ -154,17 +154,17 @@ class OpenAttempts:
 
     def resumed(self, instance_id: str, now: float) -> None:
         """Records that the instance is loaded and begins with the prompts dispatched to it."""
-        if work := self._bound.get(instance_id):
+        if work := self._dispatched.get(instance_id):
             work.queue.resume(now)
             self._on_change(instance_id)
 
     def _leave_prefill(self, attempt: OpenAttempt, now: float) -> None:
         instance_id, key = attempt.placement.prefill.instance_id, attempt.admission.key
-        work = self._bound.get(instance_id)
+        work = self._dispatched.get(instance_id)
         if work is not None and work.prefills.pop(key, None) is not None:
             work.queue.leave(key, now)
             if work.is_idle:
-                del self._bound[instance_id]
+                del self._dispatched[instance_id]
 
     def attempts_at(self, instance_ids: Iterable[str]) -> tuple[OpenAttempt, ...]:
         """Attempts that the instances prefill or decode, each once."""
@@ -184,13 +184,13 @@ class OpenAttempts:
             kv_bytes[decode] = kv_bytes.get(decode, 0) + attempt.kv_bytes
             num_choices[decode] = num_choices.get(decode, 0) + attempt.admission.num_choices
             num_answers[decode] = num_answers.get(decode, 0) + attempt.is_computed
-        for instance_id, work in self._bound.items():
+        for instance_id, work in self._dispatched.items():
             assert not work.is_idle
             assert work.kv_bytes == kv_bytes.get(instance_id, 0)
             assert work.num_choices == num_choices.get(instance_id, 0)
             assert work.num_answers == num_answers.get(instance_id, 0)
             assert len(work.queue) == len(work.prefills)
-        bound = {key for work in self._bound.values() for key in (*work.prefills, *work.decodes)}
-        assert bound == set(self._open)
+        known = {key for work in self._dispatched.values() for key in (*work.prefills, *work.decodes)}
+        assert known == set(self._open)
         for instance_id, pool in pools.items():
             assert kv_bytes.get(instance_id, 0) <= pool, instance_id

@@ -15,7 +15,7 @@ from torchrelay.scheduler.policy.types import AttemptKey
 
 @dataclass(slots=True)
 class PrefillQueue:
-    _bound: dict[AttemptKey, float] = field(default_factory=dict)  # predicted seconds
+    _dispatched: dict[AttemptKey, float] = field(default_factory=dict)  # predicted seconds
     _added_at: dict[AttemptKey, float] = field(default_factory=dict)
     _work_s: float = 0.0
     _head_since: float = 0.0  # when the instance could begin with the first prompt
@@ -23,25 +23,25 @@ class PrefillQueue:
     _left_at: float = 0.0  # when the last prompt left
 
     def __len__(self) -> int:
-        return len(self._bound)
+        return len(self._dispatched)
 
     def add(self, key: AttemptKey, prefill_s: float, now: float, pause_s: float = 0.0) -> None:
         """Binds a prompt. ``pause_s``: the pause without prompts that the instance's answers need after it, which is
         added to the pauses that they are still owed.
         """
         self._owed_s = max(self._owed_s - self._passed_s(now), 0.0) + pause_s
-        if not self._bound:
+        if not self._dispatched:
             self._head_since, self._work_s = now, 0.0
-        self._bound[key], self._added_at[key] = prefill_s, now
+        self._dispatched[key], self._added_at[key] = prefill_s, now
         self._work_s += prefill_s
 
     def leave(self, key: AttemptKey, now: float) -> None:
         """Removes a prompt that is computed or whose attempt is over."""
-        if key not in self._bound:
+        if key not in self._dispatched:
             return
-        if key == next(iter(self._bound)):
+        if key == next(iter(self._dispatched)):
             self._head_since = now
-        self._work_s -= self._bound.pop(key)
+        self._work_s -= self._dispatched.pop(key)
         del self._added_at[key]
         self._left_at = now
 
@@ -69,7 +69,7 @@ class PrefillQueue:
         return self._pause_begins_at() + pause_s if pause_s > 0.0 else -math.inf
 
     def _pause_begins_at(self) -> float:
-        return self.end_at() if self._bound else self._left_at
+        return self.end_at() if self._dispatched else self._left_at
 
     def _passed_s(self, now: float) -> float:
         """Elapsed time of the pause that follows the dispatched prompts."""
@@ -81,15 +81,15 @@ class PrefillQueue:
 
     def work_s(self) -> float:
         """Predicted time of all dispatched prompts, as if none had begun."""
-        return max(self._work_s, 0.0) if self._bound else 0.0
+        return max(self._work_s, 0.0) if self._dispatched else 0.0
 
     def left_by_layer_s(self, loaded_share: float, now: float) -> float:
         """Predicted time of what an instance has left that has ``loaded_share`` of its layers, and computes each of
         them as soon as it can.
         """
-        if not self._bound:
+        if not self._dispatched:
             return 0.0
-        begun_s = zip(self._bound.values(), self._added_at.values(), strict=True)
+        begun_s = zip(self._dispatched.values(), self._added_at.values(), strict=True)
         computed_s = sum(min(prefill_s * loaded_share, now - bound_at) for prefill_s, bound_at in begun_s)
         return max(self._work_s - min(computed_s, now - next(iter(self._added_at.values()))), 0.0)
 
@@ -99,17 +99,17 @@ class PrefillQueue:
 
     def less_ahead_at(self, limit_s: float) -> float:
         """When less than ``limit_s`` will be ahead without another report; infinite if that needs a report."""
-        if self._work_s < limit_s or not self._bound:
+        if self._work_s < limit_s or not self._dispatched:
             return 0.0
         needed_s = self._work_s - limit_s
-        return self._head_since + needed_s if needed_s < next(iter(self._bound.values())) else math.inf
+        return self._head_since + needed_s if needed_s < next(iter(self._dispatched.values())) else math.inf
 
     def not_begun(self, now: float, *, is_loading: bool) -> Iterator[tuple[AttemptKey, float]]:
         """The prompts behind the first, or all prompts of a loading instance, in order, each with the predicted seconds
         of the prompts before it.
         """
         ahead_s, is_first = 0.0, not is_loading
-        for key, prefill_s in self._bound.items():
+        for key, prefill_s in self._dispatched.items():
             if is_first:
                 ahead_s, is_first = abs(prefill_s - max(now - self._head_since, 0.0)), False
             else:
@@ -126,9 +126,9 @@ class PrefillQueue:
 
     def ahead_and_overdue_s(self, now: float) -> tuple[float, float]:
         """``ahead_s`` and ``overdue_s`` in one call, for the candidates of a placement."""
-        if not self._bound:
+        if not self._dispatched:
             return 0.0, 0.0
-        first_s, since_s = next(iter(self._bound.values())), now - self._head_since
+        first_s, since_s = next(iter(self._dispatched.values())), now - self._head_since
         if since_s > first_s:
             left_s, overdue_s = self._work_s - first_s, since_s - first_s
         else:

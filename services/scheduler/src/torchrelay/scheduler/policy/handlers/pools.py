@@ -84,7 +84,9 @@ def _pool_loads(state: State, now: float) -> list[PoolLoad]:
     devices are there from the start if they have slots without demand.
     """
     wanting = dict.fromkeys((*state.queues.versions, *state.minimums.in_force))
-    shortages = _shortages(state, wanting, now)
+    working = (state.instances.get(instance_id) for instance_id in state.attempts.work)
+    answering = (instance.version_id for instance in working if instance is not None)
+    shortages = _shortages(state, dict.fromkeys((*wanting, *answering)), now)
     num_slots, num_used, num_idle = Counter[_Pool](), Counter[_Pool](), Counter[_Pool]()
     for worker in state.membership.workers.values():
         pools: list[_Pool] = [(worker.num_devices, None)]
@@ -108,10 +110,10 @@ def _pool_loads(state: State, now: float) -> list[PoolLoad]:
     ]
 
 
-def _shortages(state: State, wanting: Iterable[str], now: float) -> Mapping[_Pool, Sequence[SlotShortage]]:
-    """The models among ``wanting`` that lack slots, by the pool that lacks them."""
+def _shortages(state: State, version_ids: Iterable[str], now: float) -> Mapping[_Pool, Sequence[SlotShortage]]:
+    """The models among ``version_ids`` that lack slots, by the pool that lacks them."""
     shortages = defaultdict[_Pool, list[SlotShortage]](list)
-    for version_id in wanting:
+    for version_id in version_ids:
         model = state.models.get(version_id)
         if model is None:
             continue
