@@ -25,7 +25,7 @@ from bench.planning.baselines import Feeds, binomial, nominal_chain, star
 from bench.planning.networks import Network, random_network
 from bench.planning.outcome import MEASURED_WITHIN, NUM_CHUNKS, Outcome, feeds_of, planned, simulate
 from bench.report import Check, finish, parser_of, percentile, progress
-from torchrelay.scheduler.planning import Node, plan
+from torchrelay.scheduler.policy.relay.planning import Node, plan
 
 PACK_BYTES = 1024e6
 RIVALS: dict[str, Callable[[Network], Feeds]] = {"chain": nominal_chain, "star": star, "binomial": binomial}

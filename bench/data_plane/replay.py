@@ -12,7 +12,7 @@ from bench.planning.outcome import feeds_of, planned, simulate
 from bench.report import progress
 from tests.lab.raw_pack import RawPack
 from tests.lab.stores import REMOTE
-from torchrelay.scheduler.planning import TransferEdge
+from torchrelay.scheduler.policy.relay.planning import TransferEdge
 
 _PAYLOAD = 0.957  # payload share of a link at an MTU of 1500: planner and simulation count payload only
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bench.planning.baselines import Feeds
 from bench.planning.networks import Network
 from bench.planning.simulation import Simulation
-from torchrelay.scheduler.planning import Node, TransferEdge, plan
+from torchrelay.scheduler.policy.relay.planning import Node, TransferEdge, plan
 
 NUM_CHUNKS = 256
 MEASURED_WITHIN = 0.05

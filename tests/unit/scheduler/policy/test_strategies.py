@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
-from torchrelay.scheduler.planning import REMOTE, TransferEdge
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
+from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
 from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.types import REMOTE
 
 
 def deciding_by(scene: PaperCluster, strategies: Strategies) -> PaperCluster:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchrelay.scheduler.planning import REMOTE
+from torchrelay.scheduler.policy.types import REMOTE
 from torchrelay.sim.fleets import served_model
 from torchrelay.sim.plant import Plant
 from torchrelay.sim.policies.distserve import StaticInstances, fitting

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.scheduler.planning import REMOTE, TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
+from torchrelay.scheduler.policy.types import REMOTE
 
 
 def from_disk(

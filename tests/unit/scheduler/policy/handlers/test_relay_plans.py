@@ -14,12 +14,12 @@ from tests.unit.scheduler.policy.paper_cluster import (
     hosts,
 )
 from torchrelay.control.v1.scheduler_pb2 import RelayView
-from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import RerouteCommand
 from torchrelay.scheduler.policy.handlers import relay_plans
 from torchrelay.scheduler.policy.inputs import LoadRefused, StoreGone
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.types import REMOTE, Model, NicCounters, SourceShare, StoreStatus
 from torchrelay.scheduler.service.relay_view import relay_views
 

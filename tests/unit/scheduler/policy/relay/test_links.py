@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S
 from torchrelay.scheduler.policy.relay.links import Links, RateMeter
+from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S
 from torchrelay.scheduler.policy.relay.transfers import PlannedSource, Transfer
 from torchrelay.scheduler.policy.types import REMOTE, NicCounters, SourceShare, StoreStatus
 

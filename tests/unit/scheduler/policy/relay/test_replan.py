@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchrelay.scheduler.planning import Node, ReceiveProgress
+from torchrelay.scheduler.policy.relay.planning import Node, ReceiveProgress
 from torchrelay.scheduler.policy.relay.replan import (
     REPLAN_COOLDOWN_S,
     SLOW_AFTER_S,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, a_copy, a_model, a_store
-from torchrelay.scheduler.planning import ReceiveProgress, TransferEdge
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.relay.planning import ReceiveProgress, TransferEdge
 from torchrelay.scheduler.policy.relay.transfer_events import transfer_event
 from torchrelay.scheduler.policy.relay.transfers import (
     ENDED_SHOWN_S,

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
 
-from torchrelay.scheduler.planning import Node, ReceiveProgress, TransferEdge, plan
 from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.relay.planning import Node, ReceiveProgress, TransferEdge, plan
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps, repair
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement
 

@@ -17,12 +17,12 @@ import msgspec
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.liveness import NO_ENGINE, EngineProgress
-from torchrelay.scheduler.planning.nodes import REMOTE as REMOTE
 from torchrelay.scheduler.policy.prediction import UNPREDICTED, Prediction
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
+REMOTE = "remote"  # holder id of the remote store: the last source of every relay
 MAX_VERSIONS = 16_384  # versions that are remembered: more than slots, so that no version in use is forgotten
 
 

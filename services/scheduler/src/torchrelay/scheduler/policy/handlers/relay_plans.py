@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.effects import Hop, RerouteCommand, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
+from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.relay.replan import is_replan_due, replanned_edge, with_slowness
 from torchrelay.scheduler.policy.relay.transfer_events import slow_event, transfer_event
 from torchrelay.scheduler.policy.relay.transfers import (

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
-from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, Node
+from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S, Node
 from torchrelay.scheduler.policy.relay.transfers import Transfer
 from torchrelay.scheduler.policy.types import REMOTE, PackCopy, StoreStatus, WorkerStatus
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.planning import Node, ReceiveProgress, TransferEdge, plan
+from torchrelay.scheduler.policy.relay.planning import Node, ReceiveProgress, TransferEdge, plan
 from torchrelay.scheduler.policy.relay.transfers import Transfer
 
 SLOW_FACTOR = 2.0  # planned rate over measured rate

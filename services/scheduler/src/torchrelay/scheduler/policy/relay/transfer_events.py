@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchrelay.common.quantities import format_count, format_duration
-from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.effects import SchedulerEvent
+from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.relay.source_changes import sources_dropped, sources_joined
 from torchrelay.scheduler.policy.relay.transfers import Transfer, TransferEvent, TransferEventKind
 from torchrelay.scheduler.policy.types import Model, PackCopy

@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple
 
-from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, ReceiveProgress, TransferEdge
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
+from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S, ReceiveProgress, TransferEdge
 from torchrelay.scheduler.policy.relay.source_changes import is_repair_complete
 from torchrelay.scheduler.policy.types import CopyCause, PackCopy, SourceShare, StoreStatus
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchrelay.scheduler.planning.edge import MAX_ALTERNATES, MAX_STRIPED, TransferEdge
-from torchrelay.scheduler.planning.nodes import MIN_BYTES_PER_S, REMOTE, Node, ReceiveProgress
-from torchrelay.scheduler.planning.rate_allocation import ChainMember, fair_rate
-from torchrelay.scheduler.planning.sender_pool import SenderPool, SourceAllocation
+from torchrelay.scheduler.policy.relay.planning.edge import MAX_ALTERNATES, MAX_STRIPED, TransferEdge
+from torchrelay.scheduler.policy.relay.planning.nodes import MIN_BYTES_PER_S, Node, ReceiveProgress
+from torchrelay.scheduler.policy.relay.planning.rate_allocation import ChainMember, fair_rate
+from torchrelay.scheduler.policy.relay.planning.sender_pool import SenderPool, SourceAllocation
+from torchrelay.scheduler.policy.types import REMOTE
 
 _CHUNKS = 256  # chunks of a pack, by its layout: a host is a chunk behind its source
 _SIMILAR_RATES = 1.25  # rates within this factor count as equal

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.scheduler.planning import (
+from torchrelay.scheduler.policy.relay.planning import (
     DEFAULT_BYTES_PER_S,
     MAX_ALTERNATES,
     MAX_STRIPED,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-REMOTE = "remote"  # holder id of the remote store: the last source of every relay
 DEFAULT_BYTES_PER_S = 5e8  # for a direction without measurements
 MIN_BYTES_PER_S = 1.0  # for a full direction, which a new relay still shares
 

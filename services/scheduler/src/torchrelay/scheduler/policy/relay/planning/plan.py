@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from torchrelay.scheduler.planning.chain import Chain
-from torchrelay.scheduler.planning.edge import TransferEdge
-from torchrelay.scheduler.planning.nodes import REMOTE, Node, ReceiveProgress
-from torchrelay.scheduler.planning.sender_pool import SenderPool
+from torchrelay.scheduler.policy.relay.planning.chain import Chain
+from torchrelay.scheduler.policy.relay.planning.edge import TransferEdge
+from torchrelay.scheduler.policy.relay.planning.nodes import Node, ReceiveProgress
+from torchrelay.scheduler.policy.relay.planning.sender_pool import SenderPool
+from torchrelay.scheduler.policy.types import REMOTE
 
 
 def plan(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchrelay.scheduler.planning.nodes import Node
-from torchrelay.scheduler.planning.sender_pool import SenderPool, SourceAllocation
+from torchrelay.scheduler.policy.relay.planning.nodes import Node
+from torchrelay.scheduler.policy.relay.planning.sender_pool import SenderPool, SourceAllocation
 
 
 def test_tightest_fit_spares_large_senders() -> None:

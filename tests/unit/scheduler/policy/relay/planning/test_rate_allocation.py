@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrelay.scheduler.planning.rate_allocation import ChainMember, fair_rate
+from torchrelay.scheduler.policy.relay.planning.rate_allocation import ChainMember, fair_rate
 
 
 def test_fair_rate_is_fastest_link_without_shortage() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
-from torchrelay.scheduler.planning.nodes import MIN_BYTES_PER_S, Node
+from torchrelay.scheduler.policy.relay.planning.nodes import MIN_BYTES_PER_S, Node
 
 _ALL = "*"  # in the place of a leaf: every sender
 _ENOUGH_SHARE = 0.999  # of the need counts as all of it
