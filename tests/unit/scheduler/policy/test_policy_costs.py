@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.autoscaling import instance_eviction
+from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import Placed, RetainCommand
@@ -180,15 +180,15 @@ def num_exchanges(monkeypatch: pytest.MonkeyPatch, num_busy: int) -> int:
     scene.admit(waiting, "waits")
     scene.pass_time(1.5)
     assert scene.policy.state.queues.versions == (waiting.version_id,)
-    exchange, num = instance_eviction.exchange_of, 0
+    num_lost, num = price.num_lost, 0
 
     def count_exchange(*args: Any, **options: Any) -> Any:
         nonlocal num
         num += 1
-        return exchange(*args, **options)
+        return num_lost(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(instance_eviction, "exchange_of", count_exchange)
+        patch.setattr("torchrelay.scheduler.policy.autoscaling.eviction.exchange.num_lost", count_exchange)
         scene.pass_time(0.1)
     return num
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.autoscaling.test_instance_eviction import an_instance
+from tests.unit.scheduler.policy.autoscaling.test_eviction import an_instance
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S, LeastLosses
 from torchrelay.scheduler.policy.config import PolicyConfig

@@ -30,12 +30,13 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     SetRoles,
     cover_both_roles,
 )
+from torchrelay.scheduler.policy.autoscaling.eviction.evict import evict
+from torchrelay.scheduler.policy.autoscaling.eviction.growth import Gain, evict_to_grow
+from torchrelay.scheduler.policy.autoscaling.eviction.slot_claims import SlotClaims
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
-from torchrelay.scheduler.policy.autoscaling.instance_eviction import Gain, evict, evict_to_grow
 from torchrelay.scheduler.policy.autoscaling.role_changes import change_role
 from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizings_of, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign
-from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig

@@ -13,16 +13,13 @@ from typing import NamedTuple
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Demand, InstanceLoad, Load
 from torchrelay.scheduler.policy.autoscaling.decision import decide, next_load_s
+from torchrelay.scheduler.policy.autoscaling.eviction.drains import is_of_tenant
+from torchrelay.scheduler.policy.autoscaling.eviction.exchange import Exchange, exchange_of
+from torchrelay.scheduler.policy.autoscaling.eviction.overdue import overdue_s
+from torchrelay.scheduler.policy.autoscaling.eviction.slot_claims import SlotClaims
+from torchrelay.scheduler.policy.autoscaling.eviction.time_slice import slice_exchanges
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
-from torchrelay.scheduler.policy.autoscaling.instance_eviction import (
-    Exchange,
-    exchange_of,
-    is_of_tenant,
-    overdue_s,
-    slice_exchanges,
-)
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
-from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
 from torchrelay.scheduler.policy.types import InstancePhase, Roles
 

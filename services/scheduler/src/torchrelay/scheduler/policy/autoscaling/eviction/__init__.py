@@ -1,0 +1,1 @@
+"""Slots that models yield to others: when, which, and with which reason."""
