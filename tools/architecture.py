@@ -37,6 +37,8 @@ FOLDERS = {
     "deploy/images": "image recipes, one per service",
     "deploy/chart": "a Helm chart for Kubernetes",
     "deploy/chart/templates": "manifests of the services, their rights and their network policies",
+    "deploy/monitoring": "Prometheus rules with their tests, and the program that writes the dashboards",
+    "deploy/monitoring/grafana": "dashboards for Grafana",
     "proto/control/v1": "between services",
     "proto/inference/v1": "for tenants",
     "proto/inference/v2": "for tenants, the Open Inference Protocol",

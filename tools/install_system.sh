@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing of the embedded install's servers (redis-server, nats-server) and a compiler for the engine's kernels:
-# with apt on Debian and Ubuntu, with Homebrew on macOS. With the argument "tests" also what tests need (PostgreSQL; iproute2 and
-# iperf3 for the lab; Slurm). Fails only when a server of the embedded install cannot be installed.
+# with apt on Debian and Ubuntu, with Homebrew on macOS. With the argument "tests" also what tests need (PostgreSQL; Prometheus;
+# iproute2 and iperf3 for the lab; Slurm). Fails only when a server of the embedded install cannot be installed.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin"
 
@@ -14,6 +14,7 @@ if [ "$(uname) $(uname -m)" = "Linux x86_64" ]; then
 fi
 if [ "${1-}" = tests ]; then
     command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || extra+=(postgresql)
+    { command -v prometheus && command -v promtool; } >/dev/null || extra+=(prometheus)
     if [ "$(uname)" = Linux ]; then
         command -v ip >/dev/null || extra+=(iproute2)
         command -v iperf3 >/dev/null || extra+=(iperf3)

@@ -10,6 +10,7 @@ from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.net.load_reports import publish_reports
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.worker.metrics.load_metrics import export_load
 from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares, bottleneck
 from torchrelay.worker.worker import Worker
 
@@ -19,12 +20,11 @@ class Reporter:
 
     def __init__(self, worker: Worker, grpc_address: str) -> None:
         self._worker, self._grpc_address = worker, grpc_address
+        export_load(self._num_running, lambda: 1.0 - self._free_kv_share(), lambda: worker.slot.instance_labels)
 
     def report(self) -> reports_pb2.WorkerReport:
         worker = self._worker
         settings, step_metrics = worker.settings, worker.step_metrics
-        instance = worker.engine.instance
-        free = instance.num_free_pages / instance.num_pages if instance and instance.num_pages else 1.0
         queued = self._queued_prompts()
         latency = step_metrics.latency(worker.slot.instance_labels)
         return reports_pb2.WorkerReport(
@@ -37,8 +37,8 @@ class Reporter:
             epoch=worker.slot.epoch.highest,
             slot=worker.slot.report(),
             kv_pool_bytes=settings.kv_pool_bytes,
-            kv_free_bytes=int(settings.kv_pool_bytes * free),
-            num_running=max((len(role.attempts) for role in worker.roles), default=0),
+            kv_free_bytes=int(settings.kv_pool_bytes * self._free_kv_share()),
+            num_running=self._num_running(),
             num_queued_prefill_tokens=sum(queued),
             prefill_tokens_per_s=step_metrics.prefill_tokens_per_s,
             step_s=step_metrics.step_s,
@@ -80,6 +80,13 @@ class Reporter:
             len(self._queued_prompts()),
             *(len(role.attempts) for role in worker.roles),
         )
+
+    def _num_running(self) -> int:
+        return max((len(role.attempts) for role in self._worker.roles), default=0)
+
+    def _free_kv_share(self) -> float:
+        instance = self._worker.engine.instance
+        return instance.num_free_pages / instance.num_pages if instance and instance.num_pages else 1.0
 
     def _queued_prompts(self) -> list[int]:
         """The length of each prompt that is not completely computed, including its computed tokens."""

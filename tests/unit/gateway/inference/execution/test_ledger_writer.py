@@ -30,7 +30,7 @@ def limits() -> Limits:
 
 
 async def settle(writer: LedgerWriter) -> None:
-    await writer.settle(writer.open(OPENED), RESERVATION, "r", [])
+    await writer.settle(writer.open(OPENED), RESERVATION, "r", "acme/echo", [])
 
 
 async def test_lost_release_is_retried_off_the_request_path(limits: Limits) -> None:

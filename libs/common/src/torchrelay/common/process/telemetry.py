@@ -12,10 +12,10 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from opentelemetry import context, metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
@@ -141,10 +141,16 @@ class Telemetry:
 
 def _serve_prometheus(settings: ServiceSettings) -> MetricReader:
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
-    from prometheus_client import start_http_server
+    from prometheus_client import make_wsgi_app, start_http_server
 
-    start_http_server(settings.metrics_port, addr=plain_host(settings.metrics_host))
-    return PrometheusMetricReader()
+    from torchrelay.common.process.vllm_names import RegistryWithVllmNames
+
+    registry = RegistryWithVllmNames()
+    server, _ = start_http_server(settings.metrics_port, plain_host(settings.metrics_host), registry)
+    # NOTE: for OpenMetrics, which Prometheus prefers, prometheus_client 0.26 replaces the colon of vLLM's names.
+    plain_text = make_wsgi_app(registry)
+    server.set_app(lambda environ, start_response: plain_text({**environ, "HTTP_ACCEPT": ""}, start_response))
+    return PrometheusMetricReader(scope_info_enabled=False)
 
 
 def _set_up_logs(service: str, settings: ServiceSettings) -> None:
@@ -202,19 +208,44 @@ def record_span(
     _TRACER.start_span(name, context=parent, start_time=begin_unix_ns, attributes=attributes).end(end_unix_ns)
 
 
-def seconds_histogram(meter: metrics.Meter, name: str, description: str) -> metrics.Histogram:
+def seconds_histogram(
+    meter: metrics.Meter, name: str, description: str, buckets_s: Sequence[float] = BUCKETS_S
+) -> metrics.Histogram:
     """A histogram of durations in seconds."""
-    return meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=BUCKETS_S)
+    return meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=buckets_s)
 
 
-def observe_counts(meter: metrics.Meter, name: str, description: str, attribute: str, counts: Counter[str]) -> None:
-    """A counter with one value per key of ``counts``, read when metrics are collected: that costs less per event."""
+def observe_counts(
+    meter: metrics.Meter, name: str, description: str, attribute: str | tuple[str, ...], counts: Counter[Any]
+) -> None:
+    """A counter with one value per key of ``counts``, read when metrics are collected: that costs less per event.
+
+    The keys are tuples where there are several attributes. The SDK bounds what is exported.
+    """
 
     def observe(_options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
         # Copied, because an exporter thread reads while the counts rise.
-        return [metrics.Observation(count, {attribute: key}) for key, count in list(counts.items())]
+        for key, count in list(counts.items()):
+            names, values = ((attribute,), (key,)) if isinstance(attribute, str) else (attribute, key)
+            yield metrics.Observation(count, dict(zip(names, values, strict=True)))
 
     meter.create_observable_counter(name, [observe], description=description)
+
+
+def observe_values(
+    meter: metrics.Meter,
+    name: str,
+    description: str,
+    attributes: tuple[str, ...],
+    values: Callable[[], Mapping[tuple[str, ...], float]],
+) -> None:
+    """A gauge with one value per key of ``values()``, which is called when metrics are collected."""
+
+    def observe(_options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+        for key, value in values().items():
+            yield metrics.Observation(value, dict(zip(attributes, key, strict=True)))
+
+    meter.create_observable_gauge(name, [observe], description=description)
 
 
 def observe_value(

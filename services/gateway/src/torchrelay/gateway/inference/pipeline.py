@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from torchrelay.gateway.inference.execution.attempt import Upstreams
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.running_request import RunningRequest
 from torchrelay.gateway.inference.interfaces import ModelCatalog, RequestLimiter
-from torchrelay.gateway.inference.metrics import InferenceMetrics
+from torchrelay.gateway.inference.metrics import InferenceMetrics, Operation
 from torchrelay.gateway.inference.sampling import GenerationBounds, context_exceeded, sampling_of
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer, PlacedToken
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
@@ -106,7 +107,9 @@ class RequestPipeline:
         self._request_timeout_s = request_timeout_s
         self.requests: set[RunningRequest] = set()  # under way
         self._num_inside = 0
-        self._metrics = InferenceMetrics(lambda: len(self.requests), lambda: ledger_writer.num_waiting, meter)
+        self._metrics = InferenceMetrics(
+            lambda: len(self.requests), lambda: ledger_writer.num_waiting, ledger_writer.billed_nano, meter
+        )
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -125,9 +128,10 @@ class RequestPipeline:
         after that its caller waits; None: indefinitely. Raises ``TorchrelayError`` if it cannot be started.
         """
         name = params.model
+        operation = Operation.COMPLETION if params.messages is None else Operation.CHAT
         starting = self._start(principal, params, request_id, arrived_unix_us, timeout_s)
         del params  # megabytes of text, perhaps; they are kept until the prompt is encoded
-        async with self._entered(starting, request_id, name) as session:
+        async with self._entered(starting, operation, request_id, name) as session:
             yield session
 
     @asynccontextmanager
@@ -141,40 +145,41 @@ class RequestPipeline:
     ) -> AsyncIterator[RequestSession]:
         """Starts a request for the embedding of an encoded prompt; the same as ``session`` otherwise."""
         starting = self._start_embedding(principal, model, prompt, request_id, arrived_unix_us)
-        async with self._entered(starting, request_id, model.name) as session:
+        async with self._entered(starting, Operation.EMBEDDINGS, request_id, model.name) as session:
             yield session
 
     @asynccontextmanager
     async def _entered(
-        self, starting: Coroutine[Any, Any, RequestSession], request_id: str, model_name: str
+        self, starting: Coroutine[Any, Any, RequestSession], operation: Operation, request_id: str, model_name: str
     ) -> AsyncIterator[RequestSession]:
         self._num_inside += 1
         self._idle.clear()
-        outcome = TorchrelayError.code
-        try:
-            with span_of("gateway.request", request_id=request_id, model=model_name[:200]):
+        began_s, outcome = time.monotonic(), TorchrelayError.code
+        request: RunningRequest | None = None
+        with span_of("gateway.request", request_id=request_id, model=model_name[:200]) as span:
+            try:
                 session = await starting
+                request = session.request
                 try:
                     yield session
                 except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
-                    session.request.close(FinishCause.CANCELLED)
+                    request.close(FinishCause.CANCELLED)
                     raise
                 finally:
-                    session.request.close()
-                    self.requests.discard(session.request)
-                    self._metrics.used(session.request.usage, session.request.ttft_s)
-            outcome = "ok"
-        except TorchrelayError as error:
-            outcome = error.code
-            raise
-        except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
-            outcome = "client_left"
-            raise
-        finally:
-            self._metrics.ended(outcome)
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._idle.set()
+                    request.close()
+                    self.requests.discard(request)
+                outcome = "ok"
+            except TorchrelayError as error:
+                outcome = error.code
+                raise
+            except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
+                outcome = "client_left"
+                raise
+            finally:
+                self._metrics.ended(operation, request, outcome, time.monotonic() - began_s, span)
+                self._num_inside -= 1
+                if not self._num_inside:
+                    self._idle.set()
 
     async def num_prompt_tokens(self, principal: Principal, params: GenerateParams) -> int:
         """The number of prompt tokens that a request would have; runs nothing. Raises ``TorchrelayError``."""

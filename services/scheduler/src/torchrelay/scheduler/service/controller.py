@@ -48,7 +48,13 @@ from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder
-from torchrelay.scheduler.service.metrics import AdmissionMetrics, RelayMetrics, ReplicationMetrics
+from torchrelay.scheduler.service.metrics import (
+    AdmissionMetrics,
+    RelayMetrics,
+    ReplicationMetrics,
+    SlotMetrics,
+    TargetMetrics,
+)
 from torchrelay.scheduler.service.tickets import ClusterTickets
 
 log = get_logger(__name__)
@@ -115,7 +121,8 @@ class Controller:
         self._pool_watchers: set[asyncio.Event] = set()
         self._pools_seen_at: float | None = None  # when the pools were evaluated that watchers know
         meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state
-        self._metrics = AdmissionMetrics(meter, lambda: len(state.queues), lambda: event_publisher.num_dropped)
+        self._metrics = AdmissionMetrics(meter, state, lambda: event_publisher.num_dropped)
+        self._target_metrics, self._slot_metrics = TargetMetrics(meter), SlotMetrics(meter, state)
         self._copy_metrics = ReplicationMetrics(
             meter, lambda: state.replication_state.num_short, lambda: len(state.transfers.ordered)
         )
@@ -180,6 +187,7 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome, now)
             self._metrics.record_accuracy(attempt.placement, outcome)
+            self._target_metrics.ended(attempt.admission, release.ttft_s, outcome.tbt_s)
         self._apply(Release(key, release.ttft_s > 0, outcome, release.is_recalled), now)
 
     def is_present(self, peer: Peer) -> bool:
@@ -280,6 +288,7 @@ class Controller:
             self._event_publisher.note(event)
             self._copy_metrics.note(event)
             self._relay_metrics.note(event)
+            self._target_metrics.note(event)
             log.info(event.kind, model=event.model, subject=event.subject, reason=event.reason)
         self._notify_watchers()
 
@@ -303,7 +312,7 @@ class Controller:
 
     def _record_placement(self, placed: AttemptPlaced) -> None:
         self.explain.placed(placed)
-        self._metrics.placed(placed.placed_at - placed.admitted_at, placed.placement.cold)
+        self._metrics.placed(placed)
         begin_ns, end_ns = int(placed.admitted_at * 1e9), int(placed.placed_at * 1e9)
         if placed.traceparent:
             request_id = placed.key.request_id

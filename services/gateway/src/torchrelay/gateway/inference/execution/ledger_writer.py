@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Self, TypeAlias, TypeVar
@@ -43,6 +44,7 @@ class LedgerWriter:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[Any]] = set()
         self._closes = asyncio.Event()
+        self.billed_nano: Counter[str] = Counter()  # by model, since the start
 
     async def __aenter__(self) -> Self:
         return self
@@ -68,10 +70,10 @@ class LedgerWriter:
         return self._own(self._open(opened), self._tasks)
 
     def settle(
-        self, opening: Opening, reservation: Reservation, request_id: str, usages: Sequence[ChoiceUsage]
+        self, opening: Opening, reservation: Reservation, request_id: str, model: str, usages: Sequence[ChoiceUsage]
     ) -> asyncio.Task[None]:
         """Bills the accepted usage once the opened row is committed, and ends the reservation."""
-        return self._own(self._settle(opening, reservation, request_id, usages), self._tasks)
+        return self._own(self._settle(opening, reservation, request_id, model, usages), self._tasks)
 
     def _own(self, work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
@@ -95,7 +97,7 @@ class LedgerWriter:
         return None
 
     async def _settle(
-        self, opening: Opening, reservation: Reservation, request_id: str, usages: Sequence[ChoiceUsage]
+        self, opening: Opening, reservation: Reservation, request_id: str, model: str, usages: Sequence[ChoiceUsage]
     ) -> None:
         cost_nano, num_failures = 0, 0
         if await opening is not None:
@@ -115,6 +117,7 @@ class LedgerWriter:
                 log.exception("settlement_crashed", request_id=request_id)
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
+        self.billed_nano[model] += cost_nano
         if not await self._limits.release(reservation, cost_nano) and len(self._releases) < self._max_releases:
             self._own(self._release(reservation, cost_nano), self._releases)
 

@@ -119,6 +119,7 @@ class RunningRequest:
         self._traceparent = current_traceparent()
         self._started_at = time.monotonic()
         self.ttft_s: float | None = None  # until the first token was accepted
+        self._generated_s: float | None = None  # until the last token was accepted
 
     @property
     def is_finished(self) -> bool:
@@ -128,6 +129,19 @@ class RunningRequest:
     @property
     def usage(self) -> Usage:
         return self._generation.usage(len(self.resolved.prompt))
+
+    @property
+    def tbt_s(self) -> float | None:
+        """Mean time between the tokens of a complete answer, where its choices have several tokens."""
+        num_steps = self.usage.num_output_tokens / self.resolved.num_choices - 1
+        if self.ttft_s is None or self._generated_s is None or num_steps <= 0:
+            return None
+        return (self._generated_s - self.ttft_s) / num_steps
+
+    @property
+    def causes(self) -> list[str]:
+        """Why each finished choice ended."""
+        return [progress.finish.value for progress in self._generation.choices if progress.finish is not None]
 
     @property
     def waits_for(self) -> str:
@@ -225,7 +239,9 @@ class RunningRequest:
         usages = self._generation.settlement(
             self.resolved.request_id, len(self.resolved.prompt), unfinished, by_caller=by_caller
         )
-        self._settling = self._ledger_writer.settle(self._opening, self._reservation, self.resolved.request_id, usages)
+        self._settling = self._ledger_writer.settle(
+            self._opening, self._reservation, self.resolved.request_id, self.resolved.model.name, usages
+        )
 
     def _free(self) -> None:
         for timer in self._timers:
@@ -294,6 +310,7 @@ class RunningRequest:
             del self._attempts[number]
             attempt.end(is_running=False)
             if self._generation.is_finished:
+                self._generated_s = time.monotonic() - self._started_at
                 self._notifier.end_pause()
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
