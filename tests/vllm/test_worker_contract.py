@@ -63,6 +63,20 @@ async def test_stop_tokens_logprobs_and_limits(scene: RolesTestbed, model: Model
     await scene.assert_idle()
 
 
+async def test_a_request_beyond_the_context_is_refused_alone(scene: RolesTestbed, model: Model) -> None:
+    # The first of them comes before vLLM is built.
+    served = await scene.send(scene.request(PROMPTS[1]))
+    for num_prompt_tokens, max_tokens in ((600, 1), (33, 500), (1, 100_000)):
+        refused = scene.request([1] * num_prompt_tokens, max_tokens=max_tokens)
+        await (await scene.send(refused)).finished()
+        assert refused.error().code == pb.RunError.CODE_INTERNAL
+        assert "exceed the context of 512 tokens" in refused.error().message
+        await refused.cancel()
+    await served.finished()
+    assert served.tokens() == model.expected(PROMPTS[1])
+    await scene.assert_idle()
+
+
 async def test_cancel_and_deadline_leave_nothing(scene: RolesTestbed) -> None:
     cancelled = await scene.send(scene.request(PROMPTS[1], max_tokens=300))
     await eventually(cancelled.outputs, "a token")

@@ -6,25 +6,34 @@ import json
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm import EngineArgs
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork, attended_positions
+from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.batching.validation import check_lengths, check_tokens
-from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, NewToken, StepResult
+from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, LoadFailed, NewToken, StepResult
+from torchrelay.engine.kv.layout import KvShape
+from torchrelay.modelspec.config import read_config
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.transfer.manifest import Manifest
 from torchrelay.vllm.arriving_pack import ArrivingPack
+from torchrelay.vllm.busy_thread import reporting_cpu_time
 from torchrelay.vllm.sampling import logprobs_of, sampling_of
 from torchrelay.vllm.weight_loader import LOAD_FORMAT
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine import EngineHooks
 
+log = get_logger(__name__)
+_BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
@@ -48,12 +57,36 @@ class _Choice:
         return len(self.spec.forced_output) + self.num_new
 
 
+def _max_kv_tokens(manifest: Manifest, pool_bytes: int) -> int:
+    """Tokens of one choice that the pool holds. Raises ``LoadFailed`` if it has no block for them."""
+    block_bytes = _BLOCK_TOKENS * KvShape.of(read_config(manifest.config), manifest.dtype).bytes_per_token
+    num_blocks = pool_bytes // block_bytes - 1  # vLLM keeps the first
+    if num_blocks < 1:
+        raise LoadFailed(f"vLLM needs a KV pool of at least {2 * block_bytes} bytes for this model, not {pool_bytes}")
+    return num_blocks * _BLOCK_TOKENS
+
+
+def _reason_of(error: Exception) -> str:
+    """The sentence of an exception that says why; a validation error of pydantic has it in its second or third line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "error," in line), lines[0])
+
+
+def _compute_a_token(vllm: LLMEngine) -> None:
+    """Computes a token, because vLLM accepts models that its kernels for this device refuse."""
+    vllm.add_request("first", {"prompt_token_ids": [0]}, VllmSampling(max_tokens=1, detokenize=False))
+    while vllm.has_unfinished_requests():
+        vllm.step()
+
+
 class VllmModel:
     """A ``ServedModel``. The first step builds vLLM, which takes each weight as soon as it has arrived."""
 
     def __init__(self, slab: MappedSlab, settings: WorkerSettings, hooks: EngineHooks) -> None:
         manifest = slab.manifest
         self._settings, self._manifest, self._hooks = settings, manifest, hooks
+        self._max_context_tokens = read_config(manifest.config).max_context_tokens
+        self._max_kv_tokens = _max_kv_tokens(manifest, settings.kv_pool_bytes)
         self._advances = 0
         self._pack = ArrivingPack(manifest, slab.data, self._advance)
         self._vllm: LLMEngine | None = None
@@ -75,27 +108,39 @@ class VllmModel:
         self._pack.fail(reason)
 
     def _build(self) -> LLMEngine:
+        """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
+        try:
+            with reporting_cpu_time(self._advance), tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
+                Path(folder, "config.json").write_text(json.dumps(self._manifest.config))
+                config = self._engine_args(folder).create_engine_config()
+                vllm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+                _compute_a_token(vllm)
+                return vllm
+        except LoadFailed:
+            raise
+        except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
+            log.error("vllm_start_failed", exc_info=True)
+            raise LoadFailed(f"vLLM does not serve this model in this slot: {_reason_of(error)}") from error
+
+    def _engine_args(self, folder: str) -> EngineArgs:
         settings = self._settings
-        with tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
-            Path(folder, "config.json").write_text(json.dumps(self._manifest.config))
-            args = EngineArgs(
-                model=folder,
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                load_format=LOAD_FORMAT,
-                model_loader_extra_config={"pack": self._pack},
-                dtype=_DTYPES[self._manifest.dtype],
-                kv_cache_memory_bytes=settings.kv_pool_bytes,
-                enable_prefix_caching=settings.prefix_cache,
-                max_num_batched_tokens=max(settings.token_budget, 512),
-                max_logprobs=20,
-                enforce_eager=settings.device == "cpu",  # compilation takes a minute on a CPU
-                async_scheduling=False,
-                distributed_executor_backend="uni",
-                disable_log_stats=True,
-            )
-            config = args.create_engine_config()
-            return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+        return EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            load_format=LOAD_FORMAT,
+            model_loader_extra_config={"pack": self._pack},
+            dtype=_DTYPES[self._manifest.dtype],
+            max_model_len=min(self._max_context_tokens, self._max_kv_tokens),
+            kv_cache_memory_bytes=settings.kv_pool_bytes,
+            enable_prefix_caching=settings.prefix_cache,
+            max_num_batched_tokens=max(settings.token_budget, 512),
+            max_logprobs=20,
+            enforce_eager=settings.device == "cpu",  # compilation takes a minute on a CPU
+            async_scheduling=False,
+            distributed_executor_backend="uni",
+            disable_log_stats=True,
+        )
 
     def close(self) -> None:
         vllm, self._vllm = self._vllm, None
@@ -111,15 +156,22 @@ class VllmModel:
         if group.sampling.grammar is not None:
             raise InvalidRequest("vLLM enforces no answer format in this slot", field="response_format")
         check_tokens(group, int(self._manifest.config["vocab_size"]))
+        check_lengths(group, self._max_context_tokens)
+        if (num_tokens := group.num_prompt_tokens + group.num_output_tokens) > self._max_kv_tokens:
+            raise InvalidRequest(
+                f"the request needs the KV of {num_tokens} tokens, the slot has that of {self._max_kv_tokens}"
+            )
+        if group.group_id in {each.group_id for each in (*self._queued, *self._running_groups())}:
+            raise Conflict(f"{group.group_id} is already here")
         if self._vllm is None:
             self._queued.append(group)
         else:
             self._submit(self._vllm, group)
 
+    def _running_groups(self) -> Iterator[GroupSpec]:
+        return (choice.group for choice in self._choices.values())
+
     def _submit(self, vllm: LLMEngine, group: GroupSpec) -> None:
-        check_lengths(group, vllm.model_config.max_model_len)
-        if any(choice.group.group_id == group.group_id for choice in self._choices.values()):
-            raise Conflict(f"{group.group_id} is already here")
         for spec in group.choices:
             choice = _Choice(group, spec)
             prompt = {"prompt_token_ids": choice.prompt, "cache_salt": group.tenant_id or "-"}
@@ -169,9 +221,9 @@ class VllmModel:
     def _expire(self) -> tuple[str, ...]:
         now = time.monotonic()
         late = {
-            choice.group.group_id
-            for choice in self._choices.values()
-            if choice.group.deadline_s is not None and choice.group.deadline_s <= now
+            group.group_id
+            for group in self._running_groups()
+            if group.deadline_s is not None and group.deadline_s <= now
         }
         for group_id in late:
             self.cancel(group_id)
