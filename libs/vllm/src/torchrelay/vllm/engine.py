@@ -13,11 +13,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.vllm.served_model import VllmModel
-from torchrelay.worker.slot.engine import Engine, EngineHooks
+from torchrelay.worker.slot.engine import Capabilities, Engine, EngineHooks
 
 
 class VllmEngine(Engine):
     """Imports vLLM before the slot is offered, which takes half a minute; its memory comes with each model."""
+
+    capabilities = Capabilities("vllm", kv_handover=False, layer_spans=False)
 
     def start(self) -> None:
         """Does nothing: the import of this module has warmed the process up."""
