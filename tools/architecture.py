@@ -58,6 +58,7 @@ FOLDERS = {
     "tests/clients": "the platform with client libraries that its users have",
     "tests/clients/node": "scripts with the libraries of JavaScript",
     "tests/clients/python": "scripts with those of Python that have an environment of their own",
+    "tests/vllm": "the worker with each engine in its slot, in an environment with vLLM",
     "tests/hostile": "attacks by clients and tenants, and faults of machines",
     "tests/e2e": "the whole platform as separate processes",
     "tests/fleet": "workers on Slurm and Ray, each a cluster on this host",

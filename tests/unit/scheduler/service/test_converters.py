@@ -7,7 +7,12 @@ from typing import Any
 from tests.unit.scheduler.service.scripted_cluster import a_request, a_version
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass
-from torchrelay.scheduler.service.converters import admission_from_proto, model_from_proto, store_from_proto
+from torchrelay.scheduler.service.converters import (
+    admission_from_proto,
+    model_from_proto,
+    store_from_proto,
+    worker_from_proto,
+)
 
 
 def admission(**fields: Any) -> Admission:
@@ -42,6 +47,18 @@ def test_service_class_numbers_match_protocol() -> None:
 
 def test_unknown_service_class_is_standard() -> None:
     assert admission(service_class=99).service_class is ServiceClass.STANDARD
+
+
+def test_worker_report_tells_what_the_engine_can() -> None:
+    report = reports_pb2.WorkerReport(worker_id="w1")
+    worker = worker_from_proto(report, 1.0)  # of an earlier release
+    assert worker.hands_over and worker.computes_by_layer
+    report.capabilities.CopyFrom(reports_pb2.EngineCapabilities(engine="vllm"))
+    worker = worker_from_proto(report, 1.0)
+    assert not worker.hands_over and not worker.computes_by_layer
+    report.capabilities.kv_handover = report.capabilities.layer_spans = True
+    worker = worker_from_proto(report, 1.0)
+    assert worker.hands_over and worker.computes_by_layer
 
 
 def test_store_report_without_disk_keeps_disk_packs() -> None:

@@ -30,6 +30,7 @@ class WorkerSettings(ServiceSettings):
     roles: str = Field("prefill,decode", description="Roles that this process can play: prefill, decode or both.")
     port: int = Field(0, description="gRPC port; 0: any free port.")
     data_port: int = Field(0, description="Data-plane port; 0: any free port.")
+    engine: str = Field("torchrelay", description="Engine of this slot: torchrelay, or vllm if it is installed.")
     device: str = Field("cpu", description="cpu, cuda:N, or auto: the first GPU where there is one.")
     kv_pool_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes of the KV page pool, faulted in at the start.")
     threads: int = Field(0, ge=0, description="Compute threads; 0: one per core, within the container's CPU limit.")

@@ -34,8 +34,8 @@ from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine import Engine
 from torchrelay.worker.slot.engine_thread import EngineThread
+from torchrelay.worker.slot.engines import load_engine
 from torchrelay.worker.slot.loader import Loader, StoreLost
-from torchrelay.worker.slot.relay_engine import RelayEngine
 from torchrelay.worker.slot.slot import DRAINING, HostedInstance, Slot
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Worker:
         self.incarnation = new_id("inc")
         self.slot = Slot()
         self.step_metrics = StepMetrics(settings.token_budget)
-        self.served_by: Engine = RelayEngine(settings)
+        self.served_by: Engine = load_engine(settings)
         self.tokenizers = HostedTokenizer(partial(read_file, store))
         self.usage = UsagePublisher(nats, Subjects(settings.nats_prefix))
         self.buffers: dict[str, Buffer] = {}

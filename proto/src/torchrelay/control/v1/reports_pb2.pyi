@@ -55,6 +55,7 @@ class WorkerReport(_message.Message):
     IS_BEAT_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     IS_LEAVING_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """new with every process start"""
@@ -108,6 +109,10 @@ class WorkerReport(_message.Message):
 
     @_builtins.property
     def engine(self) -> _types_pb2.EngineProgress: ...
+    @_builtins.property
+    def capabilities(self) -> Global___EngineCapabilities:
+        """of the engine that computes in the slot"""
+
     def __init__(
         self,
         *,
@@ -138,14 +143,45 @@ class WorkerReport(_message.Message):
         is_beat: _builtins.bool = ...,
         engine: _types_pb2.EngineProgress | None = ...,
         is_leaving: _builtins.bool = ...,
+        capabilities: Global___EngineCapabilities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "latency", b"latency", "profile", b"profile", "slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine", b"engine", "latency", b"latency", "profile", b"profile", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "device", b"device", "engine", b"engine", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "is_leaving", b"is_leaving", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "queued_prefill_s", b"queued_prefill_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "data_address", b"data_address", "device", b"device", "engine", b"engine", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "is_leaving", b"is_leaving", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "queued_prefill_s", b"queued_prefill_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerReport: _TypeAlias = WorkerReport  # noqa: Y015
+
+@_typing.final
+class EngineCapabilities(_message.Message):
+    """What the scheduler may ask of an engine. An instance of an engine without hand-over plays both roles."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    KV_HANDOVER_FIELD_NUMBER: _builtins.int
+    LAYER_SPANS_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """"torchrelay", "vllm" """
+    kv_handover: _builtins.bool
+    """KV goes to and comes from other workers: one prefills, another decodes"""
+    layer_spans: _builtins.bool
+    """prompts run layer by layer while the model loads, and continue on other workers"""
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        kv_handover: _builtins.bool = ...,
+        layer_spans: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "kv_handover", b"kv_handover", "layer_spans", b"layer_spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineCapabilities: _TypeAlias = EngineCapabilities  # noqa: Y015
 
 @_typing.final
 class EngineProfile(_message.Message):

@@ -107,9 +107,9 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         await self._submit(attempt, group, kv_sender.publish)
 
     async def _submit(self, attempt: Attempt, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> None:
-        """Continues a prompt that another worker has begun, or begins it."""
+        """Continues a prompt that another worker has begun, if the engine can, or begins it."""
         engine = self.worker.engine
-        if attempt.start.HasField("prompt_source"):
+        if attempt.start.HasField("prompt_source") and engine.relay_instance is not None:
             await self._continue(attempt, group, on_kv)
         elif on_kv is None:
             await engine.call(lambda: engine.require_instance().prefill(group))
@@ -164,7 +164,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         return 0
 
     def recall(self, attempt: Attempt) -> None:
-        self._recalled.keep(attempt.group_id)
+        if self.worker.engine.relay_instance is not None:
+            self._recalled.keep(attempt.group_id)
         super().recall(attempt)
 
     def mark_prefilled(self, group_ids: Iterable[str]) -> None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepWork
 from torchrelay.engine.core import GroupSpec, StepResult
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.worker.settings import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """The name of an engine and its abilities; ``EngineCapabilities`` of ``reports.proto`` describes the fields."""
+
+    engine: str
+    kv_handover: bool
+    layer_spans: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,8 @@ class Engine(ABC):
 
     ``device`` in ``settings`` is resolved.
     """
+
+    capabilities: ClassVar[Capabilities]
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings

@@ -8,11 +8,13 @@ from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.warm_up import warm_up
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.worker.settings import WorkerSettings
-from torchrelay.worker.slot.engine import Engine, EngineHooks
+from torchrelay.worker.slot.engine import Capabilities, Engine, EngineHooks
 
 
 class RelayEngine(Engine):
     """Computes with the weights in place, layer by layer while they arrive."""
+
+    capabilities = Capabilities("torchrelay", kv_handover=True, layer_spans=True)
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)

@@ -164,10 +164,13 @@ class WorkerStatus:
     progress: EngineProgress = NO_ENGINE
     num_devices: int = 1  # of its slot
     is_leaving: bool = False  # told to end: its slot drains, and takes no further load
+    hands_over: bool = True  # its engine's KV to other workers, and takes theirs; without this it plays both roles
+    computes_by_layer: bool = True  # while it loads, and continues prompts that others began
 
     def roles_for(self, kv_bytes: int) -> Roles:
         """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""
-        return self.playable_roles if self.kv_pool_bytes >= kv_bytes else self.playable_roles - DECODES
+        roles = self.playable_roles if self.kv_pool_bytes >= kv_bytes else self.playable_roles - DECODES
+        return roles if self.hands_over or roles >= BOTH else frozenset()
 
 
 @dataclass(frozen=True)

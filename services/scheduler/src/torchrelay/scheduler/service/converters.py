@@ -39,7 +39,8 @@ def roles_to_proto(roles: types.Roles) -> list[types_pb2.Role.ValueType]:
 
 
 def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.WorkerStatus:
-    slot, roles = report.slot, _known_roles(report.roles)
+    slot, roles, can = report.slot, _known_roles(report.roles), report.capabilities
+    knows_engine = report.HasField("capabilities")  # else: a worker of an earlier release
     return types.WorkerStatus(
         worker_id=report.worker_id,
         incarnation=report.incarnation,
@@ -78,6 +79,8 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.Wor
         has_prefix_cache=report.has_prefix_cache,
         progress=progress_from_proto(report.engine),
         is_leaving=report.is_leaving,
+        hands_over=can.kv_handover or not knows_engine,
+        computes_by_layer=can.layer_spans or not knows_engine,
     )
 
 

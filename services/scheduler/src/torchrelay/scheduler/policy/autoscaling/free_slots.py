@@ -45,7 +45,8 @@ class FreeSlots:
                 roles = worker.roles_for(kv_bytes)
                 if roles and worker.num_devices == model.num_devices and self._is_free(worker_id):
                     is_avoided = worker_id in avoid
-                    slots.append(FreeSlot(worker_id, host_id, roles, tier, is_avoided, worker.preferred_role))
+                    preferred_role, hands_over = worker.preferred_role, worker.hands_over
+                    slots.append(FreeSlot(worker_id, host_id, roles, tier, is_avoided, preferred_role, hands_over))
         far = Tier.REMOTE if all(tier is Tier.DISK for tier in near.values()) else Tier.PEER
         has_space: dict[str, bool] = dict.fromkeys(near, False)  # by host
         for kind, worker_ids in self._free.kinds(model.num_devices):
@@ -60,7 +61,7 @@ class FreeSlots:
                 if not has_space[host_id] or not self._is_free(worker_id):
                     continue
                 is_avoided = worker_id in avoid
-                slots.append(FreeSlot(worker_id, host_id, roles, far, is_avoided, kind.preferred_role))
+                slots.append(FreeSlot(worker_id, host_id, roles, far, is_avoided, kind.preferred_role, kind.hands_over))
                 if num_left is not None and not is_avoided:
                     num_left -= 1
                     if not num_left:

@@ -24,6 +24,7 @@ class FreeSlot(NamedTuple):
     tier: Tier
     avoided: bool = False  # the model failed to load here recently
     preferred_role: Role | None = None
+    hands_over: bool = True  # else it plays all its roles
 
     @property
     def cost(self) -> tuple[bool, int, int, str]:
@@ -58,7 +59,15 @@ def free_slots(
         return tier_of(model.pack_id, store, is_held)
 
     return [
-        FreeSlot(worker.worker_id, worker.host_id, roles, nearest, worker.worker_id in avoid, worker.preferred_role)
+        FreeSlot(
+            worker.worker_id,
+            worker.host_id,
+            roles,
+            nearest,
+            worker.worker_id in avoid,
+            worker.preferred_role,
+            worker.hands_over,
+        )
         for worker in workers
         if worker.num_devices == model.num_devices
         and (roles := worker.roles_for(kv_bytes))
@@ -92,7 +101,7 @@ def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tupl
 def _single(left: list[FreeSlot], role: Role) -> list[tuple[FreeSlot, Roles]]:
     able = [slot for slot in left if role in slot.playable_roles]
     best = min(able, key=lambda slot: (slot.avoided, slot.preferred_role is not role), default=None)
-    return [(best, frozenset((role,)))] if best else []
+    return [(best, frozenset((role,)) if best.hands_over else best.playable_roles)] if best else []
 
 
 def _both(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
@@ -111,8 +120,8 @@ def _both(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
 
 
 def _pairs(slots: Sequence[FreeSlot]) -> Iterator[tuple[FreeSlot, FreeSlot]]:
-    prefills = [slot for slot in slots if Role.PREFILL in slot.playable_roles]
-    decodes = [slot for slot in slots if Role.DECODE in slot.playable_roles]
+    prefills = [slot for slot in slots if slot.hands_over and Role.PREFILL in slot.playable_roles]
+    decodes = [slot for slot in slots if slot.hands_over and Role.DECODE in slot.playable_roles]
     return ((prefill, decode) for prefill, decode in product(prefills, decodes) if prefill is not decode)
 
 
@@ -121,7 +130,7 @@ def _first_two_alike(slots: Iterable[FreeSlot]) -> list[FreeSlot]:
     numbers: Counter[tuple[object, ...]] = Counter()
     chosen = []
     for slot in slots:
-        alike = (slot.avoided, slot.tier, slot.playable_roles, slot.preferred_role)
+        alike = (slot.avoided, slot.tier, slot.playable_roles, slot.preferred_role, slot.hands_over)
         numbers[alike] += 1
         if numbers[alike] <= 2:
             chosen.append(slot)

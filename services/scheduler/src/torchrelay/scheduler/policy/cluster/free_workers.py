@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.types import DECODES, Role, Roles, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, DECODES, Role, Roles, WorkerStatus
 
 
 class SlotKind(NamedTuple):
@@ -16,14 +16,17 @@ class SlotKind(NamedTuple):
     playable_roles: Roles
     preferred_role: Role | None
     kv_pool_bytes: int
+    hands_over: bool
 
     @classmethod
     def of(cls, worker: WorkerStatus) -> SlotKind:
-        return cls(worker.num_devices, worker.playable_roles, worker.preferred_role, worker.kv_pool_bytes)
+        roles, preferred_role = worker.playable_roles, worker.preferred_role
+        return cls(worker.num_devices, roles, preferred_role, worker.kv_pool_bytes, worker.hands_over)
 
     def roles_for(self, kv_bytes: int) -> Roles:
         """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""
-        return self.playable_roles if self.kv_pool_bytes >= kv_bytes else self.playable_roles - DECODES
+        roles = self.playable_roles if self.kv_pool_bytes >= kv_bytes else self.playable_roles - DECODES
+        return roles if self.hands_over or roles >= BOTH else frozenset()
 
 
 class FreeWorkers(Mapping[str, WorkerStatus]):

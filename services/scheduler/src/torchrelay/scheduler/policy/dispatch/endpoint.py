@@ -26,6 +26,7 @@ class Endpoint:
     excess_until: float = 0.0  # when its worker has computed the prompts that an earlier scheduler dispatched
     load_s: float = 0.0  # predicted duration of its load, from begin to end; 0 before its first layer has arrived
     num_layers: int = 1
+    hands_over: bool = True  # KV to other instances, and takes theirs
 
     @property
     def instance_id(self) -> str:
@@ -94,7 +95,7 @@ def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
     return (
         (before.incarnation, before.grpc_address, before.device)
         == (after.incarnation, after.grpc_address, after.device)
-        and before.kv_pool_bytes == after.kv_pool_bytes
+        and (before.kv_pool_bytes, before.hands_over) == (after.kv_pool_bytes, after.hands_over)
         and (before.step_s, before.prefill_tokens_per_s) == (after.step_s, after.prefill_tokens_per_s)
         and (before.latency is after.latency or before.latency == after.latency)
     )

@@ -6,7 +6,7 @@ cached part. The decode instance must have unreserved KV bytes up to the last to
 token: its load left, the KV that arrives after the first token, and a step with this attempt in its batch. If such a
 step exceeds the TBT objective, each further token costs the excess. The pair with the lowest sum wins. An instance that
 plays both roles saves the KV transfer, but prompts interrupt its decode steps, so between prompts it gets the pauses
-that its answers need.
+that its answers need. An instance whose engine hands no KV over answers its own prompts only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -80,7 +80,7 @@ def place(
     """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the
     maximum.
     """
-    prefills = _prefills(admission, candidates, now)
+    prefills = _prefills(admission, model, candidates, config, now)
     if isinstance(prefills, NoPlacement):
         return prefills
     num_tokens = admission.max_tokens if num_answer_tokens is None else num_answer_tokens
@@ -92,7 +92,11 @@ def place(
     def transfer_s(prefill_host: str, decode_host: str) -> float:
         return kv_transfer_times.predict_s(prefill_host, decode_host, prompt_bytes, config.kv_bytes_per_s)
 
-    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
+    pair = _best_pair(prefills, decodes, transfer_s)
+    if pair is None:
+        due = min((now + prefill[-1].entry.full_step_s for prefill in prefills), default=math.inf)
+        return NoPlacement("no instance with KV for the answer can compute the prompt or get its KV", due)
+    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = pair
     first, second = prefill.entry, decode.entry
     after_s = _pause_after_s(admission, prefill, is_answered_there=second is first)
     return types.Placement(
@@ -147,19 +151,30 @@ def _pause_after_s(admission: types.Admission, candidate: Candidate, *, is_answe
     return min(num_positions / latency.token_budget * per_full_step_s, entry.full_step_s)
 
 
-def _prefills(admission: types.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
+def _prefills(
+    admission: types.Admission,
+    model: types.Model,
+    candidates: Sequence[Candidate],
+    config: PolicyConfig,
+    now: float,
+) -> list[_Prefill] | NoPlacement:
     """The best few instances for the prompt, by predicted time to its first token. None while an instance that has a
-    full step of prompts ahead, or pauses for its answers, would still compute the prompt sooner.
+    full step of prompts ahead, or pauses for its answers, would still compute the prompt sooner. Empty if all those
+    that could take it would have to answer it, too, and have no KV for it.
     """
     num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
     source, is_batch = admission.prompt_source, admission.service_class is types.ServiceClass.BATCH
     due = soonest_s = math.inf
+    is_full = False
     prefills: list[_Prefill] = []
     for candidate in candidates:
         entry = candidate.entry
         if not entry.plays_prefill:
             continue
         work, num_cached, latency = candidate.work, candidate.num_cached_tokens, entry.latency
+        if not entry.hands_over and not _holds_answer(candidate, admission.kv_bytes(model), config):
+            is_full = True
+            continue
         paused_s = decode_s = 0.0
         if work.decodes:  # also of an instance that gave up decode
             context_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
@@ -188,11 +203,13 @@ def _prefills(admission: types.Admission, candidates: Sequence[Candidate], now: 
     if prefills:
         prefills.sort()
         if prefills[0][0] <= soonest_s:
-            return prefills[:MAX_SCORED]
+            return _scored(prefills)
     if math.isinf(soonest_s):
+        if is_full:
+            return []
         return NoPlacement("no instance plays prefill")
     reason = "a step of prompts is ahead of it on the instance that will have it soonest"
-    return NoPlacement(reason, due, is_of_all=not prefills)
+    return NoPlacement(reason, due, is_of_all=not (prefills or is_full))
 
 
 def _decodes(
@@ -207,16 +224,16 @@ def _decodes(
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
-    target_s, max_open = admission.tbt_target_s, config.max_open_per_instance
+    target_s = admission.tbt_target_s
     most_bytes = largest_pool = -1
     decodes: list[_Decode] = []
     for candidate in candidates:
         entry, work = candidate.entry, candidate.work
         if not entry.plays_decode:
             continue
-        unreserved = entry.kv_pool_bytes - work.kv_bytes
-        if unreserved < kv_bytes or len(work.decodes) >= max_open:
-            most_bytes, largest_pool = max(most_bytes, unreserved), max(largest_pool, entry.kv_pool_bytes)
+        if not _holds_answer(candidate, kv_bytes, config):
+            most_bytes = max(most_bytes, candidate.kv_unreserved_bytes)
+            largest_pool = max(largest_pool, entry.kv_pool_bytes)
             continue
         step_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
         tbt_s = candidate.token_time.mean_s(step_s)
@@ -227,7 +244,7 @@ def _decodes(
     if decodes:
         if len(decodes) > MAX_SCORED:
             decodes.sort(key=lambda decode: (decode[4] + decode[0], decode[1]))  # includes the load left
-            del decodes[MAX_SCORED:]
+            decodes = _scored(decodes)
         decodes.sort()
         return decodes
     if most_bytes < 0:
@@ -236,22 +253,37 @@ def _decodes(
     return NoPlacement(reason, is_own=kv_bytes > largest_pool)
 
 
+def _holds_answer(candidate: Candidate, kv_bytes: int, config: PolicyConfig) -> bool:
+    """Whether the instance has unreserved KV for another answer."""
+    return candidate.kv_unreserved_bytes >= kv_bytes and len(candidate.work.decodes) < config.max_open_per_instance
+
+
+_Ranked = TypeVar("_Ranked", _Prefill, _Decode)
+
+
+def _scored(ranked: list[_Ranked]) -> list[_Ranked]:
+    """The first few, and each that pairs with itself alone."""
+    return ranked[:MAX_SCORED] + [each for each in ranked[MAX_SCORED:] if not each[-1].entry.hands_over]
+
+
 def _best_pair(
     prefills: Sequence[_Prefill], decodes: Sequence[_Decode], transfer_s: Callable[[str, str], float]
-) -> tuple[_Prefill, _Decode]:
+) -> tuple[_Prefill, _Decode] | None:
     """The pair with the least time to the second token plus all later delays beyond the objective, by branch and bound:
     both lists are sorted, and the shortest transfer from a host bounds all its transfers. ``transfer_s``: between two
-    hosts.
+    hosts. None if the engines of none of them hand KV over.
     """
     if len(prefills) == len(decodes) == 1:
-        return prefills[0], decodes[0]
+        ends = prefills[0][-1].entry, decodes[0][-1].entry
+        may_pair = ends[0] is ends[1] or (ends[0].hands_over and ends[1].hands_over)
+        return (prefills[0], decodes[0]) if may_pair else None
     decode_hosts = {decode[-1].entry.host_id for decode in decodes}
     by_id = {decode[1]: decode for decode in decodes}
     # By prefill host: to each decode host, and the least.
     transfers_s: dict[str, tuple[Mapping[str, float], float]] = {}
     least_s = math.inf
     best: tuple[float, int, str, str] = (least_s, 0, "", "")
-    pair = prefills[0], decodes[0]
+    pair: tuple[_Prefill, _Decode] | None = None
     for prefill in prefills:
         ttft_s, prefill_id, _, first = prefill
         if ttft_s + decodes[0][0] > least_s:
@@ -262,8 +294,11 @@ def _best_pair(
             from_host = transfers_s[host_id] = to_each_s, min(to_each_s.values())
         arrivals_s, least_arrival_s = from_host
         own = by_id.get(prefill_id)  # the only decode instance without a transfer
-        for decode in decodes if own is None else (own, *decodes):
+        others = decodes if first.entry.hands_over else ()
+        for decode in others if own is None else (own, *others):
             later_s, decode_id, _, _, load_left_s, second = decode
+            if not second.entry.hands_over and decode is not own:
+                continue
             cost_s = later_s + (load_left_s if load_left_s > ttft_s else ttft_s)
             if decode is not own:
                 if ttft_s + later_s + least_arrival_s > least_s:

@@ -61,6 +61,7 @@ def _built(state: State, model: Model, now: float) -> Iterator[Endpoint]:
             kv_pool_bytes=worker.kv_pool_bytes,
             full_step_s=latency.queued_s(latency.token_budget),
             excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
+            hands_over=worker.hands_over,
             **_load_of(state, model, instance, now),
         )
 
@@ -78,6 +79,9 @@ def forget(state: State, before: WorkerStatus | None, worker: WorkerStatus, inst
 def _load_of(state: State, model: Model, instance: Instance, now: float) -> dict[str, Any]:
     """The fields of an endpoint that change while the instance loads."""
     loaded_at = now + _load_left_s(state, model, instance, now)
+    worker = state.membership.workers.get(instance.worker_id)
+    if worker is not None and not worker.computes_by_layer:
+        return {"loaded_at": loaded_at}
     load_s = loaded_at - instance.created_at if instance.num_layers_ready else 0.0
     return {"loaded_at": loaded_at, "load_s": load_s, "num_layers": max(instance.num_layers, 1)}
 

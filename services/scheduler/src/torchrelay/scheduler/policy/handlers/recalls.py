@@ -60,6 +60,9 @@ def recalled(state: State, attempt: OpenAttempt, now: float) -> None:
 
 def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | None:
     key, worker, model = attempt.admission.key, attempt.placement.prefill, state.models[attempt.admission.version_id]
+    status = state.membership.workers.get(worker.worker_id)
+    if status is None or not status.computes_by_layer:
+        return None
     for entry in endpoints.prefills(state, model, now):
         if entry.instance_id == worker.instance_id:
             prompt_s = attempt.placement.predicted.prefill_s

@@ -1,0 +1,28 @@
+"""The engine of a slot that vLLM computes in."""
+
+from __future__ import annotations
+
+import os
+
+# vLLM reads these when it is imported. The worker owns its threads, and nothing is fetched or sent.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.vllm.served_model import VllmModel
+from torchrelay.worker.slot.engine import Capabilities, Engine, EngineHooks
+
+
+class VllmEngine(Engine):
+    """Imports vLLM before the slot is offered, which takes half a minute; its memory comes with each model."""
+
+    capabilities = Capabilities("vllm", kv_handover=False, layer_spans=False)
+
+    def start(self) -> None:
+        """Does nothing: the import of this module has warmed the process up."""
+
+    def load(self, slab: MappedSlab, hooks: EngineHooks) -> VllmModel:
+        return VllmModel(slab, self._settings, hooks)

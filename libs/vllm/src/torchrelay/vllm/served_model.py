@@ -1,0 +1,307 @@
+"""A model that vLLM serves in a slot, inside the worker's process: one vLLM step is one step of the slot."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm import EngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams as VllmSampling
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from torchrelay.common.errors import Conflict, InvalidRequest
+from torchrelay.common.latency.latency_model import NO_WORK, StepWork, attended_positions
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.engine.batching.validation import check_lengths, check_tokens
+from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, LoadFailed, NewToken, StepResult
+from torchrelay.engine.kv.layout import KvShape
+from torchrelay.modelspec.config import read_config
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.transfer.manifest import Manifest
+from torchrelay.vllm.arriving_pack import ArrivingPack
+from torchrelay.vllm.busy_thread import reporting_cpu_time
+from torchrelay.vllm.sampling import logprobs_of, sampling_of
+from torchrelay.vllm.weight_loader import LOAD_FORMAT
+from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine import EngineHooks
+
+log = get_logger(__name__)
+_BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
+
+
+@dataclass(slots=True)
+class _Choice:
+    group: GroupSpec
+    spec: ChoiceSpec
+    num_new: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.group.group_id}#{self.spec.choice}"
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*self.group.prompt, *self.spec.forced_output]
+
+    @property
+    def position(self) -> int:
+        return len(self.spec.forced_output) + self.num_new
+
+
+def _max_kv_tokens(manifest: Manifest, pool_bytes: int) -> int:
+    """Tokens of one choice that the pool holds. Raises ``LoadFailed`` if it has no block for them."""
+    block_bytes = _BLOCK_TOKENS * KvShape.of(read_config(manifest.config), manifest.dtype).bytes_per_token
+    num_blocks = pool_bytes // block_bytes - 1  # vLLM keeps the first
+    if num_blocks < 1:
+        raise LoadFailed(f"vLLM needs a KV pool of at least {2 * block_bytes} bytes for this model, not {pool_bytes}")
+    return num_blocks * _BLOCK_TOKENS
+
+
+def _reason_of(error: Exception) -> str:
+    """The sentence of an exception that says why; a validation error of pydantic has it in its second or third line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "error," in line), lines[0])
+
+
+def _compute_a_token(vllm: LLMEngine) -> None:
+    """Computes a token, because vLLM accepts models that its kernels for this device refuse."""
+    vllm.add_request("first", {"prompt_token_ids": [0]}, VllmSampling(max_tokens=1, detokenize=False))
+    while vllm.has_unfinished_requests():
+        vllm.step()
+
+
+class VllmModel:
+    """A ``ServedModel``. The first step builds vLLM, which takes each weight as soon as it has arrived."""
+
+    def __init__(self, slab: MappedSlab, settings: WorkerSettings, hooks: EngineHooks) -> None:
+        manifest = slab.manifest
+        self._settings, self._manifest, self._hooks = settings, manifest, hooks
+        self._max_context_tokens = read_config(manifest.config).max_context_tokens
+        self._max_kv_tokens = _max_kv_tokens(manifest, settings.kv_pool_bytes)
+        self._advances = 0
+        self._pack = ArrivingPack(manifest, slab.data, self._advance)
+        self._vllm: LLMEngine | None = None
+        self._is_broken = False
+        self._choices: dict[str, _Choice] = {}  # that vLLM computes, by its request ids
+        self._queued: deque[GroupSpec] = deque()  # before vLLM is built
+        self._cancels: deque[tuple[str, int | None]] = deque()
+        self._work = NO_WORK
+
+    def _advance(self) -> None:
+        self._advances += 1
+
+    # Loading
+
+    def segment_ready(self, segment: int) -> None:
+        self._pack.segment_ready(segment)
+
+    def fail(self, reason: str) -> None:
+        self._pack.fail(reason)
+
+    def _build(self) -> LLMEngine:
+        """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
+        try:
+            with reporting_cpu_time(self._advance), tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
+                Path(folder, "config.json").write_text(json.dumps(self._manifest.config))
+                config = self._engine_args(folder).create_engine_config()
+                vllm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+                _compute_a_token(vllm)
+                return vllm
+        except LoadFailed:
+            raise
+        except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
+            log.error("vllm_start_failed", exc_info=True)
+            raise LoadFailed(f"vLLM does not serve this model in this slot: {_reason_of(error)}") from error
+
+    def _engine_args(self, folder: str) -> EngineArgs:
+        settings = self._settings
+        return EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            load_format=LOAD_FORMAT,
+            model_loader_extra_config={"pack": self._pack},
+            dtype=_DTYPES[self._manifest.dtype],
+            max_model_len=min(self._max_context_tokens, self._max_kv_tokens),
+            kv_cache_memory_bytes=settings.kv_pool_bytes,
+            enable_prefix_caching=settings.prefix_cache,
+            max_num_batched_tokens=max(settings.token_budget, 512),
+            max_logprobs=20,
+            enforce_eager=settings.device == "cpu",  # compilation takes a minute on a CPU
+            async_scheduling=False,
+            distributed_executor_backend="uni",
+            disable_log_stats=True,
+        )
+
+    def close(self) -> None:
+        vllm, self._vllm = self._vllm, None
+        self._is_broken = True
+        if vllm is not None:
+            vllm.engine_core.shutdown()
+
+    # Requests
+
+    def prefill(self, group: GroupSpec) -> None:
+        if group.pooling is not None:
+            raise InvalidRequest("vLLM computes no embeddings in this slot", field="pooling")
+        if group.sampling.grammar is not None:
+            raise InvalidRequest("vLLM enforces no answer format in this slot", field="response_format")
+        check_tokens(group, int(self._manifest.config["vocab_size"]))
+        check_lengths(group, self._max_context_tokens)
+        if (num_tokens := group.num_prompt_tokens + group.num_output_tokens) > self._max_kv_tokens:
+            raise InvalidRequest(
+                f"the request needs the KV of {num_tokens} tokens, the slot has that of {self._max_kv_tokens}"
+            )
+        if group.group_id in {each.group_id for each in (*self._queued, *self._running_groups())}:
+            raise Conflict(f"{group.group_id} is already here")
+        if self._vllm is None:
+            self._queued.append(group)
+        else:
+            self._submit(self._vllm, group)
+
+    def _running_groups(self) -> Iterator[GroupSpec]:
+        return (choice.group for choice in self._choices.values())
+
+    def _submit(self, vllm: LLMEngine, group: GroupSpec) -> None:
+        for spec in group.choices:
+            choice = _Choice(group, spec)
+            prompt = {"prompt_token_ids": choice.prompt, "cache_salt": group.tenant_id or "-"}
+            self._choices[choice.request_id] = choice
+            vllm.add_request(choice.request_id, prompt, sampling_of(group.sampling, spec))  # type: ignore[arg-type]
+
+    def cancel(self, group_id: str, choice: int | None = None) -> None:
+        self._queued = deque(group for group in self._queued if group.group_id != group_id)
+        ended = [
+            each.request_id
+            for each in self._choices.values()
+            if each.group.group_id == group_id and choice in (None, each.spec.choice)
+        ]
+        for request_id in ended:
+            del self._choices[request_id]
+        if ended and self._vllm is not None:
+            self._vllm.abort_request(ended)
+
+    def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
+        self._cancels.append((group_id, choice))
+
+    # Steps
+
+    def has_work(self) -> bool:
+        return not self._is_broken and (self._vllm is None or bool(self._choices))
+
+    def max_sleep_s(self) -> float | None:
+        return 0.0 if self.has_work() else None
+
+    def step(self) -> StepResult:
+        if self._vllm is None:
+            self._vllm = self._build()
+            while self._queued:
+                self._submit(self._vllm, self._queued.popleft())
+            return EMPTY_STEP
+        while self._cancels:
+            self.cancel(*self._cancels.popleft())
+        expired = self._expire()
+        if not self._choices:
+            return StepResult((), (), 0, 0, 0.0, expired=expired)
+        began_s = time.monotonic()
+        outputs = self._vllm.step()
+        result = self._result(outputs, time.monotonic() - began_s, expired)
+        self._advance()
+        return result
+
+    def _expire(self) -> tuple[str, ...]:
+        now = time.monotonic()
+        late = {
+            group.group_id
+            for group in self._running_groups()
+            if group.deadline_s is not None and group.deadline_s <= now
+        }
+        for group_id in late:
+            self.cancel(group_id)
+        return tuple(late)
+
+    def _result(self, outputs: list[RequestOutput], step_s: float, expired: tuple[str, ...]) -> StepResult:
+        tokens: list[NewToken] = []
+        prefilled: dict[str, None] = {}
+        num_prefilled = num_prefill_attended = num_decoding = num_decode_attended = 0
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                continue
+            (completion,) = output.outputs
+            context = len(choice.prompt)
+            num_cached = output.num_cached_tokens or 0
+            if completion.token_ids and choice.num_new == 0:
+                prefilled[choice.group.group_id] = None
+                num_prefilled += context - num_cached
+                num_prefill_attended += attended_positions(num_cached, context)
+            else:
+                num_decoding += 1
+                num_decode_attended += context + choice.num_new
+            tokens += self._tokens(choice, completion, num_cached)
+            if output.finished:
+                self._choices.pop(output.request_id, None)
+        self._work = StepWork(num_prefilled, num_prefill_attended, num_decoding, num_decode_attended)
+        return StepResult(
+            tuple(tokens), tuple(prefilled), num_prefilled, num_decoding, step_s, self._work, expired=expired
+        )
+
+    def _tokens(self, choice: _Choice, completion: object, num_cached: int) -> list[NewToken]:
+        token_ids = list(completion.token_ids)  # type: ignore[attr-defined]
+        ranked = completion.logprobs  # type: ignore[attr-defined]
+        num_top = choice.group.sampling.top_logprobs
+        tokens = []
+        for index, token_id in enumerate(token_ids):
+            is_last = index == len(token_ids) - 1
+            tokens.append(
+                NewToken(
+                    choice.group.group_id,
+                    choice.spec.choice,
+                    choice.position,
+                    token_id,
+                    _FINISHES.get(completion.finish_reason or "") if is_last else None,  # type: ignore[attr-defined]
+                    min(num_cached, choice.group.num_prompt_tokens) if choice.num_new == 0 else 0,
+                    logprobs_of(token_id, ranked[index], num_top) if num_top is not None else None,
+                )
+            )
+            choice.num_new += 1
+        return tokens
+
+    # Metrics
+
+    def check_integrity(self) -> None:
+        """Does nothing: vLLM owns the pages."""
+
+    @property
+    def num_pages(self) -> int:
+        return 0 if self._vllm is None else int(self._vllm.vllm_config.cache_config.num_gpu_blocks or 0)
+
+    @property
+    def num_free_pages(self) -> int:
+        """An estimate by the tokens of running choices; common prefixes count for each."""
+        if self._vllm is None:
+            return 0
+        size = self._vllm.vllm_config.cache_config.block_size
+        used = sum(-(-(len(choice.prompt) + choice.num_new) // size) for choice in self._choices.values())
+        return max(self.num_pages - int(used), 0)
+
+    @property
+    def running_work(self) -> StepWork:
+        return self._work
+
+    @property
+    def is_recording(self) -> bool:
+        return self._vllm is None
+
+    @property
+    def num_advances(self) -> int:
+        return self._advances

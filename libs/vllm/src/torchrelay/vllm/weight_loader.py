@@ -1,0 +1,28 @@
+"""The model loader that vLLM finds under the load format ``torchrelay``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from torchrelay.vllm.arriving_pack import ArrivingPack
+
+LOAD_FORMAT = "torchrelay"
+
+
+@register_model_loader(LOAD_FORMAT)
+class PackLoader(BaseModelLoader):
+    """Copies each tensor from the host's arena into vLLM's parameters as soon as it has arrived."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Does nothing: the bytes are on their way into the arena."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        pack = self.load_config.model_loader_extra_config["pack"]
+        assert isinstance(pack, ArrivingPack)
+        vllm_model: Any = model  # every model of vLLM has load_weights
+        vllm_model.load_weights(pack.tensors())

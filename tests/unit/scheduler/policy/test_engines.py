@@ -1,0 +1,126 @@
+"""Workers whose engines hand no KV over, such as vLLM's: an instance plays both roles, and pairs with itself alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from tests.unit.scheduler.policy.dispatch.test_placement import MODEL, NOW, RULES, a_candidate, placed
+from tests.unit.scheduler.policy.dispatch.test_placement import an_admission as a_placeable
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_pair, a_store, a_worker
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, SlotAssignment, assign
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, WorkerStatus
+
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+
+
+def without_handover(worker: WorkerStatus) -> WorkerStatus:
+    return replace(worker, hands_over=False, computes_by_layer=False)
+
+
+def alone(candidate: Candidate) -> Candidate:
+    """A candidate whose engine hands nothing over."""
+    return structs.replace(candidate, entry=replace(candidate.entry, hands_over=False))
+
+
+def test_workers_set_apart_play_both_roles_without_handover() -> None:
+    scene = PaperCluster(PolicyConfig())
+    workers = [without_handover(worker) for worker in a_pair("w-a", "w-b")]
+    scene.settle(a_store("store-1", "host-1"), *workers)
+    model = a_model()
+    scene.admit(model, "r1")
+    scene.finish_loads()
+    placement = scene.placement("r1")
+    assert placement is not None and not placement.needs_kv_transfer
+    (load,) = scene.loads()
+    assert [order.roles for hop in load.hops for order in hop.loads] == [BOTH]
+    scene.check()
+
+
+def test_many_requests_on_workers_without_handover_never_need_a_transfer() -> None:
+    scene = PaperCluster(PolicyConfig())
+    workers = [without_handover(a_worker(f"w-{number}", f"host-{number}", kv_pool_bytes=2 * MB)) for number in range(4)]
+    scene.settle(*(a_store(f"store-{number}", f"host-{number}") for number in range(4)), *workers)
+    model = a_model()
+    for number in range(60):
+        scene.admit(model, f"r{number}", num_prompt_tokens=100 + 17 * number % 900)
+        scene.pass_time(0.2)
+        scene.finish_loads()
+        if number >= 8 and scene.placement(f"r{number - 8}"):
+            scene.release(f"r{number - 8}")
+        scene.check()
+    scene.pass_time(5.0)
+    for number in range(60):
+        placement = scene.placement(f"r{number}")
+        assert placement is None or not placement.needs_kv_transfer
+    assert sum(scene.placement(f"r{number}") is not None for number in range(60)) > 40
+    assert len(scene.policy.state.instances.of_version(model.version_id)) > 1
+    assert all(instance.roles == BOTH for instance in scene.policy.state.instances)
+
+
+def test_a_request_beyond_the_pool_is_refused() -> None:
+    scene = PaperCluster(PolicyConfig())
+    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a", kv_pool_bytes=MB)))
+    scene.admit(a_model(), "r1", num_prompt_tokens=2000)
+    scene.pass_time(PolicyConfig().unserved_s + 1)
+    refusal = scene.refusal("r1")
+    assert refusal is not None and "the largest pool has 1,048,576" in refusal.message
+
+
+def test_a_load_of_an_engine_without_layer_spans_counts_no_layers() -> None:
+    scene = PaperCluster(PolicyConfig())
+    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a")))
+    model = a_model()
+    scene.admit(model, "r1")
+    scene.pass_time(1.0)
+    scene.set_slot("w-a", num_layers_ready=2)
+    scene.pass_time(1.0)
+    (entry,) = scene.policy.state.endpoint_cache.prefills(model.version_id)
+    assert entry.phase is InstancePhase.LOADING and entry.loaded_at > scene.now
+    assert (entry.loaded_share(scene.now), entry.num_layers) == (0.0, 1)
+
+
+@pytest.mark.parametrize(("missing", "roles"), [((1, 0), BOTH), ((0, 1), BOTH), ((1, 1), BOTH)])
+def test_a_slot_without_handover_is_assigned_whole(missing: tuple[int, int], roles: frozenset[Role]) -> None:
+    slots = [FreeSlot("w", "h", BOTH, Tier.HOST, hands_over=False)]
+    assert assign(slots, *missing) == (SlotAssignment("w", roles),)
+
+
+def test_no_pair_is_assigned_of_slots_without_handover() -> None:
+    slots = [
+        FreeSlot("one", "h", BOTH, Tier.HOST, preferred_role=Role.PREFILL, hands_over=False),
+        FreeSlot("two", "h", BOTH, Tier.HOST, preferred_role=Role.DECODE, hands_over=False),
+    ]
+    assert [assignment.roles for assignment in assign(slots, 1, 1)] == [BOTH]
+
+
+def test_placement_without_handover_stays_on_an_instance_with_enough_kv() -> None:
+    full = alone(a_candidate("full", BOTH, free=0))
+    busy = alone(a_candidate("busy", BOTH, queued=300))
+    assert placed(full, busy) == ("busy", "busy")
+
+
+def test_placement_pairs_only_engines_that_hand_over() -> None:
+    prefill, decode = a_candidate("p", PREFILL, queued=400), a_candidate("d", DECODE)
+    idle = alone(a_candidate("whole", BOTH))
+    assert placed(prefill, decode, idle) == ("whole", "whole")
+    crowded = alone(a_candidate("whole", BOTH, num_decoding=400, step_s=0.5))
+    assert placed(prefill, decode, crowded) == ("p", "d")
+
+
+def test_more_instances_than_are_scored_still_pair_with_themselves() -> None:
+    soon = [alone(a_candidate(f"full-{number}", BOTH, free=0)) for number in range(12)]
+    assert placed(*soon, alone(a_candidate("late", BOTH, queued=400, num_decoding=4))) == ("late", "late")
+
+
+def test_no_placement_on_a_prefill_and_a_decode_instance_without_handover() -> None:
+    candidates = [a_candidate("p", PREFILL), alone(a_candidate("w", BOTH, queued=600))]
+    answer = place(a_placeable(MODEL, "r1"), MODEL, candidates, KvTransferTimes(), RULES, NOW)
+    assert isinstance(answer, NoPlacement) and answer.due > NOW
+    assert answer.reason == "no instance with KV for the answer can compute the prompt or get its KV"

@@ -1,0 +1,65 @@
+"""vLLM's start in a slot: what it refuses is named, and a start that computes counts as progress."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.integration.roles_testbed import DECODE, PREFILL, RunningWorker, model_version, running_test_worker
+from tests.support.checkpoints import make_checkpoint
+from tests.support.wait import eventually
+from tests.unit.param_store.running_store import REMOTE, publish, running_store
+from torchrelay.vllm.busy_thread import reporting_cpu_time
+from torchrelay.worker.slot.slot import FREE
+
+
+@asynccontextmanager
+async def loading(folder: Path, checkpoint: Path, nats_url: str, **settings: Any) -> AsyncIterator[RunningWorker]:
+    async with running_store(folder) as store:
+        description = await publish(store, checkpoint)
+        await store.relay(description.pack_id, REMOTE)
+        async with running_test_worker(nats_url, store, engine="vllm", **settings) as worker:
+            await worker.load(model_version(description), [PREFILL, DECODE])
+            yield worker
+
+
+async def test_a_config_that_vllm_refuses_fails_the_load_with_its_reason(tmp_path: Path, nats_url: str) -> None:
+    # Attention on a CPU has no heads of 16 dimensions.
+    checkpoint = make_checkpoint(tmp_path / "llama", "llama", head_dim=16)
+    async with loading(tmp_path, checkpoint, nats_url) as worker:
+        slot = worker.worker.slot
+        await eventually(lambda: slot.state == FREE and slot.error, "the end of the load")
+        assert "vLLM does not serve this model in this slot: " in slot.error
+        assert "head" in slot.error and "16" in slot.error
+
+
+async def test_a_pool_below_two_blocks_fails_the_load(tmp_path: Path, nats_url: str) -> None:
+    checkpoint = make_checkpoint(tmp_path / "llama", "llama", head_dim=512)
+    async with loading(tmp_path, checkpoint, nats_url, kv_pool_bytes=1 << 20) as worker:
+        slot = worker.worker.slot
+        await eventually(lambda: slot.state == FREE and slot.error, "the end of the load")
+        assert slot.error == "vLLM needs a KV pool of at least 6291456 bytes for this model, not 1048576"
+
+
+def test_a_thread_that_computes_advances_and_a_thread_that_waits_does_not() -> None:
+    advanced = threading.Event()
+    with reporting_cpu_time(advanced.set, look_s=0.01):
+        begun = time.monotonic()
+        while not advanced.is_set() and time.monotonic() - begun < 30:
+            sum(range(10_000))
+    assert advanced.is_set()
+
+    num_advances = 0
+
+    def advance() -> None:
+        nonlocal num_advances
+        num_advances += 1
+
+    looked = threading.Event()
+    with reporting_cpu_time(advance, look_s=0.01):
+        looked.wait(0.2)
+    assert num_advances == 0
