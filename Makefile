@@ -11,7 +11,7 @@ DIST ?= dist
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 .DEFAULT_GOAL := help
 
-.PHONY: help setup format check test test-clients test-fleet test-vllm ci up demo wheels stubs architecture clean
+.PHONY: help setup format check docs test test-clients test-fleet test-vllm ci up demo wheels stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,10 @@ check: .venv/.installed ## Format, lint, strict types, import contracts and plai
 	$(BIN)/mypy $(wildcard $(SOURCES))
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
+
+docs: .venv/.installed ## Build the documentation as a site, in build/site/, with every link checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 # Bytecode is kept even where the environment forbids it: tests start hundreds of processes.
 test: setup test-servers tests/clients/.installed ## All tests: unit, integration, end to end, lab
