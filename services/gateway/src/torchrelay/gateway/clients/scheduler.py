@@ -19,15 +19,20 @@ class SchedulerClient:
 
     async def largest_slot_bytes(self, timeout_s: float = 2.0) -> int:
         """Bytes of weights the largest known slot can hold; 0 if none is known or the scheduler is unreachable."""
+        view = await self.cluster(timeout_s)
+        return 0 if view is None else int(view.largest_slot_bytes)
+
+    async def cluster(self, timeout_s: float = 2.0) -> scheduler_pb2.ClusterView | None:
+        """The cluster now, of all tenants; None if the scheduler is unreachable."""
         call = self._stub.WatchCluster(scheduler_pb2.WatchClusterRequest(), timeout=timeout_s)
         try:
             async for view in call:
-                return int(view.largest_slot_bytes)
+                return view
         except grpc.aio.AioRpcError as error:
-            log.info("largest_slot_unknown", error=self._endpoint.error(error).message)
+            log.info("cluster_unknown", error=self._endpoint.error(error).message)
         finally:
             call.cancel()
-        return 0
+        return None
 
     async def explain(self, request_id: str, timeout_s: float = 5.0) -> scheduler_pb2.ExplainReply:
         """Raises the scheduler's errors (``NotFound`` for a request too old), or ``Unavailable``."""

@@ -1,0 +1,10 @@
+// Values as text.
+export const count = (value) => value.toLocaleString("en");
+export const rate = (value) => (value >= 100 ? count(Math.round(value)) : value.toFixed(1));
+export const seconds = (value) => (value < 1 ? `${(value * 1000).toFixed(0)} ms` : value < 100 ? `${value.toFixed(1)} s` : `${count(Math.round(value))} s`);
+export const percent = (share) => `${Math.floor(share * 100)}%`;
+export const bytes = (value) => {
+  const power = value < 1000 ? 0 : Math.min(Math.floor(Math.log10(value) / 3), 4);
+  return `${power ? (value / 1000 ** power).toPrecision(3) : value} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+};
+export const time = (unixS) => new Date(unixS * 1000).toISOString().slice(0, 19).replace("T", " ");

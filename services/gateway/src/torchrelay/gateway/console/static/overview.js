@@ -1,0 +1,65 @@
+import { html, useEffect, useRef } from "/console/vendor/preact-htm.js";
+import uPlot from "/console/vendor/uplot.js";
+import { count, percent, rate, seconds } from "/console/format.js";
+import { Alert, Table, useAnswer } from "/console/parts.js";
+
+const SHOWN_S = 900;
+const today = () => new Date().toISOString().slice(0, 10);
+const ttft = (value) => (value === null ? "none yet" : seconds(value));
+
+function Plot({ title, samples, of }) {
+  const place = useRef(null);
+  const plot = useRef(null);
+  const latest = useRef(0);
+  latest.current = samples.at(-1).at_unix_s;
+  useEffect(() => {
+    const style = getComputedStyle(document.body);
+    const line = { stroke: style.getPropertyValue("--line"), width: 1 };
+    const axis = { stroke: style.color, grid: line, ticks: line };
+    const size = () => ({ width: place.current.clientWidth, height: 160 });
+    const scales = { x: { range: () => [latest.current - SHOWN_S, latest.current] }, y: { range: (_, __, max) => [0, max > 0 ? max * 1.1 : 1] } };
+    const series = [{}, { stroke: style.getPropertyValue("--accent"), width: 2 }];
+    const options = { ...size(), scales, series, axes: [axis, axis], legend: { show: false } };
+    plot.current = new uPlot(options, [[], []], place.current);
+    const watcher = new ResizeObserver(() => plot.current.setSize(size()));
+    watcher.observe(place.current);
+    return () => { watcher.disconnect(); plot.current.destroy(); };
+  }, []);
+  useEffect(() => plot.current.setData([samples.map((each) => each.at_unix_s), samples.map(of)]), [samples]);
+  return html`<section class="plot"><h2>${title}</h2><div ref=${place}></div></section>`;
+}
+
+const RELAY_COLUMNS = [
+  ["Model", (relay) => relay.model],
+  ["To", (relay) => relay.target],
+  ["State", (relay) => relay.state],
+  ["Verified", (relay) => percent(relay.verified), "number"],
+  ["MB/s", (relay) => rate(relay.bytes_per_s / 1e6), "number"],
+  ["Left", (relay) => (relay.left_s ? seconds(relay.left_s) : ""), "number"],
+];
+
+export function Overview({ samples }) {
+  const spend = useAnswer(`/v1/usage?from=${today()}`, 15_000);
+  const last = samples.at(-1);
+  if (!last) return html`<p class="dim">Waiting for the first figures.</p>`;
+  const cards = {
+    "Requests/s": rate(last.requests_per_s),
+    "Tokens/s": rate(last.tokens_per_s),
+    "TTFT P50": ttft(last.ttft_p50_s),
+    "TTFT P95": ttft(last.ttft_p95_s),
+    "Models awake": count(last.num_awake),
+    "Models at zero": count(last.num_models - last.num_awake),
+    "Requests running": count(last.num_running),
+    "Requests waiting": count(last.num_waiting),
+    "Spend today, UTC": spend.data ? `$${spend.data.total.cost}` : spend.error,
+  };
+  return html`
+    ${last.is_scheduler_away && html`<${Alert}>The scheduler does not answer, so models count as at zero: look into its log.<//>`}
+    <div class="cards">${Object.entries(cards).map(([label, value]) => html`<div class="card"><span>${label}</span><strong>${value}</strong></div>`)}</div>
+    <div class="plots">
+      <${Plot} title="Requests/s" samples=${samples} of=${(each) => each.requests_per_s} />
+      <${Plot} title="Tokens/s" samples=${samples} of=${(each) => each.tokens_per_s} /></div>
+    <h2>Relays</h2>
+    <${Table} label="Relays" columns=${RELAY_COLUMNS} rows=${last.relays}>
+      ${last.num_models ? "No weights are on their way. Call a model at zero to see a relay." : "There is no model yet: publish a folder with torchrelay upload DIR."}<//>`;
+}
