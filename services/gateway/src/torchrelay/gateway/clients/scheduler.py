@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 import grpc
 
 from torchrelay.common.process.telemetry import get_logger
@@ -34,7 +37,27 @@ class SchedulerClient:
             call.cancel()
         return None
 
-    async def explain(self, request_id: str, timeout_s: float = 5.0) -> scheduler_pb2.ExplainReply:
-        """Raises the scheduler's errors (``NotFound`` for a request too old), or ``Unavailable``."""
+    async def explain(
+        self, *, request_id: str = "", model: str = "", timeout_s: float = 5.0
+    ) -> scheduler_pb2.ExplainReply:
+        """The explanation of a request or of a model.
+
+        Raises the scheduler's errors (``NotFound`` for a request too old), or ``Unavailable``.
+        """
         with self._endpoint.mapped_errors():
-            return await self._stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
+            explained = scheduler_pb2.ExplainRequest(request_id=request_id, model=model)
+            return await self._stub.Explain(explained, timeout=timeout_s)
+
+    async def events(
+        self, kinds: Sequence[str], since_unix_us: int, max_events: int, timeout_s: float = 10.0
+    ) -> list[scheduler_pb2.Event]:
+        """The newest events since a time, oldest first.
+
+        Raises the scheduler's errors (``InvalidRequest`` for an unknown kind), or ``Unavailable``.
+        """
+        request = scheduler_pb2.WatchEventsRequest(kinds=kinds, since_unix_us=since_unix_us)
+        newest: deque[scheduler_pb2.Event] = deque(maxlen=max_events)
+        with self._endpoint.mapped_errors():
+            async for event in self._stub.WatchEvents(request, timeout=timeout_s):
+                newest.append(event)
+        return list(newest)

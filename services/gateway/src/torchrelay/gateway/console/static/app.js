@@ -1,14 +1,26 @@
 import { html, render, useEffect, useState } from "/console/vendor/preact-htm.js";
 import { call, events, key } from "/console/api.js";
+import { Cluster } from "/console/cluster.js";
+import { Events } from "/console/events.js";
+import { Keys } from "/console/keys.js";
+import { Models } from "/console/models.js";
 import { Overview } from "/console/overview.js";
 import { Alert } from "/console/parts.js";
 import { Playground } from "/console/playground.js";
 import { Usage } from "/console/usage.js";
 
-const PAGES = { overview: ["Overview", Overview], playground: ["Playground", Playground], usage: ["Usage", Usage] };
+const PAGES = {
+  overview: ["Overview", Overview],
+  models: ["Models", Models],
+  cluster: ["Cluster", Cluster],
+  playground: ["Playground", Playground],
+  keys: ["Keys and limits", Keys],
+  usage: ["Usage and bill", Usage],
+  events: ["Events", Events],
+};
 const MAX_SAMPLES = 900;
 const AGAIN_MS = 2000;
-const pageOf = () => location.hash.replace(/^#\//, "").split("/")[0];
+const pathOf = () => location.hash.replace(/^#\//, "").split("/");
 
 function SignIn({ onKey, note }) {
   const [error, setError] = useState(note);
@@ -57,22 +69,23 @@ function useSamples(onRefusedKey) {
 }
 
 function Console({ onSignOut }) {
-  const [page, setPage] = useState(pageOf());
+  const [[page, ...path], setPath] = useState(pathOf());
   const [samples, trouble] = useSamples(() => onSignOut("The key is no longer valid: sign in with another."));
   useEffect(() => {
-    const turn = () => setPage(pageOf());
+    const turn = () => setPath(pathOf());
     addEventListener("hashchange", turn);
     return () => removeEventListener("hashchange", turn);
   }, []);
   const [title, Page] = PAGES[page] ?? PAGES.overview;
   const last = samples.at(-1);
+  const isAdmin = key.get()?.startsWith("tra-");
   useEffect(() => { document.title = `${title} · Torchrelay`; }, [title]);
   return html`<header><b>Torchrelay</b>
-    <span class="dim">${last && (last.is_admin ? "admin" : last.tenant)}</span>
+    <span class="dim">${isAdmin ? "admin" : last?.tenant}</span>
     <button onClick=${() => onSignOut("")}>Sign out</button>
     <nav aria-label="Pages">${Object.entries(PAGES).map(([name, [label]]) => html`<a href=${`#/${name}`} aria-current=${label === title ? "page" : undefined}>${label}</a>`)}</nav></header>
     <main><h1>${title}</h1>${trouble && html`<${Alert}>${trouble}<//>`}
-    <${Page} samples=${samples} isAdmin=${last?.is_admin} /></main>`;
+    <${Page} samples=${samples} isAdmin=${isAdmin} path=${path} /></main>`;
 }
 
 function App() {

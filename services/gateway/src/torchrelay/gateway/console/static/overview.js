@@ -1,7 +1,8 @@
 import { html, useEffect, useRef } from "/console/vendor/preact-htm.js";
 import uPlot from "/console/vendor/uplot.js";
-import { count, percent, rate, seconds } from "/console/format.js";
-import { Alert, Table, useAnswer } from "/console/parts.js";
+import { Relays } from "/console/cluster.js";
+import { count, dollars, rate, seconds } from "/console/format.js";
+import { Alert, useAnswer } from "/console/parts.js";
 
 const SHOWN_S = 900;
 const today = () => new Date().toISOString().slice(0, 10);
@@ -29,15 +30,6 @@ function Plot({ title, samples, of }) {
   return html`<section class="plot"><h2>${title}</h2><div ref=${place}></div></section>`;
 }
 
-const RELAY_COLUMNS = [
-  ["Model", (relay) => relay.model],
-  ["To", (relay) => relay.target],
-  ["State", (relay) => relay.state],
-  ["Verified", (relay) => percent(relay.verified), "number"],
-  ["MB/s", (relay) => rate(relay.bytes_per_s / 1e6), "number"],
-  ["Left", (relay) => (relay.left_s ? seconds(relay.left_s) : ""), "number"],
-];
-
 export function Overview({ samples }) {
   const spend = useAnswer(`/v1/usage?from=${today()}`, 15_000);
   const last = samples.at(-1);
@@ -51,7 +43,7 @@ export function Overview({ samples }) {
     "Models at zero": count(last.num_models - last.num_awake),
     "Requests running": count(last.num_running),
     "Requests waiting": count(last.num_waiting),
-    "Spend today, UTC": spend.data ? `$${spend.data.total.cost}` : spend.error,
+    "Spend today, UTC": spend.data ? dollars(spend.data.total.cost) : spend.error,
   };
   return html`
     ${last.is_scheduler_away && html`<${Alert}>The scheduler does not answer, so models count as at zero: look into its log.<//>`}
@@ -60,6 +52,5 @@ export function Overview({ samples }) {
       <${Plot} title="Requests/s" samples=${samples} of=${(each) => each.requests_per_s} />
       <${Plot} title="Tokens/s" samples=${samples} of=${(each) => each.tokens_per_s} /></div>
     <h2>Relays</h2>
-    <${Table} label="Relays" columns=${RELAY_COLUMNS} rows=${last.relays}>
-      ${last.num_models ? "No weights are on their way. Call a model at zero to see a relay." : "There is no model yet: publish a folder with torchrelay upload DIR."}<//>`;
+    <${Relays} last=${last} />`;
 }

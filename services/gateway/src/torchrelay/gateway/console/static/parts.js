@@ -1,6 +1,7 @@
 // Parts of several pages.
 import { html, useEffect, useState } from "/console/vendor/preact-htm.js";
 import { json } from "/console/api.js";
+import { time } from "/console/format.js";
 
 // A REST answer: its data (null before the first), its error, and a function that asks again.
 export function useAnswer(path, everyMs = 0) {
@@ -19,6 +20,7 @@ export function useAnswer(path, everyMs = 0) {
   return answer.path === path ? { ...answer, again } : { data: null, error: answer.error, again };
 }
 
+export const Loading = () => html`<p class="dim">Loading.</p>`;
 export const Alert = ({ children }) => html`<p class="error" role="alert">${children}</p>`;
 
 // `columns`: [title, function of a row, "number" for right alignment]. Without rows the children say what to do next.
@@ -29,4 +31,27 @@ export function Table({ label, columns, rows, total, children }) {
     <thead><tr>${columns.map(([title, , kind]) => html`<th scope="col" class=${kind}>${title}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr>${cells(row)}</tr>`)}</tbody>
     ${total && html`<tfoot><tr>${cells(total)}</tr></tfoot>`}</table></div>`;
+}
+
+// A button that asks before it acts.
+export function Confirm({ label, question, onYes }) {
+  const [isAsking, setIsAsking] = useState(false);
+  if (!isAsking) return html`<button type="button" onClick=${() => setIsAsking(true)}>${label}</button>`;
+  return html`<span class="row">${question}
+    <button type="button" onClick=${() => { setIsAsking(false); onYes(); }}>Yes</button>
+    <button type="button" onClick=${() => setIsAsking(false)}>No</button></span>`;
+}
+
+// What the scheduler decided about a model or request, the newest first, and what a slot is worth to a model.
+export function Explained({ path }) {
+  const { data, error } = useAnswer(path, 5000);
+  const decisions = [
+    ["Time, UTC", (each) => time(each.at_unix_us / 1e6)],
+    ["Decision", (each) => each.kind],
+    ["About", (each) => each.subject],
+    ["Reason", (each) => each.reason],
+  ];
+  return html`${error && html`<${Alert}>${error}<//>`}
+    ${data?.worth?.length > 0 && html`<dl>${data.worth.map(({ label, text }) => html`<div><dt>${label}</dt><dd>${text}</dd></div>`)}</dl>`}
+    ${data && html`<${Table} label="Decisions" columns=${decisions} rows=${[...data.decisions].reverse()}>The scheduler has decided nothing about it since it began.<//>`}`;
 }

@@ -1,6 +1,6 @@
 import { html, useState } from "/console/vendor/preact-htm.js";
 import { count } from "/console/format.js";
-import { Alert, Table, useAnswer } from "/console/parts.js";
+import { Alert, Loading, Table, useAnswer } from "/console/parts.js";
 
 const GROUPS = ["day", "model", "key"];
 const FIGURES = ["requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost"];
@@ -23,5 +23,5 @@ export function Usage() {
     <label>Sums by <select value=${groupBy} onChange=${(event) => setGroupBy(event.target.value)}>${GROUPS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
     <button type="button" disabled=${!data?.data.length} onClick=${() => save(groupBy, data.data)}>Save as CSV</button></form>
     ${error && html`<${Alert}>${error}<//>`}
-    ${data && html`<${Table} label="Usage" columns=${columns} rows=${data.data} total=${{ ...data.total, [groupBy]: "total" }}>Nothing was used yet. Send a request from the playground.<//>`}`;
+    ${data ? html`<${Table} label="Usage" columns=${columns} rows=${data.data} total=${{ ...data.total, [groupBy]: "total" }}>Nothing was used yet. Send a request from the playground.<//>` : !error && html`<${Loading} />`}`;
 }
