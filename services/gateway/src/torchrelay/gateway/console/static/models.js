@@ -65,7 +65,7 @@ function Settings({ model, isAdmin, onChange }) {
   return html`<form onSubmit=${submit}><div class="row">
       ${Object.entries(fields).map(([name, label]) => html`<label>${label} <input name=${name} type="number" min="0" step="any" required defaultValue=${model[name]} /></label>`)}
       <button>Save</button> <span role="status">${note}</span></div>
-    <span class="dim">0 is the platform's default: now ${seconds(model.effective_idle_timeout_s)} and ${count(model.effective_max_instances)} instances.</span>
+    <span class="dim">0 is the platform's default. In force: idle for ${seconds(model.effective_idle_timeout_s)}, at most ${count(model.effective_max_instances)} instances per role.</span>
     ${error && html`<${Alert}>${error}<//>`}</form>`;
 }
 

@@ -41,9 +41,9 @@ export function Overview({ samples }) {
     "TTFT P95": ttft(last.ttft_p95_s),
     "Models awake": count(last.num_awake),
     "Models at zero": count(last.num_models - last.num_awake),
-    "Requests running": count(last.num_running),
-    "Requests waiting": count(last.num_waiting),
-    "Spend today, UTC": spend.data ? dollars(spend.data.total.cost) : spend.error,
+    Running: count(last.num_running),
+    Waiting: count(last.num_waiting),
+    "Spend today": spend.data ? dollars(spend.data.total.cost) : spend.error,
   };
   return html`
     ${last.is_scheduler_away && html`<${Alert}>The scheduler does not answer, so models count as at zero: look into its log.<//>`}
