@@ -50,6 +50,7 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 LONG_MODULES: dict[str, float] = {
     "tests/fleet/test_slurm.py": 75,
     "tests/fleet/test_ray.py": 75,
+    "tests/console/test_console.py": 65,
     "tests/e2e/test_faults.py": 60,
     "tests/e2e/test_hangs.py": 50,
     "tests/unit/common/tokens/test_decoder.py": 50,
@@ -78,7 +79,7 @@ LONG_MODULES: dict[str, float] = {
     "tests/unit/engine/test_cancels.py": 15,
 }
 CLIENTS = "tests/clients/"
-PLATFORM_PACKAGES = (CLIENTS, "tests/fleet/", "tests/hostile/", "tests/e2e/")
+PLATFORM_PACKAGES = (CLIENTS, "tests/fleet/", "tests/console/", "tests/hostile/", "tests/e2e/")
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing of the embedded install's servers (redis-server, nats-server) and a compiler for the engine's kernels:
 # with apt on Debian and Ubuntu, with Homebrew on macOS. With the argument "tests" also what tests need (PostgreSQL; Prometheus;
-# iproute2 and iperf3 for the lab; Slurm). Fails only when a server of the embedded install cannot be installed.
+# iproute2 and iperf3 for the lab; Slurm; Chromium). Fails only when a server of the embedded install cannot be installed.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin"
 
@@ -19,6 +19,7 @@ if [ "${1-}" = tests ]; then
         command -v ip >/dev/null || extra+=(iproute2)
         command -v iperf3 >/dev/null || extra+=(iperf3)
         command -v slurmctld >/dev/null || extra+=(slurm-wlm)
+        command -v chromium >/dev/null || extra+=(chromium)
     fi
 fi
 [ ${#brokers[@]} -eq 0 ] && [ ${#extra[@]} -eq 0 ] && exit 0

@@ -139,7 +139,15 @@ class ScriptedScheduler(SchedulerServicer):
             raise NotFound("too old")
         phase = types_pb2.Phase(name="queue", begin_unix_us=1, end_unix_us=2, where="scheduler", detail="cold")
         decision = scheduler_pb2.Decision(at_unix_us=1, kind="load", subject="acme/glossary", reason="first request")
+        if request.model:
+            worth = scheduler_pb2.WorthLine(label="bid", text=f"of {request.model}")
+            return scheduler_pb2.ExplainReply(decisions=[decision], worth=[worth])
         return scheduler_pb2.ExplainReply(phases=[phase], decisions=[decision])
+
+    async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[scheduler_pb2.Event]:
+        for number in range(1, 4):
+            fields = f'{{"urgency": "event {number} since {request.since_unix_us}"}}'
+            yield scheduler_pb2.Event(sequence=number, at_unix_us=number, kind="relay.started", fields_json=fields)
 
 
 @asynccontextmanager

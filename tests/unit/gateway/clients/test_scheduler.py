@@ -12,9 +12,9 @@ async def test_client_gets_largest_slot_and_explanations() -> None:
     async with serving_scheduler() as channel:
         client = SchedulerClient(channel, "127.0.0.1:1")
         assert await client.largest_slot_bytes() == 12345
-        assert (await client.explain("req-1")).phases[0].name == "queue"
+        assert (await client.explain(request_id="req-1")).phases[0].name == "queue"
         with pytest.raises(NotFound):
-            await client.explain("req-old")
+            await client.explain(request_id="req-old")
 
 
 async def test_largest_slot_is_zero_without_a_scheduler() -> None:
@@ -22,4 +22,4 @@ async def test_largest_slot_is_zero_without_a_scheduler() -> None:
         client = SchedulerClient(channel, "127.0.0.1:1")
         assert await client.largest_slot_bytes(timeout_s=1) == 0
         with pytest.raises(Unavailable, match=r"the scheduler at 127.0.0.1:1 \(TORCHRELAY_SCHEDULER_ADDRESS\)"):
-            await client.explain("req-1", timeout_s=1)
+            await client.explain(request_id="req-1", timeout_s=1)

@@ -100,6 +100,7 @@ class StartupProgress:
         show(f"\n[bold green]Torchrelay is up[/] after {took_s:.1f} s\n")
         show(f"  REST   {endpoints['http']}/v1")
         show(f"  gRPC   {endpoints['grpc']}")
+        show(f"  web    {endpoints['http']}/console")
         show(f"  home   {self._home.path}  [dim](keys, ledger, logs/)[/]")
         show("\nNext, in another terminal:\n")
         if self._home.path != DEFAULT_HOME.absolute():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 ServiceClassName: TypeAlias = Literal["interactive", "standard", "batch"]
 
@@ -29,6 +29,14 @@ class Principal:
     requests_per_minute: int | None = None
     budget_nano: int | None = None
     service_class: ServiceClass = ServiceClass.STANDARD  # of its requests that name none
+
+
+class FirstToken(NamedTuple):
+    """The time to first token of a request that has ended."""
+
+    at_s: float  # monotonic
+    tenant_id: str
+    ttft_s: float
 
 
 @dataclass(frozen=True, slots=True)

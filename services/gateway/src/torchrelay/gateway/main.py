@@ -24,7 +24,7 @@ from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
 from torchrelay.gateway.auth.tenants import Tenants
-from torchrelay.gateway.background import all_ended, background
+from torchrelay.gateway.background import all_ended, background, repeat
 from torchrelay.gateway.billing.heartbeat import Heartbeat
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
@@ -34,6 +34,8 @@ from torchrelay.gateway.catalog.garbage_collection import collect_garbage
 from torchrelay.gateway.catalog.uploads import UploadLimits, Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
+from torchrelay.gateway.console.asgi_app import ConsoleApp
+from torchrelay.gateway.console.live_feed import EVERY_S, LiveFeed
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, divide_descriptors
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
@@ -129,11 +131,16 @@ async def _servers(
     rest = make_app(services)
     pages = public_pages(rest, services.health)
     router = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
-    app = CorsApp(router, settings.allowed_origins) if settings.allowed_origins else router
+    feed = LiveFeed(services.database, services.scheduler, token_path.pipeline.first_tokens)
+    console = ConsoleApp(router, feed, services.keys, shares)
+    app = CorsApp(console, settings.allowed_origins) if settings.allowed_origins else console
     http_limits, grpc_limits = edge_limits(settings, raise_descriptor_limit())
-    async with http_server(
-        app, settings.host, settings.http_port, settings.grace_s, http_limits, router.group_of, router.group_of_key
-    ) as http:
+    async with (
+        background(repeat("console", feed.refresh, EVERY_S)),
+        http_server(
+            app, settings.host, settings.http_port, settings.grace_s, http_limits, router.group_of, router.group_of_key
+        ) as http,
+    ):
         rpc = PublicGrpcServer(settings.host, settings.grpc_port, grpc_limits, services.health.fault)
         for servicer in token_path.servicers:
             servicer.add_to(rpc.server)
@@ -141,6 +148,7 @@ async def _servers(
 
         async def leave(grace_s: float) -> None:
             services.health.leave("gateway")
+            feed.close()
             http.stop_accepting()
             drain_s = max(grace_s - END_S, 0.0)
             await all_ended(rpc.stop(grace_s), token_path.pipeline.drain(drain_s, END_S))
@@ -150,6 +158,7 @@ async def _servers(
             addresses = {"http": f"http://{join_address(host, http.port)}", "grpc": join_address(host, rpc.port)}
             yield Serving(addresses, leave)
         finally:
+            feed.close()
             http.stop_accepting()
             await all_ended(rpc.stop(END_S), token_path.pipeline.stop_all(END_S))
 

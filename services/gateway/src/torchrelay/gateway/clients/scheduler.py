@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 import grpc
 
 from torchrelay.common.process.telemetry import get_logger
@@ -19,17 +22,42 @@ class SchedulerClient:
 
     async def largest_slot_bytes(self, timeout_s: float = 2.0) -> int:
         """Bytes of weights the largest known slot can hold; 0 if none is known or the scheduler is unreachable."""
+        view = await self.cluster(timeout_s)
+        return 0 if view is None else int(view.largest_slot_bytes)
+
+    async def cluster(self, timeout_s: float = 2.0) -> scheduler_pb2.ClusterView | None:
+        """The cluster now, of all tenants; None if the scheduler is unreachable."""
         call = self._stub.WatchCluster(scheduler_pb2.WatchClusterRequest(), timeout=timeout_s)
         try:
             async for view in call:
-                return int(view.largest_slot_bytes)
+                return view
         except grpc.aio.AioRpcError as error:
-            log.info("largest_slot_unknown", error=self._endpoint.error(error).message)
+            log.info("cluster_unknown", error=self._endpoint.error(error).message)
         finally:
             call.cancel()
-        return 0
+        return None
 
-    async def explain(self, request_id: str, timeout_s: float = 5.0) -> scheduler_pb2.ExplainReply:
-        """Raises the scheduler's errors (``NotFound`` for a request too old), or ``Unavailable``."""
+    async def explain(
+        self, *, request_id: str = "", model: str = "", timeout_s: float = 5.0
+    ) -> scheduler_pb2.ExplainReply:
+        """The explanation of a request or of a model.
+
+        Raises the scheduler's errors (``NotFound`` for a request too old), or ``Unavailable``.
+        """
         with self._endpoint.mapped_errors():
-            return await self._stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
+            explained = scheduler_pb2.ExplainRequest(request_id=request_id, model=model)
+            return await self._stub.Explain(explained, timeout=timeout_s)
+
+    async def events(
+        self, kinds: Sequence[str], since_unix_us: int, max_events: int, timeout_s: float = 10.0
+    ) -> list[scheduler_pb2.Event]:
+        """The newest events since a time, oldest first.
+
+        Raises the scheduler's errors (``InvalidRequest`` for an unknown kind), or ``Unavailable``.
+        """
+        request = scheduler_pb2.WatchEventsRequest(kinds=kinds, since_unix_us=since_unix_us)
+        newest: deque[scheduler_pb2.Event] = deque(maxlen=max_events)
+        with self._endpoint.mapped_errors():
+            async for event in self._stub.WatchEvents(request, timeout=timeout_s):
+                newest.append(event)
+        return list(newest)

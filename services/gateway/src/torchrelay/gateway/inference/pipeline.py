@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +18,15 @@ from torchrelay.common.process.telemetry import span_of
 from torchrelay.common.tokens.text_stream import prompt_end, prompt_text
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.control.v1 import generation_pb2
-from torchrelay.gateway.core import EmbeddingSpec, FinishCause, Principal, PublishedModel, RequestRate, Reservation
+from torchrelay.gateway.core import (
+    EmbeddingSpec,
+    FinishCause,
+    FirstToken,
+    Principal,
+    PublishedModel,
+    RequestRate,
+    Reservation,
+)
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.answers.parts import ParameterTypes, parameter_types
 from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
@@ -37,6 +46,8 @@ from torchrelay.gateway.inference.metrics import InferenceMetrics, Operation
 from torchrelay.gateway.inference.sampling import GenerationBounds, context_exceeded, sampling_of
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer, PlacedToken
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
+
+MAX_FIRST_TOKENS = 10_000  # kept for the console
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,7 @@ class RequestPipeline:
         self._keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
         self.requests: set[RunningRequest] = set()  # under way
+        self.first_tokens: deque[FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)  # of recently ended requests
         self._num_inside = 0
         self._metrics = InferenceMetrics(
             lambda: len(self.requests), lambda: ledger_writer.num_waiting, ledger_writer.billed_nano, meter
@@ -168,6 +180,9 @@ class RequestPipeline:
                 finally:
                     request.close()
                     self.requests.discard(request)
+                    if request.ttft_s is not None:
+                        tenant_id = request.resolved.principal.tenant_id
+                        self.first_tokens.append(FirstToken(time.monotonic(), tenant_id, request.ttft_s))
                 outcome = "ok"
             except TorchrelayError as error:
                 outcome = error.code

@@ -33,7 +33,7 @@ CALLERS: MethodCallers = {
     f"{_SERVICE}/Admit": {Caller.GATEWAY},
     f"{_SERVICE}/Explain": {Caller.GATEWAY, Caller.CLI},
     f"{_SERVICE}/WatchCluster": {Caller.GATEWAY, Caller.CLI},
-    f"{_SERVICE}/WatchEvents": {Caller.CLI},
+    f"{_SERVICE}/WatchEvents": {Caller.GATEWAY, Caller.CLI},
     f"{_SERVICE}/Enroll": ANYONE,
 }
 

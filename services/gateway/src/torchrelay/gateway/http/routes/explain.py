@@ -1,4 +1,4 @@
-"""/v1/requests/{id}/explain: a request's timeline and the platform's decisions about it."""
+"""/v1/requests/{id}/explain and /v1/explain?model=NAME: timelines, and the platform's decisions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,34 @@ from fastapi import APIRouter
 from sqlalchemy import select
 
 from torchrelay.common.errors import NotFound
+from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 from torchrelay.gateway.sql.tables import opened
 
-router = APIRouter(prefix="/v1/requests")
+router = APIRouter(prefix="/v1")
 _PHASE = ("name", "begin_unix_us", "end_unix_us", "where", "detail")
 _DECISION = ("at_unix_us", "kind", "subject", "reason")
 
 
-@router.get("/{request_id}/explain")
+@router.get("/requests/{request_id}/explain")
 async def explain(services: ServicesOf, caller: Caller, request_id: str) -> dict[str, Any]:
     """Phases by begin, decisions by time. A request is known once it is opened in the ledger."""
     await _check_is_own(services, caller, request_id)
-    explanation = await services.scheduler.explain(request_id)
+    return {"id": request_id, **_shown(await services.scheduler.explain(request_id=request_id))}
+
+
+@router.get("/explain")
+async def explain_model(services: ServicesOf, caller: Caller, model: str) -> dict[str, Any]:
+    """The last decisions about a model, by time, and what a slot is worth to it now."""
+    name = (await services.catalog.resolve(caller, model)).name
+    explanation = await services.scheduler.explain(model=name)
+    worth = [{"label": line.label, "text": line.text} for line in explanation.worth]
+    return {"id": name, **_shown(explanation), "worth": worth}
+
+
+def _shown(explanation: scheduler_pb2.ExplainReply) -> dict[str, Any]:
     return {
-        "id": request_id,
         "object": "explanation",
         "phases": [{name: getattr(phase, name) for name in _PHASE} for phase in explanation.phases],
         "decisions": [{name: getattr(each, name) for name in _DECISION} for each in explanation.decisions],

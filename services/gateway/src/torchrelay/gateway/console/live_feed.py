@@ -1,0 +1,90 @@
+"""Live figures for the console: computed once a second for all viewers, and only while there are any."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+from sqlalchemy import func, select
+
+from torchrelay.common.clock import now_unix_us
+from torchrelay.gateway.clients.scheduler import SchedulerClient
+from torchrelay.gateway.console.sample import RATES_OVER_S, Listed, Sample, seen_by
+from torchrelay.gateway.core import FirstToken, Principal
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.tables import ledger, models, tenants
+
+EVERY_S = 1.0
+TTFT_OVER_S = 60
+
+
+class LiveFeed:
+    def __init__(self, database: Database, scheduler: SchedulerClient, first_tokens: deque[FirstToken]) -> None:
+        self._database = database
+        self._scheduler = scheduler
+        self._first_tokens = first_tokens
+        self._num_viewers = 0
+        self._is_closed = False
+        self._sample = Sample()
+        self._encoded: dict[str, bytes] = {}  # of the sample, by tenant id; "" is the admin's
+        self._tick = asyncio.Event()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Counts a viewer for the block."""
+        self._num_viewers += 1
+        try:
+            yield
+        finally:
+            self._num_viewers -= 1
+
+    def close(self) -> None:
+        """Ends all streams, so that no viewer delays the gateway's end."""
+        self._is_closed = True
+        self._tick.set()
+
+    async def refresh(self) -> None:
+        if not self._num_viewers:
+            return
+        self._sample, self._encoded = await self._take(), {}
+        tick, self._tick = self._tick, asyncio.Event()
+        tick.set()
+
+    async def next(self, caller: Principal, leaving: asyncio.Task[None]) -> bytes | None:
+        """The next sample as ``caller`` may see it; None at the end, or when its client has left."""
+        waiting = asyncio.create_task(self._tick.wait())
+        try:
+            await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._is_closed or leaving.done():
+            return None
+        if (encoded := self._encoded.get(caller.tenant_id)) is None:
+            encoded = self._encoded[caller.tenant_id] = msgspec.json.encode(seen_by(caller, self._sample))
+        return encoded
+
+    async def _take(self) -> Sample:
+        since = now_unix_us() - RATES_OVER_S * 1_000_000
+        tokens = func.sum(ledger.c.num_prompt_tokens + ledger.c.num_output_tokens)
+        # By tenant, as the index is.
+        settled = (
+            select(ledger.c.tenant_id, func.count(func.distinct(ledger.c.request_id)), tokens)
+            .where(ledger.c.tenant_id.in_(select(tenants.c.tenant_id)), ledger.c.settled_unix_us >= since)
+            .group_by(ledger.c.tenant_id)
+        )
+        named = select(tenants.c.name, models.c.name, models.c.tenant_id, models.c.version_id)
+        async with self._database.read() as connection:
+            sums = (await connection.execute(settled)).all()
+            listed = (await connection.execute(named.join_from(models, tenants))).all()
+        oldest = time.monotonic() - TTFT_OVER_S
+        return Sample(
+            time.time(),
+            {tenant_id: (int(num_requests), int(num_tokens)) for tenant_id, num_requests, num_tokens in sums},
+            [Listed(f"{tenant}/{name}", tenant_id, version_id) for tenant, name, tenant_id, version_id in listed],
+            [each for each in self._first_tokens if each.at_s >= oldest],
+            await self._scheduler.cluster(),
+        )

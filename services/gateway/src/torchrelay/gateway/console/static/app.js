@@ -1,0 +1,98 @@
+import { html, render, useEffect, useState } from "/console/vendor/preact-htm.js";
+import { call, events, key } from "/console/api.js";
+import { Cluster } from "/console/cluster.js";
+import { Events } from "/console/events.js";
+import { Keys } from "/console/keys.js";
+import { Models } from "/console/models.js";
+import { Overview } from "/console/overview.js";
+import { Alert } from "/console/parts.js";
+import { Playground } from "/console/playground.js";
+import { Usage } from "/console/usage.js";
+
+const PAGES = {
+  overview: ["Overview", Overview],
+  models: ["Models", Models],
+  cluster: ["Cluster", Cluster],
+  playground: ["Playground", Playground],
+  keys: ["Keys and limits", Keys],
+  usage: ["Usage and bill", Usage],
+  events: ["Events", Events],
+};
+const MAX_SAMPLES = 900;
+const AGAIN_MS = 2000;
+const pathOf = () => location.hash.replace(/^#\//, "").split("/");
+
+function SignIn({ onKey, note }) {
+  const [error, setError] = useState(note);
+  const submit = async (event) => {
+    event.preventDefault();
+    const given = new FormData(event.target).get("key").trim();
+    try {
+      await call("/v1/models?limit=1", { as: given });
+      key.set(given);
+      onKey();
+    } catch (failure) { setError(failure.message); }
+  };
+  return html`<main><form class="sign-in" onSubmit=${submit}>
+    <h1>Torchrelay</h1>
+    <label>API key <input name="key" type="password" autocomplete="off" required autofocus /></label>
+    <span class="dim">A tenant's key (tr-...) shows what is the tenant's. The admin key (tra-..., in the file admin.key of the home) shows all.</span>
+    ${error && html`<${Alert}>${error}<//>`}
+    <button>Sign in</button></form></main>`;
+}
+
+// The samples of the live stream, the newest last, and what is wrong with it.
+function useSamples(onRefusedKey) {
+  const [samples, setSamples] = useState([]);
+  const [trouble, setTrouble] = useState("");
+  useEffect(() => {
+    const ended = new AbortController();
+    let timer;
+    const follow = async () => {
+      try {
+        for await (const data of events(await call("/console/live", { signal: ended.signal }))) {
+          setTrouble("");
+          setSamples((before) => [...before, JSON.parse(data)].slice(-MAX_SAMPLES));
+        }
+        setTrouble("The live figures ended. Trying again.");
+      } catch (failure) {
+        if (ended.signal.aborted) return;
+        if (failure.status === 401) return onRefusedKey();
+        setTrouble(`No live figures: ${failure.message} Trying again; look whether the gateway runs.`);
+      }
+      if (!ended.signal.aborted) timer = setTimeout(follow, AGAIN_MS);
+    };
+    follow();
+    return () => { ended.abort(); clearTimeout(timer); };
+  }, []);
+  return [samples, trouble];
+}
+
+function Console({ onSignOut }) {
+  const [[page, ...path], setPath] = useState(pathOf());
+  const [samples, trouble] = useSamples(() => onSignOut("The key is no longer valid: sign in with another."));
+  useEffect(() => {
+    const turn = () => setPath(pathOf());
+    addEventListener("hashchange", turn);
+    return () => removeEventListener("hashchange", turn);
+  }, []);
+  const [title, Page] = PAGES[page] ?? PAGES.overview;
+  const last = samples.at(-1);
+  const isAdmin = key.get()?.startsWith("tra-");
+  useEffect(() => { document.title = `${title} · Torchrelay`; }, [title]);
+  return html`<header><b>Torchrelay</b>
+    <span class="dim">${isAdmin ? "admin" : last?.tenant}</span>
+    <button onClick=${() => onSignOut("")}>Sign out</button>
+    <nav aria-label="Pages">${Object.entries(PAGES).map(([name, [label]]) => html`<a href=${`#/${name}`} aria-current=${label === title ? "page" : undefined}>${label}</a>`)}</nav></header>
+    <main><h1>${title}</h1>${trouble && html`<${Alert}>${trouble}<//>`}
+    <${Page} samples=${samples} isAdmin=${isAdmin} path=${path} /></main>`;
+}
+
+function App() {
+  const [isIn, setIsIn] = useState(key.get() !== null);
+  const [note, setNote] = useState("");
+  if (!isIn) return html`<${SignIn} note=${note} onKey=${() => setIsIn(true)} />`;
+  return html`<${Console} onSignOut=${(why) => { key.forget(); setNote(why); setIsIn(false); }} />`;
+}
+
+render(html`<${App} />`, document.getElementById("app"));

@@ -1,0 +1,57 @@
+// Parts of several pages.
+import { html, useEffect, useState } from "/console/vendor/preact-htm.js";
+import { json } from "/console/api.js";
+import { time } from "/console/format.js";
+
+// A REST answer: its data (null before the first), its error, and a function that asks again.
+export function useAnswer(path, everyMs = 0) {
+  const [answer, setAnswer] = useState({ path, data: null, error: "" });
+  const [turn, setTurn] = useState(0);
+  useEffect(() => {
+    const ended = new AbortController();
+    json(path, { signal: ended.signal }).then(
+      (data) => setAnswer({ path, data, error: "" }),
+      (failure) => ended.signal.aborted || setAnswer((before) => ({ ...before, error: failure.message })),
+    );
+    const timer = everyMs && setInterval(() => setTurn((before) => before + 1), everyMs);
+    return () => { ended.abort(); clearInterval(timer); };
+  }, [path, turn]);
+  const again = () => setTurn((before) => before + 1);
+  return answer.path === path ? { ...answer, again } : { data: null, error: answer.error, again };
+}
+
+export const Loading = () => html`<p class="dim">Loading.</p>`;
+export const Alert = ({ children }) => html`<p class="error" role="alert">${children}</p>`;
+
+// `columns`: [title, function of a row, "number" for right alignment]. Without rows the children say what to do next.
+export function Table({ label, columns, rows, total, children }) {
+  if (rows.length === 0) return html`<p class="dim">${children}</p>`;
+  const cells = (row) => columns.map(([title, of, kind], place) => (place ? html`<td class=${kind}>${of(row)}</td>` : html`<th scope="row">${of(row)}</th>`));
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
+    <thead><tr>${columns.map(([title, , kind]) => html`<th scope="col" class=${kind}>${title}</th>`)}</tr></thead>
+    <tbody>${rows.map((row) => html`<tr>${cells(row)}</tr>`)}</tbody>
+    ${total && html`<tfoot><tr>${cells(total)}</tr></tfoot>`}</table></div>`;
+}
+
+// A button that asks before it acts.
+export function Confirm({ label, question, onYes }) {
+  const [isAsking, setIsAsking] = useState(false);
+  if (!isAsking) return html`<button type="button" onClick=${() => setIsAsking(true)}>${label}</button>`;
+  return html`<span class="row">${question}
+    <button type="button" onClick=${() => { setIsAsking(false); onYes(); }}>Yes</button>
+    <button type="button" onClick=${() => setIsAsking(false)}>No</button></span>`;
+}
+
+// What the scheduler decided about a model or request, the newest first, and what a slot is worth to a model.
+export function Explained({ path }) {
+  const { data, error } = useAnswer(path, 5000);
+  const decisions = [
+    ["Time, UTC", (each) => time(each.at_unix_us / 1e6)],
+    ["Decision", (each) => each.kind],
+    ["About", (each) => each.subject],
+    ["Reason", (each) => each.reason],
+  ];
+  return html`${error && html`<${Alert}>${error}<//>`}
+    ${data?.worth?.length > 0 && html`<dl>${data.worth.map(({ label, text }) => html`<div><dt>${label}</dt><dd>${text}</dd></div>`)}</dl>`}
+    ${data && html`<${Table} label="Decisions" columns=${decisions} rows=${[...data.decisions].reverse()}>The scheduler has decided nothing about it since it began.<//>`}`;
+}

@@ -1,0 +1,60 @@
+"""A platform with two tenants, and Chromium."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from examples.glossary.terms import FOLDER
+from tests.support.platform import Platform, running_platform
+
+SMALL = ("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1")
+MODEL = Path(FOLDER) / "model"
+CHROMIUM = shutil.which("chromium") or "chromium"  # where it is missing, Playwright says so
+
+
+@dataclass(slots=True)
+class Console:
+    """The console of a platform: ``reader`` has a model, ``other`` has none."""
+
+    platform: Platform
+    browser: Browser
+    reader: str
+    other: str
+    errors: list[str] = field(default_factory=list)
+
+    def open(self, key: str, *, dark: bool = False, width: int = 1200) -> Page:
+        """The overview, after signing in; errors of the browser's console are kept."""
+        page = self.browser.new_page(color_scheme="dark" if dark else "light", viewport={"width": width, "height": 800})
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.goto(f"{self.platform.http}/console")
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Sign in").click()
+        page.get_by_text("Models at zero").wait_for()
+        return page
+
+
+@pytest.fixture(scope="package")
+def running_console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+    with running_platform(tmp_path_factory.mktemp("platform") / "home", SMALL) as platform, sync_playwright() as driver:
+        reader, other = platform.tenant("reader"), platform.tenant("other")
+        platform.upload(reader, MODEL, "glossary")
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield Console(platform, browser, reader, other)
+        browser.close()
+
+
+@pytest.fixture
+def console(running_console: Console) -> Iterator[Console]:
+    """The shared console; a test ends without an error in the browser's."""
+    running_console.errors.clear()
+    yield running_console
+    for context in running_console.browser.contexts:
+        context.close()
+    assert running_console.errors == []

@@ -1,0 +1,112 @@
+"""Each caller's part of the live figures."""
+
+from __future__ import annotations
+
+import json
+
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.gateway.console.sample import Listed, Sample, seen_by
+from torchrelay.gateway.core import FirstToken, Principal
+
+ACME = Principal("t-1", "acme", "k-1")
+ZOO = Principal("t-2", "zoo", "k-2")
+OTHER = Principal("t-3", "other", "k-3")
+ADMIN = Principal("", "", "", is_admin=True)
+
+
+def sample() -> Sample:
+    """Acme and zoo have uploaded the same files, and acme alone another model, which is on its way."""
+    slot = reports_pb2.SlotState(
+        state=reports_pb2.SlotState.STATE_READY,
+        instance_id="i-1",
+        model="acme/a",
+        version_id="v-1",
+        load_phases=[types_pb2.Phase(name="hold", begin_unix_us=1, end_unix_us=3)],
+    )
+    cluster = scheduler_pb2.ClusterView(
+        workers=[
+            reports_pb2.WorkerReport(
+                worker_id="w-1", host_id="host-1", slot=slot, kv_pool_bytes=100, kv_free_bytes=75, num_running=5
+            ),
+            reports_pb2.WorkerReport(worker_id="w-2", host_id="host-2"),
+        ],
+        stores=[
+            reports_pb2.StoreReport(
+                host_id="host-1",
+                arena_bytes=100,
+                arena_free_bytes=40,
+                copies=[reports_pb2.PackCopy(pack_id="p-1", num_chunks=4, num_chunks_verified=1)],
+            )
+        ],
+        instances=[
+            scheduler_pb2.InstanceView(
+                instance_id="i-1", model="acme/a", version_id="v-1", pack_id="p-1", worker_id="w-1", state="ready"
+            )
+        ],
+        demand=[
+            scheduler_pb2.ModelDemand(model="acme/a", num_running=5),
+            scheduler_pb2.ModelDemand(model="acme/b", num_waiting=2),
+        ],
+        relays=[
+            scheduler_pb2.RelayView(
+                pack_id="p-2", model="acme/b", target="host-1", num_chunks=10, num_chunks_verified=5
+            )
+        ],
+        versions=[
+            scheduler_pb2.VersionView(version_id="v-1", pack_id="p-1", models=["acme/a"]),
+            scheduler_pb2.VersionView(version_id="v-2", pack_id="p-2", models=["acme/b"]),
+        ],
+    )
+    return Sample(
+        1.0,
+        {"t-1": (20, 300)},
+        [Listed("acme/a", "t-1", "v-1"), Listed("acme/b", "t-1", "v-2"), Listed("zoo/same", "t-2", "v-1")],
+        [FirstToken(1.0, "t-1", 0.25)],
+        cluster,
+    )
+
+
+def test_tenant_sees_its_own_figures() -> None:
+    seen = seen_by(ACME, sample())
+    assert (seen["requests_per_s"], seen["tokens_per_s"], seen["ttft_p95_s"]) == (2.0, 30.0, 0.25)
+    assert (seen["num_models"], seen["num_awake"]) == (2, 1)
+    assert seen["demand"] == {"acme/a": [5, 0], "acme/b": [0, 2]}
+    assert [(each["models"], each["phases"]) for each in seen["instances"]] == [(["acme/a"], [["hold", 1, 3]])]
+    assert [(each["models"], each["verified"]) for each in seen["relays"]] == [(["acme/b"], 0.5)]
+
+
+def test_tenant_with_equal_upload_sees_its_own_name_and_nothing_of_the_other() -> None:
+    seen = seen_by(ZOO, sample())
+    assert (seen["num_models"], seen["num_awake"], seen["num_running"], seen["relays"]) == (1, 1, 0, [])
+    assert [each["models"] for each in seen["instances"]] == [["zoo/same"]]
+    assert "acme" not in json.dumps(seen)
+
+
+def test_tenant_without_models_sees_nothing() -> None:
+    seen = seen_by(OTHER, sample())
+    assert (seen["num_models"], seen["instances"], seen["demand"], seen["relays"]) == (0, [], {}, [])
+    assert (seen["requests_per_s"], seen["ttft_p50_s"]) == (0, None)
+
+
+def test_only_an_admin_sees_hosts_and_workers() -> None:
+    for tenant in (ACME, ZOO, OTHER):
+        text = json.dumps(seen_by(tenant, sample()))
+        assert "host-1" not in text
+        assert "w-1" not in text
+    hosts = {host["id"]: host for host in seen_by(ADMIN, sample())["hosts"]}
+    first = hosts["host-1"]
+    assert first["memory"] == [{"models": ["acme/a", "zoo/same"], "verified": 0.25, "pack_bytes": 0, "num_pins": 0}]
+    assert [(slot["state"], slot["kv_used"], slot["num_running"]) for slot in first["slots"]] == [("ready", 0.25, 5)]
+    assert first["slots"][0]["models"] == ["acme/a", "zoo/same"]
+    assert [slot["worker"] for slot in hosts["host-2"]["slots"]] == ["w-2"]
+
+
+def test_admin_sees_the_models_of_all_tenants() -> None:
+    seen = seen_by(ADMIN, sample())
+    assert (seen["num_models"], seen["num_awake"]) == (3, 2)
+    assert seen["instances"][0]["models"] == ["acme/a", "zoo/same"]
+
+
+def test_absent_scheduler_is_told() -> None:
+    seen = seen_by(ACME, Sample(models=[Listed("acme/a", "t-1", "v-1")]))
+    assert (seen["is_scheduler_away"], seen["num_models"], seen["num_awake"]) == (True, 1, 0)
