@@ -238,6 +238,14 @@ def test_unchanged_upload_is_reported(run: Run, home: Home, gateway: FakeGateway
     assert "unchanged acme/tiny" in run("upload", str(model_folder)).stdout
 
 
+def test_notes_about_weights_are_shown(run: Run, home: Home, gateway: FakeGateway, model_folder: Path) -> None:
+    home.save_key(TENANT_KEY)
+    assert "note:" not in run("upload", str(model_folder)).stderr
+    gateway.notes = ("tensors were left out: '[bold]score.weight'",)
+    shown = " ".join(run("upload", str(model_folder)).stderr.split())
+    assert "note: tensors were left out: '[bold]score.weight'" in shown
+
+
 def test_gguf_file_is_converted_and_uploaded(run: Run, home: Home, gateway: FakeGateway, tmp_path: Path) -> None:
     home.save_key(TENANT_KEY)
     path = write_gguf(tmp_path / "Tiny.Q8_0.gguf", make_checkpoint(tmp_path / "hf", "llama"), "Q8_0")

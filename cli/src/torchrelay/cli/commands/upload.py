@@ -100,6 +100,8 @@ def upload(
     facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
+    for note in model.get("notes", ()):
+        console.err().print(Text(f"note: {note}"))
     console.err().print(f"[dim]next: torchrelay chat {model['id']}[/]")
 
 

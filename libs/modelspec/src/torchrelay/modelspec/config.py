@@ -16,6 +16,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODER_ACTIVATIONS = ("gelu",)
 MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # bounds the memory that a config alone can make its reader use
 MAX_HEAD_DIM = 1024  # kernels keep a few heads on the stack
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
 
@@ -131,6 +132,16 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         return _read_text_model(text)
     except UnsupportedModel as error:
         raise UnsupportedModel(str(error), f"text_config.{error.field}") from None
+
+
+def declared_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that config.json gives to the weights, by its name in safetensors; None: it gives none that is served.
+
+    transformers 5 writes ``dtype``, earlier versions ``torch_dtype``.
+    """
+    text = text_config(config)
+    names = (document.get(key) for document in (text, config) for key in ("dtype", "torch_dtype"))
+    return next((_DTYPES[name] for name in names if isinstance(name, str) and name in _DTYPES), None)
 
 
 def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
