@@ -97,6 +97,18 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
     ),
+    "qwen3-moe-dense": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "qwen2-moe": Family(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 56, "decoder_sparse_step": 1},
+    ),
 }
 
 

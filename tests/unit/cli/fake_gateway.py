@@ -45,6 +45,7 @@ class FakeGateway:
     received: dict[str, bytearray] = field(default_factory=dict)
     cut_after: int = 0  # once: the connection breaks when so many bytes of a file have come
     refuse_commit: bool = False
+    notes: tuple[str, ...] = ()  # about the weights of a published model
     pieces: tuple[str, ...] = ("Hel", "lo\u2028", "there")
     hang_after_pieces: bool = False
     released: threading.Event = field(default_factory=threading.Event)
@@ -170,7 +171,7 @@ class _Answering(BaseHTTPRequestHandler):
         return None
 
     def _commit(self) -> None:
-        last: Any = {"model": MODEL}
+        last: Any = {"model": MODEL | ({"notes": self.gateway.notes} if self.gateway.notes else {})}
         if self.gateway.refuse_commit:
             message, self.gateway.declared = "config.json: no such architecture", {}  # the upload has ended
             last = {"error": {"message": message, "param": "config.json", "code": "upload_refused"}}

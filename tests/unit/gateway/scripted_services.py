@@ -29,6 +29,7 @@ class ScriptedStore(ParamStoreServicer):
         self.begin_refusal: TorchrelayError | None = None
         self.refusal: TorchrelayError | None = None
         self.put_refusal: TorchrelayError | None = None
+        self.notes: tuple[str, ...] = ()
         self.openings: list[param_store_pb2.PutFileRequest.Open] = []
         self.stored_bytes = 1000
         self.published: dict[str, int] = {}  # version -> when it was published last
@@ -68,7 +69,11 @@ class ScriptedStore(ParamStoreServicer):
             raise self.refusal
         self.publish(f"version-{self.content}", request.upload_id)
         yield param_store_pb2.CommitProgress(
-            stage="publish", num_bytes_done=10, num_bytes_total=10, version=self._description(f"version-{self.content}")
+            stage="publish",
+            num_bytes_done=10,
+            num_bytes_total=10,
+            version=self._description(f"version-{self.content}"),
+            notes=self.notes,
         )
 
     def publish(self, version_id: str, upload_id: str = "") -> None:

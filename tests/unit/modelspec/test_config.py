@@ -10,13 +10,19 @@ from hypothesis import strategies as st
 
 from tests.unit.modelspec.test_tensor_order import LLAMA
 from torchrelay.modelspec.architectures import ARCHITECTURES
-from torchrelay.modelspec.config import RopeConfig, RopeScaling, read_config
+from torchrelay.modelspec.config import RopeConfig, RopeScaling, declared_dtype, read_config
 from torchrelay.modelspec.errors import UnsupportedModel
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 4,
     "moe_intermediate_size": 8,
+}
+QWEN2_MOE: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 16,
 }
 QWEN2_WINDOWED: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 LLAMA3: dict[str, Any] = {
@@ -43,6 +49,13 @@ LLAMA3: dict[str, Any] = {
             "Qwen2ForCausalLM",
             {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
             [None] * 3 + [8],
+        ),
+        ("Qwen2MoeForCausalLM", QWEN2_MOE, [None] * 4),
+        ("Qwen2MoeForCausalLM", QWEN2_MOE | {"sliding_window": 8, "use_sliding_window": True}, [8, None, 8, None]),
+        (
+            "Qwen2MoeForCausalLM",
+            QWEN2_MOE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
+            [8, None, None, None],
         ),
         ("Gemma2ForCausalLM", {"sliding_window": 8}, [8, None, 8, None]),
         ("Gemma3ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 3}, [8, 8, None, 8]),
@@ -123,6 +136,30 @@ def test_experts_by_either_name(key: str) -> None:
     assert (experts.count, experts.per_token, experts.intermediate_size, experts.norm_topk_prob) == (5, 3, 8, True)
 
 
+def test_layers_without_experts() -> None:
+    config = LLAMA | QWEN3_MOE | {"num_experts_per_tok": 2, "num_hidden_layers": 6, "mlp_only_layers": [3]}
+    for step, dense in ((1, {3}), (2, {0, 2, 3, 4}), (9, set(range(6)))):
+        experts = read_config(config | {"decoder_sparse_step": step}).experts
+        assert experts is not None and experts.dense_layers == dense
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, None),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "BF16"),
+        ({"torch_dtype": "float16"}, "F16"),
+        ({"dtype": None, "torch_dtype": "float32"}, "F32"),
+        ({"dtype": "int8"}, None),
+        ({"dtype": ["float32"]}, None),
+    ],
+)
+def test_dtype_is_declared_by_either_key(config: dict[str, Any], dtype: str | None) -> None:
+    assert declared_dtype(LLAMA | config) == dtype
+    multimodal = {"architectures": ["LlavaForConditionalGeneration"], "text_config": LLAMA | {"model_type": "llama"}}
+    assert declared_dtype(multimodal | config) == dtype
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -161,7 +198,10 @@ def test_experts_by_either_name(key: str) -> None:
         ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
         (QWEN3_MOE | {"num_experts": 2**31}, "num_experts"),
         (QWEN3_MOE, "num_experts_per_tok"),
-        (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        (QWEN3_MOE | {"mlp_only_layers": [9]}, "mlp_only_layers"),
+        (QWEN3_MOE | {"mlp_only_layers": {"1": 1}}, "mlp_only_layers"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
     ],
 )
 def test_unsupported_feature_is_refused_by_field(change: dict[str, Any], field: str) -> None:
@@ -224,6 +264,7 @@ KEYS = (
     *["no_rope_layers", "attention_multiplier", "original_max_position_embeddings", "attention_bias"],
     *["position_embedding_type", "pad_token_id", "type_vocab_size", "layer_norm_eps", "is_decoder"],
     *["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"],
+    *["decoder_sparse_step", "shared_expert_intermediate_size"],
 )
 ROPE_KEYS = (
     *("rope_type", "factor", "rope_theta", "full_attention", "sliding_attention", "low_freq_factor"),

@@ -79,9 +79,9 @@ def surplus_tensor(folder: Path) -> None:
     tensors.write(folder / WEIGHTS)
 
 
-def mixed_dtypes(folder: Path) -> None:
+def other_bias(folder: Path) -> None:
     tensors = tensors_of(config_of())
-    tensors.by_name["model.norm.weight"] = ("BF16", (64,), bytes(128))
+    tensors.by_name["lm_head.bias"] = ("F32", (VOCAB_SIZE,), bytes(4 * VOCAB_SIZE))
     tensors.write(folder / WEIGHTS)
 
 
@@ -247,7 +247,7 @@ FAULTS: list[Fault] = [
     ("trailing bytes", trailing_bytes, WEIGHTS, "and the file has"),
     ("missing tensor", drop_tensor, WEIGHTS, "'model.layers.1.mlp.up_proj.weight' is missing; config.json requires"),
     ("surplus tensor", surplus_tensor, WEIGHTS, "'model.layers.7.mlp.up_proj.weight' is not part of LlamaForCausalLM"),
-    ("mixed dtypes", mixed_dtypes, WEIGHTS, "dtype BF16 differs from F32 of model.embed_tokens.weight"),
+    ("other bias", other_bias, WEIGHTS, "'lm_head.bias' is not part of LlamaForCausalLM"),
     ("unserved dtype", unserved_dtype, WEIGHTS, "dtype I8 is not supported; supported are F32, BF16, F16"),
     ("shape and config", edit_config(intermediate_size=97), WEIGHTS, "(96, 64) differs from (97, 64), which config.js"),
 ]
@@ -279,7 +279,6 @@ SHARD_FAULTS: list[Fault] = [
         INDEX,
         f"into {shard_name(3, 3)!r}, which is missing from the upload",
     ),
-    ("both kinds", copy(shard_name(3, 3), WEIGHTS), shard_name(1, 3), "it must have either"),
     ("other content", copy(shard_name(1, 3), shard_name(2, 3)), INDEX, "which does not hold it"),
     ("no weight_map", edit_index(lambda i: i.pop("weight_map")), INDEX, "weight_map is not an object of tensors"),
     (

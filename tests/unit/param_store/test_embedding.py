@@ -192,8 +192,8 @@ def test_faulty_encoders_are_refused_by_file(tmp_path: Path) -> None:
     assert refusal({norm: None}) == (weights, f"tensor '{norm}' is missing; config.json requires shape (64,)")
     file, detail = refusal({}, max_position_embeddings=514)
     assert file == weights and "embeddings.position_embeddings.weight" in detail and "(514, 64)" in detail
-    file, detail = refusal({"cls.predictions.bias": (96,)})
-    assert file == weights and "'cls.predictions.bias' is not part of BertModel" in detail
+    file, detail = refusal({"encoder.layer.1.adapter.weight": (96,)})
+    assert file == weights and "'encoder.layer.1.adapter.weight' is not part of BertModel" in detail
     assert refusal({}, position_embedding_type="relative_key")[0] == "config.json"
     declare_embeddings(tmp_path / "model", mode="max_tokens")
     assert refusal({}) == (

@@ -100,6 +100,11 @@ def test_index_decides_which_weights_are_sent(model_folder: Path) -> None:
     sent = {"config.json", "generation_config.json", "tokenizer.json", "part-a.safetensors", index.name}
     assert {path.name for path in model_paths(model_folder)} == sent
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in sent], 0, 1 << 40)
+    (model_folder / "model.safetensors").touch()
+    assert {path.name for path in model_paths(model_folder)} == sent
+    index.write_text(json.dumps({"weight_map": {"a": "merged.safetensors"}}))  # into the single file, which is sent
+    assert {path.name for path in model_paths(model_folder)} == sent - {"part-a.safetensors"} | {"model.safetensors"}
+    (model_folder / "model.safetensors").unlink()
     for text, said in {
         '{"weight_map": {"a": "../part-b.safetensors"}}': "has no ../part-b.safetensors, which",
         '{"weight_map": {"a": 3}}': "has no 3, which",

@@ -23,6 +23,7 @@ from torchrelay.cli.commands import chat as chat_module
 from torchrelay.cli.commands import models as models_module
 from torchrelay.cli.commands.key import id_of
 from torchrelay.cli.errors import ApiError, CliError, api_error
+from torchrelay.cli.gguf.conversion import Conversion
 from torchrelay.cli.home import Home
 
 COMMANDS = ["up", "upload", "uploads", "models", "chat", "usage", "bill", "top", "explain"]
@@ -238,7 +239,17 @@ def test_unchanged_upload_is_reported(run: Run, home: Home, gateway: FakeGateway
     assert "unchanged acme/tiny" in run("upload", str(model_folder)).stdout
 
 
-def test_gguf_file_is_converted_and_uploaded(run: Run, home: Home, gateway: FakeGateway, tmp_path: Path) -> None:
+def test_notes_about_weights_are_shown(run: Run, home: Home, gateway: FakeGateway, model_folder: Path) -> None:
+    home.save_key(TENANT_KEY)
+    assert "note:" not in run("upload", str(model_folder)).stderr
+    gateway.notes = ("tensors were left out: '[bold]score.weight'",)
+    shown = " ".join(run("upload", str(model_folder)).stderr.split())
+    assert "note: tensors were left out: '[bold]score.weight'" in shown
+
+
+def test_gguf_file_is_converted_and_uploaded(
+    run: Run, home: Home, gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home.save_key(TENANT_KEY)
     path = write_gguf(tmp_path / "Tiny.Q8_0.gguf", make_checkpoint(tmp_path / "hf", "llama"), "Q8_0")
     assert "published acme/tiny" in run("upload", str(path)).stdout
@@ -246,6 +257,11 @@ def test_gguf_file_is_converted_and_uploaded(run: Run, home: Home, gateway: Fake
     assert begun["model"] == "tiny.q8_0"
     documents = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert set(gateway.received) == {*documents, "chat_template.jinja", "model.safetensors"}
+    gateway.asked = []
+    monkeypatch.setattr(Conversion, "write", lambda *_: pytest.fail("converted for a key that may not publish"))
+    for name, key, said in (("zoo/tiny", TENANT_KEY, "this key is acme's"), ("tiny", "sk-nobody", "key")):
+        refused = run("upload", str(path), "--name", name, "--key", key).exception
+        assert isinstance(refused, CliError) and said in refused.message
     gateway.asked = []
     path.write_bytes(path.read_bytes()[:5000])
     refused = run("upload", str(path)).exception

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.unit.cli.gguf.gguf_files import TYPES, write_gguf
 from tests.unit.engine.harness import Model, group_of, outputs, prompt_of, run
 from torchrelay.cli.errors import CliError
-from torchrelay.cli.gguf.conversion import convert
+from torchrelay.cli.gguf.conversion import plan_conversion
 from torchrelay.cli.gguf.header import read_header
 from torchrelay.cli.gguf.weights import to_bf16
 from torchrelay.param_store.packer.__main__ import pack
@@ -29,7 +31,7 @@ SIZES: dict[str, Any] = {
 
 def converted(source: Path, folder: Path) -> Path:
     folder.mkdir()
-    convert(source, folder, lambda *_: None)
+    plan_conversion(source).write(folder, lambda *_: None)
     return folder
 
 
@@ -153,3 +155,38 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(CliError, match=r"model\.gguf: output\.weight: some of its values are not finite"):
         converted(path, tmp_path / "converted")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"llama__block_count": 3}, r"blk\.2\.attn_norm\.weight: the tensor is missing; it has shape \(64,\)"),
+        ({"llama__block_count": 1}, r"blk\.1\.\w+\.weight: the tensor is not part of LlamaForCausalLM with 1 layers"),
+        ({"llama__block_count": 5000}, r"num_hidden_layers of the converted config\.json: .* at most 4096"),
+        ({"llama__feed_forward_length": 97}, r"blk\.0\.ffn_gate\.weight: shape \(96, 64\) differs from \(97, 64\)"),
+        ({"llama__embedding_length": 128, "llama__attention__key_length": 16}, r"token_embd\.weight: shape .* differs"),
+        ({"llama__attention__head_count_kv": 3}, r"blk\.0\.attn_k\.weight: 64 rows are not 3 heads of even size"),
+    ],
+)
+def test_tensors_are_compared_with_metadata_before_anything_is_written(
+    tmp_path: Path, metadata: dict[str, Any], said: str
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=2, num_key_value_heads=4)
+    path = write_gguf(tmp_path / "model.gguf", checkpoint, **metadata)
+    with pytest.raises(CliError, match=said):
+        converted(path, tmp_path / "converted")
+    assert list((tmp_path / "converted").iterdir()) == []
+
+
+def test_missing_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "hf", "llama"))
+    conversion = plan_conversion(path)
+    conversion.check_space(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=conversion.num_bytes))
+    conversion.check_space(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=conversion.num_bytes - 1))
+    with pytest.raises(CliError, match=r"free, and the weights need .* in bf16") as refused:
+        conversion.check_space(tmp_path)
+    assert refused.value.message.startswith(f"{path}: {tmp_path} has ")
+    files = converted(path, tmp_path / "converted")
+    assert conversion.num_bytes == sum(each.numel() * 2 for each in load_file(files / "model.safetensors").values())

@@ -52,6 +52,12 @@ def experts_with(**numbers: Any) -> Change:
     return change
 
 
+def without_shared_expert(config: ModelConfig) -> ModelConfig:
+    names = config.architecture.experts
+    assert names is not None
+    return switched(experts=replace(names, shared=""))(config)
+
+
 UNCAPPED_LOGITS = with_numbers(logit_cap=None)  # a cap keeps their order, and so the greedy tokens
 
 
@@ -91,6 +97,10 @@ UNCAPPED_LOGITS = with_numbers(logit_cap=None)  # a cap keeps their order, and s
         ("mixtral", experts_with(per_token=1)),
         ("mixtral", experts_with(norm_topk_prob=False)),
         ("qwen3-moe", experts_with(per_token=2)),
+        ("qwen2-moe", experts_with(per_token=2)),
+        ("qwen2-moe", without_shared_expert),
+        ("olmo2", switched(wide_qk_norm=False)),
+        ("olmo2", switched(sandwich_norms=False)),
     ],
 )
 def test_each_switch_changes_logits(model_of: ModelOf, family: str, change: Change) -> None:

@@ -13,7 +13,14 @@ import grpc
 import pytest
 
 from tests.support.wait import HANG_S, eventually
-from tests.unit.param_store.model_folders import config_of, sha256_of, shard_name, write_folder, write_shards
+from tests.unit.param_store.model_folders import (
+    config_of,
+    sha256_of,
+    shard_name,
+    tensors_of,
+    write_folder,
+    write_shards,
+)
 from tests.unit.param_store.running_store import (
     RunningStore,
     begin,
@@ -259,6 +266,18 @@ async def test_refused_commit_publishes_nothing(tmp_path: Path) -> None:
         await store.stub.AbortUpload(pb.AbortUploadRequest(upload_id="u1"))
         assert list((tmp_path / "data/uploads").iterdir()) == []
         await store.stub.AbortUpload(pb.AbortUploadRequest(upload_id="u1"))
+
+
+async def test_commit_ends_with_notes_about_weights(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", config_of())
+    tensors = tensors_of(config_of())
+    tensors.by_name["score.weight"] = ("F32", (2,), bytes(8))
+    tensors.write(folder / "model.safetensors")
+    async with running_store(tmp_path) as store:
+        await send(store, folder, "u1")
+        *before, last = await commit(store, "u1")
+        note = "tensors that LlamaForCausalLM does not use were left out: 'score.weight'"
+        assert (list(last.notes), [list(each.notes) for each in before if each.notes]) == ([note], [])
 
 
 async def test_model_larger_than_slots_refused(tmp_path: Path, folder: Path) -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,10 +25,13 @@ from tests.unit.param_store.model_folders import (
     write_shards,
 )
 from torchrelay.modelspec.config import read_config
-from torchrelay.modelspec.tensor_order import tensors_by_segment
+from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
+from torchrelay.param_store.model_files import INDEX_FILE
 from torchrelay.param_store.packer import pack_writer
 from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.param_store.packer.checkpoint import check_weight_files
 from torchrelay.param_store.packer.core import PackRefused
+from torchrelay.param_store.packer.dtype_conversion import convert
 from torchrelay.param_store.packer.safetensors_header import read_tensors
 from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, decode_manifest, pack_id_of
 
@@ -39,6 +43,16 @@ def packed(folder: Path, out: Path, largest_slot_bytes: int = 0) -> tuple[Manife
     encoded = (out / "a.manifest").read_bytes()
     assert result["pack_id"] == pack_id_of(encoded)
     return decode_manifest(encoded), (out / "a.pack").read_bytes()
+
+
+def notes_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The notes that the packer prints while it packs the folder."""
+    capsys.readouterr()
+    with tempfile.TemporaryDirectory() as out:
+        pack(folder, Path(out) / "a.pack", 0)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (notes,) = [line["notes"] for line in lines if line["stage"] == "validate"]
+    return list(notes)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +128,11 @@ def test_faulty_multimodal_checkpoints_are_refused(tmp_path: Path) -> None:
     tensors = {tensor.name: tensor for tensor in read_tensors(folder, WEIGHTS)}
     data = (folder / WEIGHTS).read_bytes()
     stored = Tensors({name: (t.dtype, t.shape, data[t.offset : t.offset + t.num_bytes]) for name, t in tensors.items()})
-    for surplus, detail in {
-        "model.norm.weight": "tensor 'model.norm.weight' is the same as 'language_model.model.norm.weight'",
-        "audio_tower.weight": "tensor 'audio_tower.weight' is not part of LlamaForCausalLM",
-    }.items():
-        more = {surplus: stored.by_name["language_model.model.norm.weight"]}
-        Tensors(stored.by_name | more).write(folder / WEIGHTS)
-        with pytest.raises(PackRefused) as refused:
-            packed(folder, tmp_path)
-        assert refused.value.detail == detail
+    more = {"model.norm.weight": stored.by_name["language_model.model.norm.weight"]}
+    Tensors(stored.by_name | more).write(folder / WEIGHTS)
+    with pytest.raises(PackRefused) as refused:
+        packed(folder, tmp_path)
+    assert refused.value.detail == "tensor 'model.norm.weight' is the same as 'language_model.model.norm.weight'"
 
 
 def test_index_alone_decides_about_shards(tmp_path: Path) -> None:
@@ -143,14 +153,94 @@ def test_index_alone_decides_about_shards(tmp_path: Path) -> None:
     assert packed(folder, tmp_path) == packed(write_folder(tmp_path / "one"), tmp_path)
 
 
-def test_harmless_surplus_is_left_out(tmp_path: Path) -> None:
+def test_unused_tensors_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(tie_word_embeddings=True)
     plain = packed(write_folder(tmp_path / "plain", config), tmp_path)
     tensors = tensors_of(config)
     tensors.by_name["lm_head.weight"] = tensors.by_name["model.embed_tokens.weight"]
-    tensors.by_name["model.layers.0.self_attn.rotary_emb.inv_freq"] = ("F32", (8,), bytes(32))
+    for layer in range(2):
+        tensors.by_name[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = ("F32", (8,), bytes(32))
+    tensors.by_name["score.weight"] = ("I8", (8,), bytes(8))
     tensors.write(write_folder(tmp_path / "old", config) / WEIGHTS)
     assert packed(tmp_path / "old", tmp_path) == plain
+    assert notes_of(tmp_path / "plain", capsys) == []
+    assert notes_of(tmp_path / "old", capsys) == [
+        "tensors that LlamaForCausalLM does not use were left out: 'lm_head.weight',"
+        " 'model.layers.0.self_attn.rotary_emb.inv_freq', 'model.layers.1.self_attn.rotary_emb.inv_freq' and 1 more"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("declared", "dtype"),
+    [
+        ({}, "BF16"),
+        ({"dtype": "float16"}, "BF16"),
+        ({"torch_dtype": "bfloat16"}, "BF16"),
+        ({"dtype": "float32"}, "F32"),
+    ],
+)
+def test_mixed_dtypes_become_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], declared: dict[str, str], dtype: str
+) -> None:
+    """The declared one, if some weights have it, or else that of most numbers; rounded as torch rounds."""
+    config = config_of(hidden_size=128, intermediate_size=512, **declared)
+    folder = write_folder(tmp_path / "model", config, "BF16")
+    mixed = Tensors()
+    for name, (_, shape, data) in tensors_of(config, "F32").by_name.items():
+        values = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        stored = values if "norm" in name else values.to(torch.bfloat16)
+        kind = "F32" if "norm" in name else "BF16"
+        mixed.by_name[name] = (kind, shape, stored.view(torch.uint8).numpy().tobytes())
+    mixed.write(folder / WEIGHTS)
+    manifest, data = packed(folder, tmp_path)
+    assert manifest.dtype == dtype
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16}
+    for entry in manifest.tensors:
+        kind, _, stored_bytes = mixed.by_name[entry.name]
+        values = torch.frombuffer(bytearray(stored_bytes), dtype=kinds[kind]).to(kinds[dtype])
+        assert data[entry.offset : entry.offset + entry.num_bytes] == values.view(torch.uint8).numpy().tobytes()
+    (note,) = notes_of(folder, capsys)
+    other = "BF16" if dtype == "F32" else "F32"
+    assert note.startswith(f"tensors of dtype {other} were converted to {dtype}: 'model.") and "more" in note
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("into", ["F32", "BF16", "F16"])
+def test_conversion_rounds_as_torch(dtype: str, into: str) -> None:
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    if dtype == "F32":  # each bf16, and what lies just below, at and above the middle between it and the next
+        wide = ((bits[:, None] << 16) + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)).ravel()
+        values = wide.view(torch.float32)
+        values = torch.cat(
+            [values, torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()]
+        )
+    else:
+        values = bits.to(torch.int16).view(kinds[dtype])
+    values = values[values.isfinite()]
+    out = bytearray(len(values) * DTYPE_BYTES[into])
+    convert(memoryview(values.view(torch.uint8).numpy().tobytes()), dtype, memoryview(out), into)
+    assert bytes(out) == values.to(kinds[into]).view(torch.uint8).numpy().tobytes()
+
+
+def test_single_file_beside_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The index decides, unless no file that it names is there, as after shards were merged."""
+    single = packed(write_folder(tmp_path / "one"), tmp_path)
+    named = write_folder(tmp_path / "named")
+    write_index(named, {"weight_map": dict.fromkeys(tensors_of(config_of()).by_name, WEIGHTS)})
+    stale = write_folder(tmp_path / "stale")
+    write_index(stale, read_index(write_shards(tmp_path / "three")))
+    both = write_shards(tmp_path / "both")
+    (both / WEIGHTS).write_bytes(b"not safetensors")
+    notes = {
+        named: [],
+        stale: [f"{INDEX_FILE} was left out, because no file that it names is in the upload"],
+        both: [f"files that {INDEX_FILE} does not name were left out: '{WEIGHTS}'"],
+    }
+    for folder, expected in notes.items():
+        check_weight_files([path.name for path in folder.iterdir()])
+        assert packed(folder, tmp_path) == single
+        assert notes_of(folder, capsys) == expected
 
 
 def test_model_of_exact_slot_size_is_accepted(tmp_path: Path) -> None:

@@ -56,6 +56,28 @@ def test_nonfinite_weights_refused_by_tensor_and_element(tmp_path: Path, dtype: 
     pack(folder, tmp_path / "a.pack", 0)
 
 
+def test_weights_beyond_the_dtype_of_the_pack_refused(tmp_path: Path) -> None:
+    """65,520 is the least number that rounds to infinity in fp16; a NaN stays one, whatever its bits."""
+    folder = write_folder(tmp_path / "model", dtype="F16")
+    tensors = tensors_of(config_of(), "F16")
+    for bits, fault in (
+        (0x477FE000 + 0xFFF, None),
+        (0x477FF000, "infinite in F16"),
+        (0x7FFFFFFF, "NaN"),
+        (0xFF800000, "infinite"),
+    ):
+        numbers = bytes(4 * 5) + bits.to_bytes(4, "little") + bytes(4 * 58)
+        tensors.by_name["model.norm.weight"] = ("F32", (64,), numbers)
+        tensors.write(folder / WEIGHTS)
+        if fault is None:
+            pack(folder, tmp_path / "a.pack", 0)
+            continue
+        with pytest.raises(PackRefused) as refused:
+            pack(folder, tmp_path / "a.pack", 0)
+        detail = f"tensor 'model.norm.weight': element 5 is {fault}; all weights must be finite numbers"
+        assert (refused.value.file, refused.value.detail) == (WEIGHTS, detail)
+
+
 @pytest.mark.parametrize("dtype", SPECIAL_VALUES)
 def test_extreme_finite_weights_accepted(dtype: str) -> None:
     bits = 8 * DTYPE_BYTES[dtype]

@@ -51,6 +51,8 @@ def _weights(folder: Path, present: set[str]) -> set[str]:
         missing = sorted(names - present)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CliError(f"{folder / _INDEX} is not an index of weights", "copy it again from its source") from error
+    if missing and _SINGLE in present and not names & present:
+        return {_SINGLE}  # into which the shards that the index names were merged
     if missing:
         raise CliError(f"{folder} has no {missing[0]}, which {_INDEX} names", "download it again")
     return names

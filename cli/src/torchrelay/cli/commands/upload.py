@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.progress
 import typer
@@ -27,6 +27,9 @@ from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_bytes
+
+if TYPE_CHECKING:
+    from torchrelay.cli.gguf.conversion import Conversion
 
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
 _STAGES = {
@@ -93,27 +96,41 @@ def upload(
     settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
     full_name = _model_name(access, source, name)
     check_name(full_name)
-    with _model_folder(source) as folder:
-        check_folder(folder)
-        before = _version_before(access, full_name)
+    conversion = _conversion(source)
+    if conversion is None:
+        check_folder(source)
+    before = _version_before(access, full_name)  # also checks the key, before minutes of conversion
+    with _model_folder(source, conversion) as folder:
         model = _run(access, folder, full_name, settings)
     facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
+    for note in model.get("notes", ()):
+        console.err().print(Text(f"note: {note}"))
     console.err().print(f"[dim]next: torchrelay chat {model['id']}[/]")
 
 
-@contextmanager
-def _model_folder(source: Path) -> Iterator[Path]:
-    """The folder to upload: ``source``, or a temporary one with what a GGUF file is converted to."""
+def _conversion(source: Path) -> Conversion | None:
+    """The conversion of a GGUF file; None: ``source`` is a folder. Raises ``CliError``, also if no space is left."""
     if source.suffix.lower() != ".gguf" or not source.is_file():
+        return None
+    from torchrelay.cli.gguf.conversion import plan_conversion  # NumPy takes a while to import
+
+    conversion = plan_conversion(source)
+    conversion.check_space(Path(tempfile.gettempdir()))
+    return conversion
+
+
+@contextmanager
+def _model_folder(source: Path, conversion: Conversion | None) -> Iterator[Path]:
+    """The folder to upload: ``source``, or a temporary one with what a GGUF file is converted to."""
+    if conversion is None:
         yield source
         return
-    from torchrelay.cli.gguf.conversion import convert  # NumPy takes a while to import
-
     with tempfile.TemporaryDirectory(prefix="torchrelay-gguf-") as name:
         with _progress_bars() as progress:
-            convert(source, Path(name), StageBars(progress))
+            conversion.write(Path(name), StageBars(progress))
+        check_folder(Path(name))
         yield Path(name)
 
 

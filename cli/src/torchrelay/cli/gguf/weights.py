@@ -75,6 +75,17 @@ def weights_of(header: GgufHeader, family: GgufFamily, num_heads: int, num_kv_he
     return weights
 
 
+def gguf_name(name: str, family: GgufFamily) -> str:
+    """The name that a file has for transformers' tensor."""
+    for stored, other in _OUTER.items():
+        if other == name:
+            return stored
+    _, _, layer, rest = name.split(".", 3)
+    module, _, kind = rest.rpartition(".")
+    inner = _INNER | (_SANDWICH if family.sandwich_norms else {})
+    return next((f"blk.{layer}.{stored}.{kind}" for stored, other in inner.items() if other == module), name)
+
+
 def write_weight(file: BinaryIO, header: GgufHeader, weight: Weight) -> None:
     """Appends the values in bf16, a group of rows at a time."""
     for values in _fp32_groups(header, weight):

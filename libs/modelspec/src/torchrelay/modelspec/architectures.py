@@ -24,6 +24,9 @@ class ExpertNames:
     up: str
     down: str
     norm_topk_prob_key: str = ""  # whether the top-k weights are normalized to sum to one; "": always
+    shared: str = ""  # the prefix of an expert that computes every token, beside a gate of its own; "": none
+    shared_size_key: str = ""
+    dense_layers: bool = False  # config.json may name layers without experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,13 @@ class Architecture:
     qkv_bias: bool = False
     optional_biases: tuple[str, ...] = ()  # keys of config.json that add biases to all projections of a part
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # over all heads of the queries together, and over all of the keys
     fused: bool = False  # the checkpoint stores qkv_proj and gate_up_proj as one tensor each
     # Gemma: norms multiply by one plus their weight, in fp32; embeddings are scaled by the root of their size.
     unit_offset_norms: bool = False
     scaled_embeddings: bool = False
     multipliers: bool = False  # Granite: config.json has factors of embeddings, scores, residuals, and of logits
+    input_norms: bool = True  # attention and MLP inputs are normalized
     sandwich_norms: bool = False  # attention and MLP outputs are normalized too, before the residual add
     soft_caps: tuple[float | None, float | None] | None = None  # defaults for scores and logits; None: never capped
     query_scalar: int | None = None  # default of query_pre_attn_scalar; scores are divided by its root; None: head_dim
@@ -57,7 +62,10 @@ class Architecture:
     windows: Literal["never", "every_layer", "by_layer_type"] = "never"
     window: int | None = None  # default of sliding_window; null in config.json turns it off
     window_switch: str = ""  # the key of config.json that must be true for windows to apply
-    full_every: int = 0  # if config.json lists no layer types: every n-th layer has no window
+    full_every: int = (
+        0  # if config.json lists no layer types: every n-th layer has no window, nor those after the first
+    )
+    # max_window_layers
     partial_rotary: bool = False  # the rotation may leave the last numbers of a head out
     unrotated_every: int = 0  # if config.json does not say which: every n-th layer has no rotation
     local_rope: bool = False  # windowed layers have their own rotary frequencies
@@ -121,19 +129,33 @@ _QWEN2 = Architecture(
     "Qwen2ForCausalLM", qkv_bias=True, windows="by_layer_type", window=4096, window_switch="use_sliding_window"
 )
 _QWEN3 = replace(_QWEN2, name="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, optional_biases=("attention_bias",))
+_QWEN3_EXPERTS = ExpertNames(
+    count_keys=("num_experts", "num_local_experts"),
+    per_token=8,
+    size_key="moe_intermediate_size",
+    router="mlp.gate.weight",
+    gate="mlp.experts.{}.gate_proj.weight",
+    up="mlp.experts.{}.up_proj.weight",
+    down="mlp.experts.{}.down_proj.weight",
+    norm_topk_prob_key="norm_topk_prob",
+    dense_layers=True,
+)
 _QWEN3_MOE = replace(
     _QWEN3,
     name="Qwen3MoeForCausalLM",
     windows="every_layer",
-    experts=ExpertNames(
-        count_keys=("num_experts", "num_local_experts"),
-        per_token=8,
-        size_key="moe_intermediate_size",
-        router="mlp.gate.weight",
-        gate="mlp.experts.{}.gate_proj.weight",
-        up="mlp.experts.{}.up_proj.weight",
-        down="mlp.experts.{}.down_proj.weight",
-        norm_topk_prob_key="norm_topk_prob",
+    experts=_QWEN3_EXPERTS,
+)
+_QWEN2_MOE = replace(
+    _QWEN2,
+    name="Qwen2MoeForCausalLM",
+    full_every=2,
+    experts=replace(
+        _QWEN3_EXPERTS,
+        count_keys=("num_experts",),
+        per_token=4,
+        shared="mlp.shared_expert",
+        shared_size_key="shared_expert_intermediate_size",
     ),
 )
 _SMOLLM3 = Architecture(
@@ -157,7 +179,16 @@ ARCHITECTURES = {
         Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", partial_rotary=True, norm_eps=1e-5),
         _SMOLLM3,
         Architecture("GraniteForCausalLM", optional_biases=("attention_bias", "mlp_bias"), multipliers=True),
+        Architecture(
+            "Olmo2ForCausalLM",
+            optional_biases=("attention_bias",),
+            wide_qk_norm=True,
+            input_norms=False,
+            sandwich_norms=True,
+            norm_eps=1e-5,
+        ),
         _MIXTRAL,
+        _QWEN2_MOE,
         _QWEN3_MOE,
         Architecture("BertModel", activation="gelu", encoder=EncoderTraits("bert.")),
         Architecture("RobertaModel", activation="gelu", encoder=EncoderTraits("roberta.", skips_padding=True)),

@@ -16,6 +16,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODER_ACTIVATIONS = ("gelu",)
 MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # bounds the memory that a config alone can make its reader use
 MAX_HEAD_DIM = 1024  # kernels keep a few heads on the stack
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
 
@@ -66,12 +67,14 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """A mixture of experts that replaces each layer's MLP."""
+    """A mixture of experts that replaces the MLP of all layers but the dense ones."""
 
     count: int
     per_token: int
     intermediate_size: int
     norm_topk_prob: bool
+    shared_size: int = 0  # of the expert that computes every token; 0: there is none
+    dense_layers: frozenset[int] = frozenset()  # layers with an MLP instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,16 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModel(str(error), f"text_config.{error.field}") from None
 
 
+def declared_dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype that config.json gives to the weights, by its name in safetensors; None: it gives none that is served.
+
+    transformers 5 writes ``dtype``, earlier versions ``torch_dtype``.
+    """
+    text = text_config(config)
+    names = (document.get(key) for document in (text, config) for key in ("dtype", "torch_dtype"))
+    return next((_DTYPES[name] for name in names if isinstance(name, str) and name in _DTYPES), None)
+
+
 def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
     if architecture.encoder is not None:
@@ -160,7 +173,7 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
         query_scale=_query_scale(config, architecture, head_dim),
         score_cap=_soft_cap(config, architecture, "attn_logit_softcapping", score_cap),
         logit_cap=_soft_cap(config, architecture, "final_logit_softcapping", logit_cap),
-        experts=_experts(config, architecture),
+        experts=_experts(config, architecture, num_layers),
         tied_embeddings=bool(config.get("tie_word_embeddings", architecture.tied_embeddings)),
         unrotated_layers=unrotated,
         attention_bias=_has_biases(config, architecture, "attention_bias"),
@@ -318,32 +331,47 @@ def _windows(
     types = config.get("layer_types")
     if types is None and architecture.full_every:
         every = _positive_int(config, "sliding_window_pattern", architecture.full_every)
-        types = [_WINDOWED if (layer + 1) % every else _FULL for layer in range(num_layers)]
+        end = _max_window_layers(config) if architecture.window_switch else num_layers
+        types = [_WINDOWED if (layer + 1) % every and layer < end else _FULL for layer in range(num_layers)]
     elif types is None and architecture.unrotated_every:
         types = [_WINDOWED if layer in unrotated else _FULL for layer in range(num_layers)]
     elif types is None:
-        first = config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
-        if type(first) is not int:
-            raise UnsupportedModel(f"max_window_layers must be a whole number, not {first!r}", "max_window_layers")
+        first = _max_window_layers(config)
         types = [_WINDOWED if layer >= first else _FULL for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in (_WINDOWED, _FULL) for kind in types):
         raise UnsupportedModel(f"layer_types must name {_WINDOWED} or {_FULL} for each layer", "layer_types")
     return tuple(window if kind == _WINDOWED else None for kind in types)
 
 
-def _experts(config: Mapping[str, Any], architecture: Architecture) -> ExpertConfig | None:
+def _max_window_layers(config: Mapping[str, Any]) -> int:
+    number = config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+    if type(number) is not int:
+        raise UnsupportedModel(f"max_window_layers must be a whole number, not {number!r}", "max_window_layers")
+    return number
+
+
+def _experts(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> ExpertConfig | None:
     names = architecture.experts
     if names is None:
         return None
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise UnsupportedModel("mixing layers with and without experts is not supported", "mlp_only_layers")
+    dense = _dense_layers(config, num_layers) if names.dense_layers else frozenset[int]()
     count_key = next((key for key in names.count_keys if key in config), names.count_keys[0])
     count = _positive_int(config, count_key, at_most=MAX_EXPERTS)
     per_token = _positive_int(config, "num_experts_per_tok", names.per_token)
     if per_token > count:
         raise UnsupportedModel(f"num_experts_per_tok must not exceed {count_key}", "num_experts_per_tok")
     norm_topk_prob = bool(config.get(names.norm_topk_prob_key)) if names.norm_topk_prob_key else True
-    return ExpertConfig(count, per_token, _positive_int(config, names.size_key), norm_topk_prob)
+    shared = _positive_int(config, names.shared_size_key) if names.shared else 0
+    return ExpertConfig(count, per_token, _positive_int(config, names.size_key), norm_topk_prob, shared, dense)
+
+
+def _dense_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """The layers that mlp_only_layers names, and those that are not the last of decoder_sparse_step layers."""
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
+        raise UnsupportedModel("mlp_only_layers must be a list of layers", "mlp_only_layers")
+    step = _positive_int(config, "decoder_sparse_step", 1)
+    return frozenset(listed) | {layer for layer in range(num_layers) if (layer + 1) % step}
 
 
 def _rope(config: Mapping[str, Any], architecture: Architecture, layer_type: str) -> RopeConfig:

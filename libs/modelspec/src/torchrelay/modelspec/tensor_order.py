@@ -31,7 +31,7 @@ def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
     yield (TensorSpec("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "embed"),)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        yield (*_norms(config, prefix), *_attention(config, f"{prefix}self_attn."), *_mlp(config, prefix))
+        yield (*_norms(config, prefix), *_attention(config, f"{prefix}self_attn."), *_mlp(config, layer, prefix))
     norm = TensorSpec("model.norm.weight", (config.hidden_size,), "norm")
     head = TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size), "head")
     yield (norm, head) if config.has_head and not config.tied_embeddings else (norm,)
@@ -47,11 +47,17 @@ def _norms(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
             "pre_feedforward_layernorm": "post_norm",
             "post_feedforward_layernorm": "mlp_out_norm",
         }
+    if not config.architecture.input_norms:
+        names = {name: group for name, group in names.items() if group not in ("input_norm", "post_norm")}
     for name, group in names.items():
         yield TensorSpec(f"{prefix}{name}.weight", (config.hidden_size,), group)
     if config.architecture.qk_norm:
         yield TensorSpec(f"{prefix}self_attn.q_norm.weight", (config.head_dim,), "q_norm")
         yield TensorSpec(f"{prefix}self_attn.k_norm.weight", (config.head_dim,), "k_norm")
+    if config.architecture.wide_qk_norm:
+        for letter, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
+            shape = (heads * config.head_dim,)
+            yield TensorSpec(f"{prefix}self_attn.{letter}_norm.weight", shape, f"wide_{letter}_norm")
 
 
 def _attention(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
@@ -70,9 +76,10 @@ def _attention(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{prefix}o_proj.bias", (hidden,), "o_bias")
 
 
-def _mlp(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
-    if config.experts is not None and config.architecture.experts is not None:
-        yield from _experts(config.experts, config.architecture.experts, config.hidden_size, prefix)
+def _mlp(config: ModelConfig, layer: int, prefix: str) -> Iterator[TensorSpec]:
+    experts, names = config.experts, config.architecture.experts
+    if experts is not None and names is not None and layer not in experts.dense_layers:
+        yield from _experts(experts, names, config.hidden_size, prefix)
         return
     hidden, inner = config.hidden_size, config.intermediate_size
     if config.architecture.fused:
@@ -95,6 +102,13 @@ def _experts(experts: ExpertConfig, names: ExpertNames, hidden: int, prefix: str
             yield TensorSpec(prefix + name.format(expert), (inner, hidden), "gate_up")
     for expert in range(experts.count):
         yield TensorSpec(prefix + names.down.format(expert), (hidden, inner), "down")
+    if names.shared:
+        yield TensorSpec(f"{prefix}{names.shared}_gate.weight", (1, hidden), "shared_gate")
+        for part in ("gate", "up"):
+            yield TensorSpec(
+                f"{prefix}{names.shared}.{part}_proj.weight", (experts.shared_size, hidden), "shared_gate_up"
+            )
+        yield TensorSpec(f"{prefix}{names.shared}.down_proj.weight", (hidden, experts.shared_size), "shared_down")
 
 
 def _encoder_segments(config: ModelConfig, encoder: EncoderConfig) -> Iterator[tuple[TensorSpec, ...]]:

@@ -269,6 +269,7 @@ class CommitProgress(_message.Message):
     NUM_BYTES_DONE_FIELD_NUMBER: _builtins.int
     NUM_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """"wait", "validate", "pack", "publish"; repeated every few seconds"""
     num_bytes_done: _builtins.int
@@ -277,6 +278,10 @@ class CommitProgress(_message.Message):
     def version(self) -> Global___VersionDescription:
         """set in the last message only"""
 
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """likewise: sentences about weights that were converted or left out"""
+
     def __init__(
         self,
         *,
@@ -284,10 +289,11 @@ class CommitProgress(_message.Message):
         num_bytes_done: _builtins.int = ...,
         num_bytes_total: _builtins.int = ...,
         version: Global___VersionDescription | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes_done", b"num_bytes_done", "num_bytes_total", b"num_bytes_total", "stage", b"stage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes", "num_bytes_done", b"num_bytes_done", "num_bytes_total", b"num_bytes_total", "stage", b"stage", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,14 +25,17 @@ def test_whole_layers_equal_single_operations(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, family: str, dtype: str
 ) -> None:
     """Decode steps and short prompts are one call; long prompts run as single operations, and so do experts, heads that
-    are rotated in part, biases of outputs, and factors of residuals.
+    are rotated in part, biases of outputs, layers without input norms, and factors of residuals. A layer without
+    experts among others is a call of its own.
     """
     plain, whole, counted = instances(monkeypatch, model_of(family, dtype=dtype), built, max_products=600)
     assert_same_logits(plain, whole, 7)
     num_layers = whole.config.num_layers
     config = whole.config
     is_whole = config.rotates_whole_heads and not config.attention_bias and config.multipliers.residual == 1.0
-    if config.experts is None and is_whole:
+    if config.experts is not None and config.experts.dense_layers:
+        assert set(counted.calls) == {0, 1}
+    elif config.experts is None and is_whole and config.architecture.input_norms:
         assert set(counted.calls) == {0, num_layers}
         assert counted.calls.count(num_layers) >= 25
         assert counted.rows[0] == 40 and counted.calls[0] == num_layers  # a budget of prompts

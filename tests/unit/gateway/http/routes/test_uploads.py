@@ -108,6 +108,18 @@ async def test_commit_streams_its_steps_as_lines(rig: RestRig) -> None:
         {"stage": "publish", "done": 10, "total": 10},
     ]
     assert lines[-1]["model"]["id"] == "acme/glossary"
+    assert "notes" not in lines[-1]["model"]
+
+
+@pytest.mark.parametrize("as_lines", [False, True])
+async def test_published_model_has_notes_about_its_weights(rig: RestRig, as_lines: bool) -> None:
+    rig.store.notes = ("tensors were left out",)
+    upload = await begun(rig.acme)
+    headers = {"accept": "application/x-ndjson"} if as_lines else {}
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
+    result = json.loads(reply.text.splitlines()[-1])
+    assert (result["model"] if as_lines else result)["notes"] == ["tensors were left out"]
+    assert "notes" not in (await rig.acme.get("/v1/models/glossary")).json()
 
 
 @pytest.mark.parametrize("as_lines", [False, True])

@@ -16,9 +16,9 @@ Matrix = Tensor | Callable[[Tensor], Tensor]
 class LayerWeights:
     """The weights of a layer. Projections are [out, in], as ``linear`` takes them."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     attention_out_norm: Tensor | None
-    post_norm: Tensor  # before the MLP
+    post_norm: Tensor | None  # before the MLP
     mlp_out_norm: Tensor | None
     qkv: Matrix  # queries, keys and values of all heads, stacked
     qkv_bias: Tensor | None
@@ -30,6 +30,10 @@ class LayerWeights:
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    wide_qk_norm: tuple[Tensor, Tensor] | None = None  # of all queries of a row together, and of all its keys
+    shared_gate: Tensor | None = None  # [1, hidden]; with it, the next two are of the expert that computes all rows
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

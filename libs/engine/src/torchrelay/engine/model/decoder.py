@@ -63,7 +63,8 @@ class Decoder:
     def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
         """Runs one layer, [rows, hidden] -> the same; writes the batch's KV."""
         weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
-        attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
+        normed = hidden if weights.input_norm is None else self._norm(hidden, weights.input_norm)
+        attended = self._attention(weights, self._kv[layer], normed, batch, view)
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)
         residual = self._config.multipliers.residual
@@ -87,7 +88,10 @@ class Decoder:
 
     def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch, view: LayerView) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-        heads = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, self._config.head_dim)
+        projected = linear(hidden, weights.qkv, weights.qkv_bias)
+        if weights.wide_qk_norm is not None:
+            projected = self._wide_qk_norm(projected, *weights.wide_qk_norm)
+        heads = projected.view(hidden.shape[0], -1, self._config.head_dim)
         if self.fused_ops is not None:
             queries = self.fused_ops.place_heads(
                 heads, weights.qk_norm, self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
@@ -102,8 +106,18 @@ class Decoder:
         kv[1].index_copy_(0, batch.write_slots, values)
         return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o, weights.o_bias)
 
-    def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum and its norm."""
+    def _wide_qk_norm(self, projected: Tensor, of_queries: Tensor, of_keys: Tensor) -> Tensor:
+        """[rows, queries + keys + values] with the queries of a row normalised together, and so its keys."""
+        num_queries, num_normed = len(of_queries), len(of_queries) + len(of_keys)
+        queries = self._norm(projected[:, :num_queries].contiguous(), of_queries)
+        keys = self._norm(projected[:, num_queries:num_normed].contiguous(), of_keys)
+        return torch.cat([queries, keys, projected[:, num_normed:]], dim=1)
+
+    def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum and its norm; without a weight the sum alone, twice."""
+        if weight is None:
+            x = x + added
+            return x, x
         if self.fused_ops is not None:
             return self.fused_ops.add_norm(x, added, weight, *self._norm_kind)
         x = x + added

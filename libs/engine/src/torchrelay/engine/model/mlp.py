@@ -27,7 +27,11 @@ def feed_forward(
         rows, places = torch.where(chosen == expert)
         out_rows = gated_mlp(hidden[rows], gate_up[expert], down[expert], activation, ops)
         out.index_add_(0, rows, out_rows * shares[rows, places, None])
-    return out.to(hidden.dtype)
+    mixed = out.to(hidden.dtype)
+    if weights.shared_gate is None or weights.shared_gate_up is None or weights.shared_down is None:
+        return mixed
+    shared = gated_mlp(hidden, weights.shared_gate_up, weights.shared_down, activation, ops)
+    return mixed + linear(hidden, weights.shared_gate).sigmoid() * shared
 
 
 def gated_mlp(

@@ -171,13 +171,13 @@ def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
         per_query = groups["q_norm"].expand(config.num_heads, -1)
         qk_norm = torch.cat([per_query, groups["k_norm"].expand(config.num_kv_heads, -1)])
     gate_up, down = groups["gate_up"], groups["down"]
-    if config.experts is not None:
+    if config.experts is not None and "router" in groups:
         gate_up = gate_up.view(config.experts.count, -1, config.hidden_size)
         down = down.view(config.experts.count, config.hidden_size, -1)
     return LayerWeights(
-        input_norm=groups["input_norm"],
+        input_norm=groups.get("input_norm"),
         attention_out_norm=groups.get("attention_out_norm"),
-        post_norm=groups["post_norm"],
+        post_norm=groups.get("post_norm"),
         mlp_out_norm=groups.get("mlp_out_norm"),
         qkv=groups["qkv"],
         qkv_bias=groups.get("qkv_bias"),
@@ -189,4 +189,8 @@ def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
         o_bias=groups.get("o_bias"),
         gate_up_bias=groups.get("gate_up_bias"),
         down_bias=groups.get("down_bias"),
+        wide_qk_norm=(groups["wide_q_norm"], groups["wide_k_norm"]) if "wide_q_norm" in groups else None,
+        shared_gate=groups.get("shared_gate"),
+        shared_gate_up=groups.get("shared_gate_up"),
+        shared_down=groups.get("shared_down"),
     )

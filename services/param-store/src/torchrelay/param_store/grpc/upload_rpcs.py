@@ -83,11 +83,12 @@ class UploadRpcs:
             return
         begin_unix_ns = time.time_ns()
         await acquire_on_thread(upload.begin_commit, lambda _: upload.end_commit())
-        turn, packed = Turn(upload.record.tenant_id), False
+        turn, packed, notes = Turn(upload.record.tenant_id), False, tuple[str, ...]()
         try:
             waiting = PackProgress("wait", 0, upload.num_bytes)
             async with aclosing(repeated(self._pack(upload, request, turn), waiting, _REPEAT_S)) as lines:
                 async for line in lines:
+                    notes = line.notes or notes
                     yield _progress(line)
             packed = True
         except TorchrelayError as error:
@@ -116,8 +117,9 @@ class UploadRpcs:
                 )
             yield pb.CommitProgress(stage="publish", num_bytes_done=0, num_bytes_total=num_bytes)
         version = publishing.result()
+        description = version_description(version)
         yield pb.CommitProgress(
-            stage="publish", num_bytes_done=num_bytes, num_bytes_total=num_bytes, version=version_description(version)
+            stage="publish", num_bytes_done=num_bytes, num_bytes_total=num_bytes, version=description, notes=notes
         )
 
     async def _pack(self, upload: StagedUpload, request: pb.CommitRequest, turn: Turn) -> AsyncGenerator[PackProgress]:

@@ -1,7 +1,8 @@
 """``python -m torchrelay.param_store.packer``: reads a job from standard input, writes JSON lines to standard output.
 
     in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes"}
-    out  {"stage", "done", "total"} ...   then one of
+    out  {"stage", "done", "total"} ...   then one of the following; stage "validate" also has "notes", sentences about
+                                         weights that are converted or left out
          {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest; files that
                                                  replace those of the upload lie beside the pack
          {"refused": {"file", "detail"}}         the upload is invalid
@@ -15,11 +16,11 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchrelay.modelspec.config import read_config
-from torchrelay.param_store.model_files import INDEX_FILE, SINGLE_FILE
+from torchrelay.modelspec.config import declared_dtype, read_config
 from torchrelay.param_store.packer.checkpoint import read_checkpoint
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.documents import (
@@ -49,17 +50,18 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     embeds = check_embedding(folder, config)
     check_other_documents(folder)
     completed_files = check_tokenizer(folder, config.vocab_size)
-    tensors = tensors_of_text(document, read_checkpoint(folder))
+    checkpoint = read_checkpoint(folder)
+    tensors = tensors_of_text(document, checkpoint.tensors)
     if embeds:
         tensors = served_tensors(config, tensors)
         document = without_missing_head(document, config, tensors)
         config = read_config(document)
-    plan = plan_pack(config, tensors, INDEX_FILE if (folder / INDEX_FILE).exists() else SINGLE_FILE)
+    plan = plan_pack(config, replace(checkpoint, tensors=tensors), declared_dtype(document))
     num_bytes = plan.layout.num_bytes
     if largest_slot_bytes and num_bytes > largest_slot_bytes:
         detail = f"the weights need {num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"
         raise PackRefused(plan.sources[0].file, detail)
-    emit(stage="validate", done=num_bytes, total=num_bytes)
+    emit(stage="validate", done=num_bytes, total=num_bytes, notes=plan.notes)
 
     num_reported = 0
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchrelay.transfer.pack_layout import PackLayout
 
+_MAX_LISTED = 3
 _MAX_DETAIL = 500  # characters; details quote the tenant's files
 
 
@@ -37,9 +39,16 @@ class PackPlan:
 
     layout: PackLayout
     sources: tuple[StoredTensor, ...]
+    notes: tuple[str, ...]  # a sentence for each departure from the upload: weights converted, or left out
 
 
 def quoted(name: object) -> str:
     """A name from the upload, for use in a message: printable and at most 120 characters long."""
     text = repr(name)
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, for use in a note, and the number of the others."""
+    shown = ", ".join(quoted(name) for name in names[:_MAX_LISTED])
+    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED:,} more"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from itertools import chain
 from typing import Any
 
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES, TensorSpec, tensors_by_segment
 from torchrelay.modelspec.text_part import is_multimodal, text_tensor_name
-from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
+from torchrelay.param_store.packer.checkpoint import Checkpoint
+from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, listed, quoted
 from torchrelay.transfer.pack_layout import PackLayout
+
+_OF_LAYER = re.compile(r"(model\.layers|encoder\.layer)\.\d+\.")
+_BUFFER = re.compile(r"\.rotary_emb\.|\.masked_bias$")  # of older exports; they follow from the config
 
 
 def tensors_of_text(config: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -30,30 +37,37 @@ def tensors_of_text(config: dict[str, Any], tensors: dict[str, StoredTensor]) ->
     return named
 
 
-def plan_pack(config: ModelConfig, tensors: dict[str, StoredTensor], weights_file: str) -> PackPlan:
-    """Plans the pack. ``weights_file`` is named in the refusal of a missing tensor.
+def plan_pack(config: ModelConfig, checkpoint: Checkpoint, declared_dtype: str | None) -> PackPlan:
+    """Plans the pack, whose weights have one dtype: of a mixture ``declared_dtype``, which config.json gives, if some
+    weights have it, or else the dtype of most numbers.
 
-    Raises ``PackRefused`` for a tensor that is missing, has another shape or dtype than the config requires, or is
-    unknown to the architecture.
+    Raises ``PackRefused`` for a tensor that is missing, has another shape than the config requires or a dtype that is
+    not served, or would change what the model computes although the config does not mention it.
     """
-    sources: list[StoredTensor] = []
     slots = tuple(chain.from_iterable(tensors_by_segment(config)))
-    for slot in slots:
-        sources.append(_matching(slot, tensors, sources, weights_file))
-    _refuse_surplus(config, tensors, {slot.name for slot in slots})
-    dtype = sources[0].dtype
-    return PackPlan(PackLayout.of(tensors_by_segment(config), dtype, DTYPE_BYTES[dtype]), tuple(sources))
+    sources = tuple(_matching(slot, checkpoint) for slot in slots)
+    num_values = Counter[str]()
+    for source in sources:
+        num_values[source.dtype] += math.prod(source.shape)
+    dtype = num_values.most_common(1)[0][0]
+    if declared_dtype is not None and declared_dtype in num_values:
+        dtype = declared_dtype
+    notes = list(checkpoint.notes)
+    for other in sorted(num_values.keys() - {dtype}):
+        names = [source.name for source in sources if source.dtype == other]
+        notes.append(f"tensors of dtype {other} were converted to {dtype}: {listed(names)}")
+    if unused := _unused(config, checkpoint.tensors, {slot.name for slot in slots}):
+        notes.append(f"tensors that {config.architecture.name} does not use were left out: {listed(unused)}")
+    return PackPlan(PackLayout.of(tensors_by_segment(config), dtype, DTYPE_BYTES[dtype]), sources, tuple(notes))
 
 
-def _matching(
-    slot: TensorSpec, tensors: dict[str, StoredTensor], before: list[StoredTensor], weights_file: str
-) -> StoredTensor:
-    stored = tensors.get(slot.name)
+def _matching(slot: TensorSpec, checkpoint: Checkpoint) -> StoredTensor:
+    stored = checkpoint.tensors.get(slot.name)
     if stored is None:
         detail = f"tensor {quoted(slot.name)} is missing; config.json requires shape {slot.shape}"
-        if below := next((name for name in tensors if text_tensor_name(name) == slot.name), None):
+        if below := next((name for name in checkpoint.tensors if text_tensor_name(name) == slot.name), None):
             detail += f". {quoted(below)} is of a multimodal model, which architectures in config.json must then name"
-        raise PackRefused(weights_file, detail)
+        raise PackRefused(checkpoint.file, detail)
     if stored.shape != slot.shape:
         detail = f"shape {stored.shape} differs from {slot.shape}, which config.json requires"
         raise PackRefused(stored.file, f"tensor {quoted(slot.name)}: {detail}")
@@ -62,15 +76,22 @@ def _matching(
         raise PackRefused(
             stored.file, f"tensor {quoted(slot.name)}: dtype {stored.dtype} is not supported; supported are {known}"
         )
-    if before and stored.dtype != before[0].dtype:
-        detail = f"dtype {stored.dtype} differs from {before[0].dtype} of {before[0].name}; all weights must share one"
-        raise PackRefused(stored.file, f"tensor {quoted(slot.name)}: {detail}")
     return stored
 
 
-def _refuse_surplus(config: ModelConfig, tensors: dict[str, StoredTensor], needed: set[str]) -> None:
+def _unused(config: ModelConfig, tensors: dict[str, StoredTensor], needed: set[str]) -> list[str]:
+    """The tensors that the model does not need: buffers, other heads, other parts.
+
+    Raises ``PackRefused`` for a tensor of a layer, or of a module that the model has: the config does not describe
+    the model whose weights these are.
+    """
+    modules = {name.rpartition(".")[0] for name in needed}
+    unused = []
     for name, stored in tensors.items():
-        # Older exports contain the rotary frequencies and a copy of a tied head, which can both be derived.
-        harmless = name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
-        if name not in needed and not harmless:
+        if name in needed:
+            continue
+        is_served = name.rpartition(".")[0] in modules or _OF_LAYER.match(name)
+        if is_served and not _BUFFER.search(name):
             raise PackRefused(stored.file, f"tensor {quoted(stored.name)} is not part of {config.architecture.name}")
+        unused.append(stored.name)
+    return sorted(unused)

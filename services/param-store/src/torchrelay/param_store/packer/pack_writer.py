@@ -1,4 +1,7 @@
-"""Streams tensors into a pack file through a buffer of one chunk; checks every weight and digests every chunk."""
+"""Streams tensors into a pack file through a buffer of one chunk; checks every weight and digests every chunk.
+
+Weights that have another dtype than the pack are converted on the way.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,17 @@ from blake3 import blake3
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
+from torchrelay.param_store.packer.dtype_conversion import convert
 from torchrelay.param_store.packer.finite_values import first_not_finite
 from torchrelay.transfer.manifest import chunk_bytes_for
 
 _SYNC_EVERY_BYTES = 1 << 30
+_CONVERTED_VALUES = 1 << 18  # at a time
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The part of a chunk that comes from one tensor, after its first ``num_skipped`` bytes."""
+    """The part of a chunk that comes from one tensor, after its first ``num_skipped`` values."""
 
     begin: int
     end: int
@@ -48,8 +53,7 @@ def write_pack(
         out = stack.enter_context(path.open("wb", buffering=0))
         for begin, end, pieces in _chunks(plan, chunk_bytes):
             chunk = buffer[: end - begin]
-            _fill(chunk, pieces, files)
-            _check_numbers(chunk, pieces)
+            _fill(chunk, pieces, files, plan.layout.dtype)
             digests.append(blake3(chunk).digest())
             write_all(out.fileno(), chunk)
             # A single sync at the end would take minutes without progress and look like a disk that hangs.
@@ -71,37 +75,51 @@ def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_
             entry, source = entries[tensor], plan.sources[tensor]
             first, last = max(entry.offset, begin), min(entry.offset + entry.num_bytes, end)
             if first < last:
-                pieces.append(_Piece(first - begin, last - begin, source, first - entry.offset))
+                num_skipped = (first - entry.offset) // DTYPE_BYTES[plan.layout.dtype]
+                pieces.append(_Piece(first - begin, last - begin, source, num_skipped))
             if entry.offset + entry.num_bytes > end:
                 break  # it continues in the next chunk
             tensor += 1
         yield begin, end, pieces
 
 
-def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int]) -> None:
+def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int], dtype: str) -> None:
+    """Fills a chunk whose weights are of ``dtype``. Raises ``PackRefused`` for a weight that is not finite."""
     position = 0
     for piece in pieces:
         chunk[position : piece.begin] = bytes(piece.begin - position)
-        _read_all(files[piece.source.file], chunk[piece.begin : piece.end], piece)
+        into, descriptor = chunk[piece.begin : piece.end], files[piece.source.file]
+        if piece.source.dtype == dtype:
+            _read(descriptor, into, piece.source, piece.num_skipped)
+        else:
+            _convert(descriptor, into, piece, dtype)
         position = piece.end
     chunk[position:] = bytes(len(chunk) - position)
 
 
-def _read_all(descriptor: int, into: memoryview, piece: _Piece) -> None:
-    done = 0
+def _convert(descriptor: int, into: memoryview, piece: _Piece, dtype: str) -> None:
+    source, num_bytes = piece.source, DTYPE_BYTES[dtype]
+    for begin in range(0, len(into) // num_bytes, _CONVERTED_VALUES):
+        part = into[begin * num_bytes : (begin + _CONVERTED_VALUES) * num_bytes]
+        values = memoryview(bytearray(len(part) // num_bytes * DTYPE_BYTES[source.dtype]))
+        _read(descriptor, values, source, piece.num_skipped + begin)
+        convert(values, source.dtype, part, dtype)
+        _check_finite(part, dtype, source, piece.num_skipped + begin, f" in {dtype}")
+
+
+def _read(descriptor: int, into: memoryview, source: StoredTensor, num_skipped: int) -> None:
+    """Reads the values of a tensor after the first ``num_skipped``. Raises ``PackRefused`` if one is not finite."""
+    done, begin = 0, source.offset + num_skipped * DTYPE_BYTES[source.dtype]
     while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], piece.source.offset + piece.num_skipped + done)
+        count = os.preadv(descriptor, [into[done:]], begin + done)
         if count == 0:
-            raise PackRefused(piece.source.file, "the file was truncated while it was read")
+            raise PackRefused(source.file, "the file was truncated while it was read")
         done += count
+    _check_finite(into, source.dtype, source, num_skipped)
 
 
-def _check_numbers(chunk: memoryview, pieces: list[_Piece]) -> None:
-    for piece in pieces:
-        source = piece.source
-        if fault := first_not_finite(chunk[piece.begin : piece.end], source.dtype):
-            index = fault[0] + piece.num_skipped // DTYPE_BYTES[source.dtype]
-            detail = (
-                f"tensor {quoted(source.name)}: element {index:,} is {fault[1]}; all weights must be finite numbers"
-            )
-            raise PackRefused(source.file, detail)
+def _check_finite(values: memoryview, dtype: str, source: StoredTensor, num_skipped: int, where: str = "") -> None:
+    if fault := first_not_finite(values, dtype):
+        index = f"element {num_skipped + fault[0]:,} is {fault[1]}{where}"
+        detail = f"tensor {quoted(source.name)}: {index}; all weights must be finite numbers"
+        raise PackRefused(source.file, detail)

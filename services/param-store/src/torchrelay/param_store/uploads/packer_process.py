@@ -29,6 +29,7 @@ class PackProgress:
     stage: str
     num_bytes_done: int
     num_bytes_total: int
+    notes: tuple[str, ...] = ()  # of "validate": sentences about weights that are converted or left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ async def run_packer(job: PackJob, stall_s: float, turn: Turn) -> AsyncGenerator
         while encoded := await _next_line(process.stdout, stall_s):
             line = json.loads(encoded)
             if "stage" in line:
-                yield PackProgress(line["stage"], line["done"], line["total"])
+                yield PackProgress(line["stage"], line["done"], line["total"], tuple(line.get("notes", ())))
             else:
                 _check_result(line, job.pack_path.parent)
                 return

@@ -76,8 +76,9 @@ class CpuLayers:
         """``max_rows`` of a batch and ``max_layers`` of one call are the quickest by default."""
         self._kernels, self._active_processes = kernels, active_processes
         self._max_rows = max_rows or max_kernel_rows(kernels.level, dtype)
-        if not config.rotates_whole_heads or config.multipliers.residual != 1.0:
-            self._max_rows = 0  # the kernel has neither another rotation nor a factor
+        has_other_norms = config.architecture.wide_qk_norm or not config.architecture.input_norms
+        if has_other_norms or not config.rotates_whole_heads or config.multipliers.residual != 1.0:
+            self._max_rows = 0  # the kernel has neither such norms, nor another rotation, nor a factor
         across = config.num_heads * config.head_dim
         in_kv = config.num_kv_heads * config.head_dim
         self._widest = max(config.hidden_size, config.intermediate_size, across)

@@ -16,7 +16,6 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
-from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
 from torchrelay.gateway.http.whole_number import WholeNumber
@@ -113,20 +112,23 @@ async def commit(
     steps = services.uploads.commit(upload, (body or ScalingSettingsBody()).scaling(), slot_bytes)
     if NDJSON in accept:
         return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
+    notes: list[str] = []
     async with aclosing(steps):
-        async for _ in steps:
-            pass
-    return JSONResponse(shown(services, await _published(services, caller, upload)))
+        async for step in steps:
+            notes += step.notes
+    return JSONResponse(await _published(services, caller, upload, notes))
 
 
 async def _lines(
     services: Services, caller: Caller, upload: Upload, steps: AsyncGenerator[param_store_pb2.CommitProgress]
 ) -> AsyncIterator[bytes]:
+    notes: list[str] = []
     try:
         async with aclosing(steps):
             async for step in steps:
+                notes += step.notes
                 yield _line({"stage": step.stage, "done": step.num_bytes_done, "total": step.num_bytes_total})
-        yield _line({"model": shown(services, await _published(services, caller, upload))})
+        yield _line({"model": await _published(services, caller, upload, notes)})
     except TorchrelayError as error:  # the status has been sent: the result is in the last line
         yield _line(error_body(error))
     except Exception:  # the app's own handler could no longer write the last line
@@ -134,10 +136,11 @@ async def _lines(
         yield _line(error_body(TorchrelayError("internal error during the commit")))
 
 
-async def _published(services: Services, caller: Caller, upload: Upload) -> PublishedModel:
+async def _published(services: Services, caller: Caller, upload: Upload, notes: list[str]) -> dict[str, Any]:
+    """The model, with ``notes`` about its weights if there are any."""
     model = await services.catalog.resolve(caller, upload.full_name)
     await services.model_changed("published", model.name, model)
-    return model
+    return shown(services, model) | ({"notes": notes} if notes else {})
 
 
 async def _body_of(request: Request) -> AsyncIterator[bytes]:
