@@ -27,7 +27,7 @@ from torchrelay.cli.home import Home
 
 COMMANDS = ["up", "upload", "uploads", "models", "chat", "usage", "bill", "top", "explain"]
 PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
-NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list", "tenant set"]
+NESTED = ["key create", "key list", "key use", "key revoke", "tenant create", "tenant list", "tenant set"]
 NESTED += ["models set", "models alias", "models delete", "uploads abort"]
 
 

@@ -39,7 +39,7 @@ def chat(
     Without a question it starts a conversation: Ctrl-C stops an answer, /exit or Ctrl-D quits. Below each answer are
     the time to first token, the rate, and the request id for `torchrelay explain`.
     """
-    access = tenant_access(home, url, key)
+    access = tenant_access(home, url, key, model)
     access.require_tenant("chat")
     with access.client() as client:
         conversation = Conversation(client, model, system, given(max_tokens=max_tokens, temperature=temperature))

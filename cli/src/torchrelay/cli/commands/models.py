@@ -153,7 +153,7 @@ def set_model(
     )
     if not (own or operators):
         raise CliError("nothing to set", "pass one of the options: torchrelay models set --help")
-    access = (admin_access if operators else tenant_access)(home, url, key)
+    access = admin_access(home, url, key) if operators else tenant_access(home, url, key, name)
     for field in operators:
         access.require_admin(f"--{field.replace('_', '-')}")
     with access.client() as client:
@@ -182,7 +182,7 @@ def alias(
     key: KeyOption = None,
 ) -> None:
     """Set the further names under which its tenant may call a model; usage and bills name the model."""
-    with tenant_access(home, url, key).client() as client:
+    with tenant_access(home, url, key, name).client() as client:
         model = client.call("PUT", f"/v1/models/{quote(name)}/aliases", json={"aliases": aliases or []})
     listed = ", ".join(model["aliases"]) or "none"
     console.out().print(f"[bold]{model['id']}[/]: aliases {listed}")
@@ -211,7 +211,7 @@ def delete(
             raise CliError(f"cannot ask whether to delete {name}: there is no terminal", "pass --yes to delete it")
         if not typer.confirm(f"delete {name}?", err=True):
             raise typer.Exit(1)
-    with tenant_access(home, url, key).client() as client:
+    with tenant_access(home, url, key, name).client() as client:
         deleted = client.call("DELETE", f"/v1/models/{quote(name)}")
     console.out().print(f"deleted {deleted['id']}")
     console.err().print("[dim]`torchrelay top` shows its copies until they are freed, ten minutes later by default[/]")
