@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchrelay.cli.command_group import CommandGroup
-from torchrelay.cli.commands import chat, events, explain, key, models, sim, tenant, top, upload, uploads, usage
+from torchrelay.cli.commands import chat, events, explain, key, models, prices, sim, tenant, top, upload, uploads, usage
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.join.command import EXAMPLE as JOIN_EXAMPLE
 from torchrelay.cli.join.command import join
@@ -63,6 +63,7 @@ app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAM
 app.command(rich_help_panel=USE, epilog=chat.EXAMPLE)(chat.chat)
 app.add_typer(key.app, name="key", rich_help_panel=MONEY)
 app.add_typer(tenant.app, name="tenant", rich_help_panel=MONEY)
+app.add_typer(prices.app, name="prices", rich_help_panel=MONEY, epilog=prices.EXAMPLE)
 app.command(rich_help_panel=MONEY, epilog=usage.USAGE_EXAMPLE)(usage.usage)
 app.command(rich_help_panel=MONEY, epilog=usage.BILL_EXAMPLE)(usage.bill)
 

@@ -25,10 +25,11 @@ from torchrelay.cli.commands.key import id_of
 from torchrelay.cli.errors import ApiError, CliError, api_error
 from torchrelay.cli.home import Home
 
-COMMANDS = ["up", "upload", "uploads", "models", "chat", "usage", "bill", "top", "explain"]
+COMMANDS = ["up", "upload", "uploads", "models", "chat", "prices", "usage", "bill", "top", "explain"]
 PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
 NESTED = ["key create", "key list", "key use", "key revoke", "tenant create", "tenant list", "tenant set"]
 NESTED += ["models set", "models alias", "models delete", "uploads abort"]
+NESTED += ["models show", "models settings", "prices set"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *NESTED])

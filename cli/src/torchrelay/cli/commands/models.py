@@ -1,4 +1,4 @@
-"""`torchrelay models`: list, configure, name and delete models."""
+"""`torchrelay models`: list, show, configure, name and delete models."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from torchrelay.cli.api.access import (
 )
 from torchrelay.cli.api.client import given
 from torchrelay.cli.command_group import has_subcommand
+from torchrelay.cli.commands import model_details
+from torchrelay.cli.commands.model_details import TARGETS, NameArgument
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
@@ -36,12 +38,9 @@ from torchrelay.common.quantities import format_bytes, format_duration
 
 SCHEDULE_EXAMPLE = "mon-fri 08:00-18:00 Europe/Berlin = 2"
 EXAMPLE = "Example:  torchrelay models\n\nTo zero sooner:  torchrelay models set glossary --idle-timeout-s 30"
-_TARGETS = {
-    **{f"{name}_ttft_s": f"first token ({name})" for name in ("interactive", "standard", "batch")},
-    "tbt_target_s": "between tokens",
-}
 app = typer.Typer(invoke_without_command=True)
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="TENANT/MODEL, or MODEL if it is your own.")]
+app.command(epilog="Example:  torchrelay models show glossary")(model_details.show)
+app.command(epilog="Example:  torchrelay models settings glossary")(model_details.settings)
 
 
 @app.callback()
@@ -163,7 +162,7 @@ def set_model(
     console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}{least}")
     for line in _more_settings(model):
         console.out().print(f"[bold]{model['id']}[/]: {line}")
-    if defaults := [what for field, what in _TARGETS.items() if operators.get(field) == 0]:
+    if defaults := [what for field, what in TARGETS.items() if operators.get(field) == 0]:
         console.out().print(f"[bold]{model['id']}[/]: back to the platform's default targets: {', '.join(defaults)}")
     adopted = "within seconds" if schedule or min_instances is not None else "with the model's next request"
     console.err().print(f"[dim]running instances adopt it {adopted}[/]")
