@@ -22,7 +22,7 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.views import console
-from torchrelay.cli.views.console import ResultTable
+from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.gateway.core import ServiceClassName
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
@@ -126,13 +126,19 @@ def list_keys(
     if as_json:
         console.print_json(listed)
         return
-    table = ResultTable("id", "tenant", "name", "per minute", "class", "created", "state", right=("per minute",))
-    for entry in listed["data"]:
+    console.out().print(WidthAware(lambda width: keys_table(listed["data"], width < NARROW_CELLS)))
+
+
+def keys_table(keys: list[dict[str, Any]], is_small: bool) -> ResultTable:
+    columns = ("id", "tenant", "name", "per minute", "class", "created", "state")
+    hidden = ("class",) if is_small else ()
+    table = ResultTable(*columns, right=("per minute",), names=("tenant", "name"), without=hidden, is_narrow=True)
+    for entry in keys:
         limit, state = entry.get("requests_per_minute"), "[red]revoked[/]" if entry.get("revoked") else "active"
-        when = datetime.fromtimestamp(entry["created"]).strftime("%Y-%m-%d %H:%M")
+        when = datetime.fromtimestamp(entry["created"]).strftime("%Y-%m-%d" if is_small else "%Y-%m-%d %H:%M")
         settings = str(limit or "no limit"), entry.get("service_class") or "tenant's"
-        table.add_row(entry["id"], entry["tenant"], entry["name"], *settings, when, state)
-    console.out().print(table)
+        table.add_line(entry["id"], entry["tenant"], entry["name"], *settings, when, state)
+    return table
 
 
 @app.command(epilog="Example:  torchrelay key use acme\n\nList:     torchrelay key use")

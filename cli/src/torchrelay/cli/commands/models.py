@@ -88,8 +88,8 @@ def _more_settings(model: dict[str, Any]) -> list[str]:
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
     numbers = ("size", "context", "idle s", "max", "min")
     columns = ("model", "version", "architecture", "dtype", *numbers, "published")
-    hidden = ("version", "architecture", "dtype") if is_small else ()
-    table = ResultTable(*columns, right=numbers, whole=("model", "published"), without=hidden, is_narrow=True)
+    hidden = ("version", "architecture", "dtype", "context") if is_small else ()
+    table = ResultTable(*columns, right=numbers, names=("model",), without=hidden, is_narrow=True)
     for model in models:
         table.add_line(
             model["id"],

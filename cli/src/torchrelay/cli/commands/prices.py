@@ -79,7 +79,7 @@ def prices(
         console.print_json(listed)
         return
     now = datetime.now(UTC)
-    table = ResultTable("model", *_KINDS, "from", "until", right=_KINDS, is_narrow=True)
+    table = ResultTable("model", *_KINDS, "from", "until", right=_KINDS, names=("model",), is_narrow=True)
     for price in listed["data"]:
         if show_all or not is_ended(price, now):
             table.add_line(price["model"] or "(default)", *price_texts(price), *_times(price))

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,7 @@ NARROW_CELLS = 100  # below this width tables drop optional columns
 _ID = re.compile(r"\b((?:[a-z]+-)+[0-9a-z]{6})[0-9a-z]{14}\b")
 _SUBSTITUTES = {"…": ".", "█": "#", "░": ".", "─": "-", "━": "-", "╸": "-", "╺": "-", "│": "|", "•": "*", "→": ">"}
 LEAST_ROWS = 3  # of each table on a small screen
+_LEAST_NAME_CELLS = 12
 _PIPED_WIDTH = 200  # a pipe has no width: tables must not be cut off at 80 columns
 
 
@@ -97,10 +99,24 @@ def shorten_name(name: str, cells: int) -> str:
     return name if len(name) <= cells else f"{name[: cells - 1 - half]}…{name[-half:]}"
 
 
+class Name:
+    """A name as a cell: where its column is narrower, its middle is omitted."""
+
+    def __init__(self, name: str) -> None:
+        self._name = printable(name)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self._name), _LEAST_NAME_CELLS), len(self._name))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(shorten_name(self._name, options.max_width))
+
+
 class ResultTable(Table):
     """A table in the CLI's style; rows have a cell for every column, hidden ones included.
 
-    Columns in ``right`` hold numbers; they and those in ``whole`` are not wrapped while others can shrink.
+    Columns in ``right`` hold numbers; they and those in ``whole`` are not wrapped while others can shrink. With
+    ``names``, only these columns shrink, and omit the middle of their names.
     ``without``: hidden columns; ``is_narrow``: less padding. ``most_rows``: more are counted, not drawn.
     """
 
@@ -111,6 +127,7 @@ class ResultTable(Table):
         *columns: str,
         right: Sequence[str] = (),
         whole: Sequence[str] = (),
+        names: Sequence[str] = (),
         without: Sequence[str] = (),
         title: str | None = None,
         is_narrow: bool = False,
@@ -123,7 +140,9 @@ class ResultTable(Table):
         self._is_shown = [column not in without for column in columns]
         for column in self._shown(columns):
             justify: Literal["left", "right"] = "right" if column in right else "left"
-            self.add_column(column, justify=justify, no_wrap=column in right or column in whole)
+            is_whole = column not in names if names else column in right or column in whole
+            self.add_column(column, justify=justify, no_wrap=is_whole)
+        self._is_name = [column in names for column in self._shown(columns)]
 
     @property
     def least_lines(self) -> int:
@@ -133,7 +152,8 @@ class ResultTable(Table):
 
     def add_line(self, *cells: RenderableType) -> None:
         """A row, with a cell for every column; the first ``most_rows`` are drawn."""
-        self.lines.append(self._shown(cells))
+        shown = zip(self._shown(cells), self._is_name, strict=True)
+        self.lines.append([Name(cell) if is_name and isinstance(cell, str) else cell for cell, is_name in shown])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.lines and not self.row_count:
