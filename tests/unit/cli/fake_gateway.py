@@ -49,6 +49,7 @@ class FakeGateway:
     """The state of the server, and the requests that it received."""
 
     url: str = ""
+    versions: list[dict[str, Any]] = field(default_factory=list)
     prices: list[dict[str, Any]] = field(default_factory=lambda: [PRICE])
     asked: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, JSON body
     keys: set[str] = field(default_factory=lambda: {TENANT_KEY, ADMIN_KEY})
@@ -123,10 +124,14 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json({"data": [{"name": name} for name in self.gateway.tenants]})
             case "PATCH", ["tenants", name]:
                 self._json({"name": name, "storage_quota_bytes": None, "budget_nano": 200_000_000_000} | body)
+            case "POST", ["models", "tiny", "rollback"]:
+                self._json(MODEL | {"version": body.get("version", "fedcba9876543210")})
             case "PUT", ["models", _, "aliases"]:
                 self._json(MODEL | body)
             case method, ["models", *name] if name:
                 self._model(method, "/".join(name), body)
+            case "GET", ["versions"]:
+                self._json({"data": self.gateway.versions})
             case "GET", ["prices"]:
                 self._json({"data": self.gateway.prices})
             case "PUT", ["prices"]:

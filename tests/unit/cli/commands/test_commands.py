@@ -29,7 +29,7 @@ COMMANDS = ["up", "upload", "uploads", "models", "chat", "prices", "usage", "bil
 PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
 NESTED = ["key create", "key list", "key use", "key revoke", "tenant create", "tenant list", "tenant set"]
 NESTED += ["models set", "models alias", "models delete", "uploads abort"]
-NESTED += ["models show", "models settings", "prices set"]
+NESTED += ["models show", "models settings", "models versions", "models rollback", "prices set"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *NESTED])

@@ -29,7 +29,7 @@ from torchrelay.cli.api.access import (
 )
 from torchrelay.cli.api.client import given
 from torchrelay.cli.command_group import has_subcommand
-from torchrelay.cli.commands import model_details
+from torchrelay.cli.commands import model_details, model_versions
 from torchrelay.cli.commands.model_details import TARGETS, NameArgument
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
@@ -41,6 +41,10 @@ EXAMPLE = "Example:  torchrelay models\n\nTo zero sooner:  torchrelay models set
 app = typer.Typer(invoke_without_command=True)
 app.command(epilog="Example:  torchrelay models show glossary")(model_details.show)
 app.command(epilog="Example:  torchrelay models settings glossary")(model_details.settings)
+app.command(epilog="Example:  torchrelay models versions glossary")(model_versions.versions)
+app.command(
+    epilog="Example:  torchrelay models rollback glossary\n\nTo one:   torchrelay models rollback glossary f3195738713d"
+)(model_versions.rollback)
 
 
 @app.callback()

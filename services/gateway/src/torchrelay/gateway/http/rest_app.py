@@ -23,6 +23,7 @@ def make_app(services: Services) -> FastAPI:
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     routers = [part.router for part in (tenants, keys, uploads, models, orphans, billing, explain)]
+    routers.append(models.versions_router)
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:
         app.include_router(router, dependencies=[Depends(check_query)])
