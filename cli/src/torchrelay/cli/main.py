@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -45,7 +46,18 @@ app = typer.Typer(
 @app.callback()
 def root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+    home: Annotated[
+        Path | None, typer.Option("--home", help="Platform's folder, for any command that has one.", metavar="DIR")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Gateway, for any command that asks one.", metavar="URL")
+    ] = None,
 ) -> None:
+    # As variables, so that the same options of a command take precedence.
+    if home is not None:
+        os.environ["TORCHRELAY_HOME"] = str(home)
+    if url is not None:
+        os.environ["TORCHRELAY_API_URL"] = url
     if version:
         typer.echo(f"torchrelay {metadata.version('torchrelay')}")
         raise typer.Exit
