@@ -198,6 +198,16 @@ def test_top_of_200_models_fits_the_screen(height: int) -> None:
     assert "and" not in drawn(cluster_screen(busy_view(200), {}, "127.0.0.1:1"), 80)
 
 
+def test_small_cluster_is_whole_on_a_small_screen() -> None:
+    small = view()
+    small.workers.add(worker_id="decode-0", incarnation="a")
+    console = Console(width=80, height=24, force_terminal=False)
+    lines = console.render_lines(cluster_screen(small, {}, "127.0.0.1:1", is_cut=True), pad=False)
+    shown = "\n".join("".join(part.text for part in line) for line in lines)
+    assert len(lines) <= 24 and " more" not in shown
+    assert all(words in shown for words in ("decode-0", "prefill-0", "acme/other", "store-a", "feedfeed"))
+
+
 def test_rows_are_shared_fairly() -> None:
     assert fair_shares([2, 50, 100], 30) == [2, 14, 14]
     assert fair_shares([2, 3, 4], 30) == [2, 3, 4]

@@ -13,7 +13,7 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.commands.model_details import NameArgument
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
-from torchrelay.cli.views.console import ResultTable
+from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.common.quantities import format_bytes
 
 _ID_CELLS = 12  # shown of a version's id
@@ -32,12 +32,13 @@ def versions(
     if as_json:
         console.print_json(listed)
     else:
-        console.out().print(versions_table(listed["data"]))
+        console.out().print(WidthAware(lambda width: versions_table(listed["data"], width < NARROW_CELLS)))
 
 
-def versions_table(listed: list[dict[str, Any]]) -> ResultTable:
+def versions_table(listed: list[dict[str, Any]], is_small: bool) -> ResultTable:
     columns = ("version", "architecture", "dtype", "size", "state", "kept until")
-    table = ResultTable(*columns, right=("size",), names=("architecture",), is_narrow=True)
+    hidden = ("architecture",) if is_small else ()
+    table = ResultTable(*columns, right=("size",), whole=columns, without=hidden, is_narrow=True)
     for version in listed:
         replaced, until = (_time(version[moment]) for moment in ("replaced", "kept_until"))
         state = f"replaced {replaced}" if replaced else "[green]current[/]"

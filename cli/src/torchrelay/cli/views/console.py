@@ -76,12 +76,21 @@ class Fitted:
         num_lines = options.max_height - sum(len(console.render_lines(part, inner, pad=False)) for part in others)
         while len(tables) > 1 and num_lines < sum(table.least_lines for table in tables):
             tables.pop()
-        num_rows = num_lines - len(tables) * ResultTable.num_more_lines
-        for table, most in zip(tables, fair_shares([len(table.lines) for table in tables], num_rows), strict=True):
-            table.most_rows = most
+        _cut(tables, num_lines - len(tables) * ResultTable.num_other_lines)
         for part in self._parts:
             if part in tables or not isinstance(part, ResultTable):
                 yield from console.render(part, inner)
+
+
+def _cut(tables: Sequence[ResultTable], num_rows: int) -> None:
+    """Limits the rows of the tables; a line that counts rows left out takes the place of a row."""
+    wanted, num_cut, num_cut_before = [len(table.lines) for table in tables], 0, -1
+    while num_cut > num_cut_before:
+        num_cut_before = num_cut
+        shares = fair_shares(wanted, num_rows - num_cut)
+        num_cut = sum(share < each for share, each in zip(shares, wanted, strict=True))
+    for table, share in zip(tables, shares, strict=True):
+        table.most_rows = share
 
 
 def fair_shares(wanted: Sequence[int], total: int) -> list[int]:
@@ -120,7 +129,7 @@ class ResultTable(Table):
     ``without``: hidden columns; ``is_narrow``: less padding. ``most_rows``: more are counted, not drawn.
     """
 
-    num_more_lines = 5  # of a table: its head, empty lines, and the line that counts the rows left out
+    num_other_lines = 4  # its head, and empty lines
 
     def __init__(
         self,
@@ -146,9 +155,8 @@ class ResultTable(Table):
 
     @property
     def least_lines(self) -> int:
-        """The lines for the first rows."""
-        is_whole = len(self.lines) <= LEAST_ROWS
-        return self.num_more_lines + (len(self.lines) - 1 if is_whole else LEAST_ROWS)
+        """The lines for the first rows, and for the count of the others."""
+        return self.num_other_lines + min(len(self.lines), LEAST_ROWS + 1)
 
     def add_line(self, *cells: RenderableType) -> None:
         """A row, with a cell for every column; the first ``most_rows`` are drawn."""
