@@ -26,6 +26,21 @@ MODEL = {
     "effective_idle_timeout_s": 60.0,
     "effective_max_instances": 2,
     "created": 1_790_000_000,
+    "min_instances": 0,
+    "schedule": [],
+    "aliases": [],
+    "interactive_ttft_s": 0.0,
+    "standard_ttft_s": 0.0,
+    "batch_ttft_s": 0.0,
+    "tbt_target_s": 0.0,
+}
+PRICE = {
+    "model": None,
+    "prompt_nano": 100,
+    "cached_nano": 25,
+    "output_nano": 400,
+    "valid_from": "1970-01-01T00:00:00+00:00",
+    "valid_to": None,
 }
 
 
@@ -34,6 +49,8 @@ class FakeGateway:
     """The state of the server, and the requests that it received."""
 
     url: str = ""
+    versions: list[dict[str, Any]] = field(default_factory=list)
+    prices: list[dict[str, Any]] = field(default_factory=lambda: [PRICE])
     asked: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, JSON body
     keys: set[str] = field(default_factory=lambda: {TENANT_KEY, ADMIN_KEY})
     next_key: str = TENANT_KEY
@@ -108,10 +125,18 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json({"data": [{"name": name} for name in self.gateway.tenants]})
             case "PATCH", ["tenants", name]:
                 self._json({"name": name, "storage_quota_bytes": None, "budget_nano": 200_000_000_000} | body)
+            case "POST", ["models", "tiny", "rollback"]:
+                self._json(MODEL | {"version": body.get("version", "fedcba9876543210")})
             case "PUT", ["models", _, "aliases"]:
                 self._json(MODEL | body)
             case method, ["models", *name] if name:
                 self._model(method, "/".join(name), body)
+            case "GET", ["versions"]:
+                self._json({"data": self.gateway.versions})
+            case "GET", ["prices"]:
+                self._json({"data": self.gateway.prices})
+            case "PUT", ["prices"]:
+                self._json(PRICE | body)
             case "GET", ["models"]:
                 self._json({"data": [MODEL]})
             case "GET", ["usage"] if "model=" in self.path or "key=" in self.path:

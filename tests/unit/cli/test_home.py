@@ -44,10 +44,13 @@ def test_open_home_is_closed_to_other_users(tmp_path: Path) -> None:
     home.cluster_key()
     home.admin_key()
     home.save_key("tr-a-b")
+    home.keep_key("tr-a-b", "a")
     (tmp_path / "tls").mkdir()
     (tmp_path / "tls" / "ca.key").write_text("key")
     (tmp_path / "nats.conf").write_text("password")
-    secrets = [tmp_path / name for name in ("admin.key", "cluster.key", "cli.key", "nats.conf", "tls/ca.key")]
+    secrets = [
+        tmp_path / name for name in ("admin.key", "cluster.key", "cli.key", "nats.conf", "tls/ca.key", "keys/a.key")
+    ]
     for path in secrets:
         path.chmod(0o644)
     tmp_path.chmod(0o755)
@@ -93,10 +96,26 @@ def test_saved_key_is_replaced_and_deleted(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert home.saved_key() is None
     home.save_key("tr-first-which-is-longer")
-    home.save_key("tr-second")
-    assert home.saved_key() == "tr-second"
-    home.forget_key()
+    home.save_key("tr-second-x")
+    assert home.saved_key() == "tr-second-x"
+    home.forget_key("first")
+    assert home.saved_key() == "tr-second-x"
+    home.forget_key("second")
     assert home.saved_key() is None
+
+
+def test_keys_are_kept_by_tenant(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    assert home.kept_tenants() == []
+    home.keep_key("tr-a-1", "acme")
+    home.keep_key("tr-b-2", "birch.tree")
+    assert home.kept_tenants() == ["acme", "birch.tree"]
+    assert home.kept_key("acme") == "tr-a-1" and home.tenant_of("tr-b-2") == "birch.tree"
+    assert home.kept_key("cedar") is None is home.kept_key("../cli")
+    assert stat.S_IMODE((tmp_path / "keys" / "acme.key").stat().st_mode) == 0o600
+    home.save_key("tr-a-1")
+    home.forget_key("a")
+    assert home.kept_tenants() == ["birch.tree"] and home.saved_key() is None
 
 
 def test_rest_port_is_remembered(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TextIO
 from torchrelay.cli.errors import CliError
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.gateway.resource_names import is_name
 
 DEFAULT_HOME = Path(".torchrelay")
 _UP_SECRETS = ("admin.key", "cluster.key", "redis.conf", "nats.conf")
@@ -24,7 +25,7 @@ _UP_ENTRIES = (*_UP_SECRETS, "up.lock", "run", "logs", "store", "remote", "tls",
 _ENTRIES = frozenset(
     (
         *_UP_ENTRIES,
-        *("cli.key", "join.toml", "http.port", "traces.jsonl"),
+        *("cli.key", "keys", "join.toml", "http.port", "traces.jsonl"),
         *(f"{name}.draft" for name in _SECRETS),
         *("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db-journal"),
     )
@@ -73,7 +74,7 @@ class Home:
             # A folder that holds something else, such as /tmp, is not ours to close, nor are the keys in its tls/.
             if self._is_ours_alone():
                 _make_private(self.path)
-                private += self.path.glob("tls/*.key")
+                private += [*self.path.glob("tls/*.key"), *self.path.glob("keys/*.key")]
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
                 folder.mkdir(mode=0o700, exist_ok=True)
             for secret in filter(Path.exists, private):
@@ -202,17 +203,38 @@ class Home:
             return key
 
     def saved_key(self) -> str | None:
-        """The tenant's key that `torchrelay key create` saved for the other commands."""
-        try:
-            return self.saved_key_file.read_text().strip() or None
-        except FileNotFoundError:
-            return None
+        """The tenant's key with which the other commands act: that of the last `key create` or `key use`."""
+        return _read_key(self.saved_key_file)
 
     def save_key(self, key: str) -> None:
         _write_private(self.saved_key_file, f"{key}\n")
 
-    def forget_key(self) -> None:
-        self.saved_key_file.unlink(missing_ok=True)
+    def keep_key(self, key: str, tenant: str) -> None:
+        """Keeps a key as its tenant's, so that commands can change to the tenant and name its models."""
+        file = self._tenant_key_file(tenant)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        _write_private(file, f"{key}\n")
+
+    def kept_key(self, tenant: str) -> str | None:
+        """The tenant's last key; None for what is no tenant's name."""
+        return _read_key(self._tenant_key_file(tenant)) if is_name(tenant) else None
+
+    def kept_tenants(self) -> list[str]:
+        """The tenants of which a key is kept, by name."""
+        return sorted(file.stem for file in self.path.glob("keys/*.key"))
+
+    def tenant_of(self, key: str) -> str:
+        """The tenant as whose key this is kept; empty if it is not."""
+        return next((tenant for tenant in self.kept_tenants() if self.kept_key(tenant) == key), "")
+
+    def forget_key(self, key_id: str) -> None:
+        """Removes a key, by the id in ``tr-<id>-<secret>``, wherever it is saved."""
+        for file in (self.saved_key_file, *self.path.glob("keys/*.key")):
+            if (_read_key(file) or "").split("-")[1:2] == [key_id]:
+                file.unlink(missing_ok=True)
+
+    def _tenant_key_file(self, tenant: str) -> Path:
+        return self.path / "keys" / f"{tenant}.key"
 
     def endpoints(self, elsewhere: str = "a gateway with --url and --key") -> dict[str, str]:
         """The addresses of the running install. Raises ``CliError`` when none runs here.
@@ -255,6 +277,13 @@ def _write_private(path: Path, text: str) -> None:
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
     draft.replace(path)
+
+
+def _read_key(file: Path) -> str | None:
+    try:
+        return file.read_text().strip() or None
+    except FileNotFoundError:
+        return None
 
 
 def _make_private(path: Path) -> None:

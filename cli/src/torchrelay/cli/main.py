@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from torchrelay.cli.command_group import CommandGroup
-from torchrelay.cli.commands import chat, events, explain, key, models, sim, tenant, top, upload, uploads, usage
+from torchrelay.cli.commands import chat, events, explain, key, models, prices, sim, tenant, top, upload, uploads, usage
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.join.command import EXAMPLE as JOIN_EXAMPLE
 from torchrelay.cli.join.command import join
@@ -45,7 +46,18 @@ app = typer.Typer(
 @app.callback()
 def root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+    home: Annotated[
+        Path | None, typer.Option("--home", help="Platform's folder, for any command that has one.", metavar="DIR")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Gateway, for any command that asks one.", metavar="URL")
+    ] = None,
 ) -> None:
+    # As variables, so that the same options of a command take precedence.
+    if home is not None:
+        os.environ["TORCHRELAY_HOME"] = str(home)
+    if url is not None:
+        os.environ["TORCHRELAY_API_URL"] = url
     if version:
         typer.echo(f"torchrelay {metadata.version('torchrelay')}")
         raise typer.Exit
@@ -63,6 +75,7 @@ app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAM
 app.command(rich_help_panel=USE, epilog=chat.EXAMPLE)(chat.chat)
 app.add_typer(key.app, name="key", rich_help_panel=MONEY)
 app.add_typer(tenant.app, name="tenant", rich_help_panel=MONEY)
+app.add_typer(prices.app, name="prices", rich_help_panel=MONEY, epilog=prices.EXAMPLE)
 app.command(rich_help_panel=MONEY, epilog=usage.USAGE_EXAMPLE)(usage.usage)
 app.command(rich_help_panel=MONEY, epilog=usage.BILL_EXAMPLE)(usage.bill)
 

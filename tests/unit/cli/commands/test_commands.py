@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import termios
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +27,11 @@ from torchrelay.cli.errors import ApiError, CliError, api_error
 from torchrelay.cli.gguf.conversion import Conversion
 from torchrelay.cli.home import Home
 
-COMMANDS = ["up", "upload", "uploads", "models", "chat", "usage", "bill", "top", "explain"]
+COMMANDS = ["up", "upload", "uploads", "models", "chat", "prices", "usage", "bill", "top", "explain"]
 PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
-NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list", "tenant set"]
+NESTED = ["key create", "key list", "key use", "key revoke", "tenant create", "tenant list", "tenant set"]
 NESTED += ["models set", "models alias", "models delete", "uploads abort"]
+NESTED += ["models show", "models settings", "models versions", "models rollback", "prices set"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *NESTED])
@@ -379,6 +381,27 @@ def test_closed_pipe_is_not_an_error(home: Home) -> None:
     with os.fdopen(writing, "w") as gone:
         ended = subprocess.run([*PROGRAM, "models"], stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_home_and_url_may_stand_before_the_command(
+    run: Run, home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHRELAY_HOME", str(tmp_path / "absent"))
+    monkeypatch.setenv("TORCHRELAY_API_URL", "http://127.0.0.1:1")
+    assert run("--home", str(home.path), "--url", gateway.url, "models").exit_code == 0
+    other = run("--home", str(home.path), "models", "--url", "http://127.0.0.1:1", "--key", TENANT_KEY).exception
+    assert isinstance(other, CliError) and "does not answer" in other.message
+
+
+def test_typed_text_does_not_mix_with_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside, inside = os.openpty()
+    with open(inside) as keyboard, open(outside, "wb", buffering=0) as fingers:
+        monkeypatch.setattr("sys.stdin", keyboard)
+        with chat_module.quiet_keyboard():
+            assert not termios.tcgetattr(inside)[3] & termios.ECHO
+            fingers.write(b"next question\n")
+        assert termios.tcgetattr(inside)[3] & termios.ECHO
+        assert keyboard.readline() == "next question\n"
 
 
 def test_key_id_is_extracted() -> None:

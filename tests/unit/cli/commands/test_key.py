@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 
 
@@ -30,6 +31,7 @@ def test_key_of_other_tenant_prints_new_tenant(run: Run, home: Home, gateway: Fa
     gateway.next_key = "tr-0123456789abcdef-secret"
     said = run("key", "create", "--tenant", "birch").stderr
     assert "saved as this home's key: commands now act as tenant birch (before: acme)" in said
+    assert "back: torchrelay key use acme" in said
     home.save_key("tr-gone-secret")
     said = run("key", "create", "--tenant", "birch").stderr
     assert "saved as this home's key: commands now act as tenant birch\n" in said
@@ -55,3 +57,21 @@ def test_key_has_service_class(run: Run, home: Home, gateway: FakeGateway) -> No
     assert run("key", "create", "--tenant", "acme", "--service-class", "batch").exit_code == 0
     assert gateway.asked[-1] == ("POST", "/v1/keys", {"tenant": "acme", "service_class": "batch"})
     assert run("key", "create", "--tenant", "acme", "--service-class", "flex").exit_code == 2
+
+
+def test_kept_keys_are_used_by_tenant(run: Run, home: Home, gateway: FakeGateway) -> None:
+    gateway.published = {"tiny"}
+    assert "no keys are kept" in run("key", "use").stderr
+    run("key", "create", "--tenant", "acme")
+    gateway.next_key = "tr-0123456789abcdef-secret"
+    run("key", "create", "--tenant", "birch")
+    assert run("key", "use").stdout == "acme\nbirch (in use)\n"
+    gateway.keys = {TENANT_KEY}
+    assert run("models", "set", "acme/tiny", "--max-instances", "1").exit_code == 0  # by the key of the model's tenant
+    unknown = run("models", "set", "acme/other", "--max-instances", "1").exception
+    assert isinstance(unknown, CliError) and unknown.hint.startswith("this key is of tenant acme; ")
+    assert isinstance(run("models").exception, CliError)
+    assert "act as tenant acme" in run("key", "use", "acme").stderr
+    assert run("models").exit_code == 0 and home.saved_key() == TENANT_KEY
+    refused = run("key", "use", "cedar").exception
+    assert isinstance(refused, CliError) and "kept: acme, birch" in refused.hint

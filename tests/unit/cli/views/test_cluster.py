@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from tests.unit.cli.fake_gateway import MODEL
 from torchrelay.cli.commands.models import models_table
 from torchrelay.cli.views.cluster import LiveScreen, Sample, cluster_screen, counters_of, pools_table, rates_of
-from torchrelay.cli.views.console import printable, shorten_ids
+from torchrelay.cli.views.console import fair_shares, printable, shorten_ids
 from torchrelay.cli.views.packs import join_names
 from torchrelay.cli.views.timeline import bar, explanation
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
@@ -163,7 +163,55 @@ def test_models_with_same_pack_share_row(width: int) -> None:
     assert line.split()[-1] == "3"  # those of both
     assert any("acme/tiny, birch/words" in line and "store-a" in line for line in shown)
     assert not any(line.strip().startswith("acme/tiny ") for line in shown)  # it is served: no line of its own
-    assert join_names(["a/m", "b/m", "c/m", "d/m"]) == "a/m, b/m +2"
+    assert join_names(["a/m", "b/m", "c/m", "d/m"], 12) == "a/m, b/m +2"
+    assert join_names(["a/m", "b/m", "c/m", "d/m"], 10) == "a/m +3"
+    assert join_names(["acme/a-long-name-8b"], 14) == "acme/a-…ame-8b"
+
+
+def busy_view(num_models: int) -> scheduler_pb2.ClusterView:
+    """A view of models with a pack each; each tenth has an instance, each later instance more requests."""
+    made = scheduler_pb2.ClusterView()
+    store = made.stores.add(store_id="store-a", incarnation="b")
+    for number in range(num_models):
+        name, pack_id = f"acme/a-model-with-a-name-that-fills-the-width-of-a-screen-{number:03}", f"{number:012}"
+        store.copies.add(pack_id=pack_id, pack_bytes=10**9, num_chunks=256, num_chunks_verified=256)
+        made.versions.add(version_id=f"v{number}", pack_id=pack_id, models=[name])
+        if number % 10 == 0:
+            made.workers.add(worker_id=f"worker-{number:03}", incarnation="a")
+            made.instances.add(model=name, version_id=f"v{number}", worker_id=f"worker-{number:03}", state="ready")
+            made.demand.add(model=name, num_running=number)
+    return made
+
+
+@pytest.mark.parametrize("height", [24, 40, 60])
+def test_top_of_200_models_fits_the_screen(height: int) -> None:
+    console = Console(width=80, height=height, force_terminal=False)
+    screen = cluster_screen(busy_view(200), {}, "127.0.0.1:1", is_cut=True)
+    lines = ["".join(part.text for part in line).rstrip() for line in console.render_lines(screen, pad=False)]
+    assert height - 7 <= len(lines) <= height
+    assert all(len(line) <= 80 for line in lines)
+    named = [line for line in lines if "acme/a-model" in line and "worker-" in line]
+    assert [line.split()[1] for line in named[:3]] == ["worker-190", "worker-180", "worker-170"]  # the busiest first
+    first = lines.index(named[0])
+    rest = next(line for line in lines if "more" in line and lines.index(line) > first)
+    assert int(rest.split()[1]) == 200 - (lines.index(rest) - 1 - first)
+    assert "and" not in drawn(cluster_screen(busy_view(200), {}, "127.0.0.1:1"), 80)
+
+
+def test_small_cluster_is_whole_on_a_small_screen() -> None:
+    small = view()
+    small.workers.add(worker_id="decode-0", incarnation="a")
+    console = Console(width=80, height=24, force_terminal=False)
+    lines = console.render_lines(cluster_screen(small, {}, "127.0.0.1:1", is_cut=True), pad=False)
+    shown = "\n".join("".join(part.text for part in line) for line in lines)
+    assert len(lines) <= 24 and " more" not in shown
+    assert all(words in shown for words in ("decode-0", "prefill-0", "acme/other", "store-a", "feedfeed"))
+
+
+def test_rows_are_shared_fairly() -> None:
+    assert fair_shares([2, 50, 100], 30) == [2, 14, 14]
+    assert fair_shares([2, 3, 4], 30) == [2, 3, 4]
+    assert fair_shares([5, 5], 1) == [1, 1]
 
 
 def test_rates_come_from_successive_views() -> None:

@@ -37,6 +37,19 @@ def test_lines_stand_below_each_other() -> None:
     assert shown[2] == "12:30:00.123  copy.failed        acme/tiny           no space"  # the column has grown
 
 
+def test_text_that_does_not_fit_follows_between_words() -> None:
+    lines = EventLines()
+    event = an_event("relay.started", "remote -> store-local, urgent, 3.62 MB: at zero, 1 waiting request")
+    first, *rest = lines.line(event, NOW, 80).plain.splitlines()
+    assert first == "12:30:00.123  relay.started      acme/tiny"
+    assert rest == ["    remote -> store-local, urgent, 3.62 MB: at zero, 1 waiting request"]
+    narrow = lines.line(event, NOW, 40).plain.splitlines()[1:]
+    assert narrow == ["    remote -> store-local, urgent, 3.62", "    MB: at zero, 1 waiting request"]
+    assert len(lines.line(event, NOW, 120).plain.splitlines()) == 1
+    event.model = "acme/a-model-with-a-name-that-fills-the-width-of-a-screen-8b"
+    assert all(len(line) <= 80 for line in lines.line(event, NOW, 80).plain.splitlines())
+
+
 def test_event_of_other_day_has_date_and_safe_text() -> None:
     event = an_event("relay.failed", "it was \x1b[2Jdropped\nor so", at=NOW - timedelta(days=1), model="a\x07b")
     shown = EventLines().line(event, NOW).plain

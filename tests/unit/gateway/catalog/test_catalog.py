@@ -88,6 +88,43 @@ async def test_republishing_replaces_version_and_keeps_settings(parts: Accountin
     assert await retired(parts) == {"v2"}
 
 
+async def test_model_is_rolled_back_to_a_replaced_version(parts: AccountingRig, caller: Principal) -> None:
+    for name in ("v1", "v2", "v3"):
+        await publish(parts, "glossary", version(name), ScalingSettings(idle_timeout_s=4))
+    model = await parts.catalog.resolve(caller, "glossary")
+    replaced = await parts.catalog.replaced(model)
+    assert [each.version for each in replaced] == [version("v2"), version("v1")]
+    assert replaced[0].kept_until_unix_us - replaced[0].replaced_unix_us == 540 * 10**6
+    await parts.catalog.roll_back(model, "v1")
+    after = await parts.catalog.resolve(caller, "glossary")
+    assert (after.version, after.idle_timeout_s) == (version("v1"), 4)
+    assert await retired(parts) == {"v2", "v3"}
+    assert [each.version for each in await parts.catalog.replaced(after)] == [version("v3"), version("v2")]
+    for absent in ("v1", "v4"):  # the current one, and one that it never had
+        with pytest.raises(NotFound):
+            await parts.catalog.roll_back(after, absent)
+    await publish(parts, "glossary", version("v1"))  # unchanged
+    assert len(await parts.catalog.replaced(after)) == 2
+    await parts.catalog.delete(after)
+    with pytest.raises(NotFound):
+        await parts.catalog.roll_back(after, "v2")
+    await publish(parts, "glossary", version("v1"))
+    assert await parts.catalog.replaced(await parts.catalog.resolve(caller, "glossary")) == []
+
+
+async def test_versions_to_be_freed_are_no_target_of_a_rollback(parts: AccountingRig, caller: Principal) -> None:
+    """Although another model uses the version: that must not show."""
+    soon = Catalog(parts.database, parts.table_versions, parts.prices, retired_s=0)
+    await publish(parts, "other", version("v1"))
+    for name in ("v1", "v2"):
+        await publish(parts, "glossary", version(name))
+    model = await parts.catalog.resolve(caller, "glossary")
+    assert await soon.replaced(model) == []
+    with pytest.raises(NotFound):
+        await soon.roll_back(model, "v1")
+    assert [each.version.version_id for each in await parts.catalog.replaced(model)] == ["v1"]
+
+
 async def test_version_is_retired_with_its_last_model(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "one", version())
     await publish(parts, "two", version())

@@ -90,7 +90,8 @@ class Access:
         return self.key.startswith("tra-")
 
     def client(self) -> GatewayClient:
-        return GatewayClient(self.url, self.key, is_supervised=lambda: bool(self.home and self.home.running_pid()))
+        tenant = self.home.tenant_of(self.key) if self.home else ""
+        return GatewayClient(self.url, self.key, lambda: bool(self.home and self.home.running_pid()), tenant=tenant)
 
     def require_tenant(self, what: str) -> None:
         """Raises ``CliError`` when the key is an admin key."""
@@ -104,12 +105,15 @@ class Access:
             raise CliError(f"{what} requires the admin key", f'pass --key "$(cat {file})"')
 
 
-def tenant_access(home: Path | None, url: str | None, key: str | None) -> Access:
-    """Uses a tenant's key if there is one, otherwise the local admin key. Raises ``CliError``."""
+def tenant_access(home: Path | None, url: str | None, key: str | None, model: str = "") -> Access:
+    """Uses a tenant's key if there is one, otherwise the local admin key: for a ``model`` TENANT/NAME the key that is
+    kept of its tenant. Raises ``CliError``.
+    """
     gateway, local = _gateway(home, url)
     key = key or os.environ.get("TORCHRELAY_API_KEY")
     if local is not None:
-        key = key or local.saved_key() or local.admin_key()
+        tenant, _, name = model.partition("/")
+        key = key or (local.kept_key(tenant) if name else None) or local.saved_key() or local.admin_key()
     if not key:
         raise CliError(f"no API key for {gateway}", _NEED_KEY)
     return Access(gateway, clean_key(key), local)

@@ -21,6 +21,7 @@ class GatewayClient:
     """Calls one gateway with one key; errors of the platform become ``ApiError`` with the platform's message.
 
     ``is_supervised``: whether something restarts the gateway. A refused connection is then retried for a while.
+    ``tenant``: of the key, for messages, where it is known.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class GatewayClient:
         key: str,
         is_supervised: Callable[[], bool] = lambda: False,
         restart_timeout_s: float = RESTART_TIMEOUT_S,
+        tenant: str = "",
     ) -> None:
-        self._key = key = clean_key(key)
-        headers = {"Authorization": f"Bearer {key}"}
+        self._key, self._tenant = clean_key(key), tenant
+        headers = {"Authorization": f"Bearer {self._key}"}
         self.url, self._is_supervised, self._restart_timeout_s = url, is_supervised, restart_timeout_s
         try:
             timeout = httpx.Timeout(TIMEOUT_S, connect=5.0)
@@ -77,6 +79,9 @@ class GatewayClient:
             message = "the key in TORCHRELAY_API_KEY is invalid or revoked"
             hint = "unset it to use this home's key, or create one: torchrelay key create --tenant NAME"
             return ApiError(message, hint, status=status, code=error.code)
+        if error.code == "model_not_found" and self._tenant:
+            hint = f"this key is of tenant {self._tenant}; see: torchrelay models, torchrelay key use"
+            return ApiError(error.message, hint, status=status, code=error.code)
         return error
 
     def _retry_connect(self, ask: Callable[[], httpx.Response]) -> httpx.Response:

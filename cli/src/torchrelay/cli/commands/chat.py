@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
+import termios
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -39,7 +40,7 @@ def chat(
     Without a question it starts a conversation: Ctrl-C stops an answer, /exit or Ctrl-D quits. Below each answer are
     the time to first token, the rate, and the request id for `torchrelay explain`.
     """
-    access = tenant_access(home, url, key)
+    access = tenant_access(home, url, key, model)
     access.require_tenant("chat")
     with access.client() as client:
         conversation = Conversation(client, model, system, given(max_tokens=max_tokens, temperature=temperature))
@@ -82,7 +83,7 @@ class Conversation:
         """Streams the answer to the terminal; False when Ctrl-C stopped it. Raises ``CliError``."""
         messages = [*self._messages, {"role": "user", "content": question}]
         answer, is_complete = Answer(time.monotonic), True
-        with closing(stream_chat(self._client, self._model, messages, self._options)) as events:
+        with quiet_keyboard(), closing(stream_chat(self._client, self._model, messages, self._options)) as events:
             try:
                 self._show(events, answer)
             except KeyboardInterrupt:
@@ -107,6 +108,22 @@ class Conversation:
         finally:
             if wrap is not None:
                 write(wrap.rest())
+
+
+@contextmanager
+def quiet_keyboard() -> Iterator[None]:
+    """Keeps what is typed meanwhile from the screen; the next prompt shows it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 def write(text: str) -> None:

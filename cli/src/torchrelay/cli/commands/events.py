@@ -67,7 +67,7 @@ def _print(events: Iterator[Event], as_json: bool) -> int:
         if as_json:
             print(json_line(event), flush=True)
         else:
-            out.print(lines.line(event, datetime.now()), soft_wrap=True)
+            out.print(lines.line(event, datetime.now(), out.width if out.is_terminal else None), soft_wrap=True)
     return num_printed
 
 

@@ -20,8 +20,9 @@ from torchrelay.cli.api.access import (
 )
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError
+from torchrelay.cli.home import Home
 from torchrelay.cli.views import console
-from torchrelay.cli.views.console import ResultTable
+from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.gateway.core import ServiceClassName
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
@@ -96,6 +97,9 @@ def _keep(access: Access, created: dict[str, Any], save: bool, before: str) -> N
         return
     is_first = access.home.saved_key() is None
     tenant = f"{created['tenant']} (before: {before})" if before else created["tenant"]
+    if before:
+        access.home.keep_key(access.home.saved_key() or "", before)
+    access.home.keep_key(created["key"], created["tenant"])
     access.home.save_key(created["key"])
     if os.environ.get("TORCHRELAY_API_KEY", created["key"]) != created["key"]:
         console.err().print(
@@ -108,6 +112,8 @@ def _keep(access: Access, created: dict[str, Any], save: bool, before: str) -> N
         console.err().print("saved as this home's key; the previous one stays valid")
     else:
         console.err().print(f"saved as this home's key: commands now act as tenant {tenant}")
+        if before:
+            console.err().print(f"[dim]back: torchrelay key use {before}[/]")
 
 
 @app.command("list", epilog="Example:  torchrelay key list")
@@ -120,13 +126,49 @@ def list_keys(
     if as_json:
         console.print_json(listed)
         return
-    table = ResultTable("id", "tenant", "name", "per minute", "class", "created", "state", right=("per minute",))
-    for entry in listed["data"]:
+    console.out().print(WidthAware(lambda width: keys_table(listed["data"], width < NARROW_CELLS)))
+
+
+def keys_table(keys: list[dict[str, Any]], is_small: bool) -> ResultTable:
+    columns = ("id", "tenant", "name", "per minute", "class", "created", "state")
+    hidden = ("class",) if is_small else ()
+    table = ResultTable(*columns, right=("per minute",), names=("tenant", "name"), without=hidden, is_narrow=True)
+    for entry in keys:
         limit, state = entry.get("requests_per_minute"), "[red]revoked[/]" if entry.get("revoked") else "active"
-        when = datetime.fromtimestamp(entry["created"]).strftime("%Y-%m-%d %H:%M")
+        when = datetime.fromtimestamp(entry["created"]).strftime("%Y-%m-%d" if is_small else "%Y-%m-%d %H:%M")
         settings = str(limit or "no limit"), entry.get("service_class") or "tenant's"
-        table.add_row(entry["id"], entry["tenant"], entry["name"], *settings, when, state)
-    console.out().print(table)
+        table.add_line(entry["id"], entry["tenant"], entry["name"], *settings, when, state)
+    return table
+
+
+@app.command(epilog="Example:  torchrelay key use acme\n\nList:     torchrelay key use")
+def use(
+    tenant: Annotated[
+        str | None, typer.Argument(metavar="[TENANT]", help="The tenant; without it the kept keys are listed.")
+    ] = None,
+    home: HomeOption = None,
+) -> None:
+    """Act as another tenant from now on, with the key of it that this home keeps.
+
+    `key create` keeps each tenant's last key. A command that names a model as TENANT/MODEL uses that tenant's anyway.
+    """
+    local = Home.at(home)
+    kept = local.kept_tenants()
+    if tenant is None:
+        current = local.tenant_of(local.saved_key() or "")
+        for each in kept:
+            console.out().print(f"{each} (in use)" if each == current else each)
+        if not kept:
+            console.err().print("no keys are kept here; create one: torchrelay key create --tenant NAME")
+        return
+    key = local.kept_key(tenant)
+    if key is None:
+        names = f"kept: {', '.join(kept)}; " if kept else ""
+        raise CliError(f"{local.path} keeps no key of {tenant!r}", f"{names}torchrelay key create --tenant NAME")
+    local.save_key(key)
+    console.err().print(f"commands now act as tenant [bold]{tenant}[/]")
+    if os.environ.get("TORCHRELAY_API_KEY", key) != key:
+        console.err().print("but TORCHRELAY_API_KEY overrides it: unset TORCHRELAY_API_KEY")
 
 
 @app.command(epilog="Example:  torchrelay key revoke 8x2kq0v3m1c9d7fz")
@@ -141,9 +183,8 @@ def revoke(
     key_id = id_of(key_id)
     with access.client() as client:
         client.call("DELETE", f"/v1/keys/{key_id}")
-    saved = access.home.saved_key() if access.home else None
-    if access.home and saved and id_of(saved) == key_id:
-        access.home.forget_key()
+    if access.home:
+        access.home.forget_key(key_id)
     console.err().print(f"revoked {key_id}")
 
 

@@ -1,4 +1,4 @@
-"""`torchrelay models`: list, configure, name and delete models."""
+"""`torchrelay models`: list, show, configure, name and delete models."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from torchrelay.cli.api.access import (
 )
 from torchrelay.cli.api.client import given
 from torchrelay.cli.command_group import has_subcommand
+from torchrelay.cli.commands import model_details, model_versions
+from torchrelay.cli.commands.model_details import TARGETS, NameArgument
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
@@ -36,12 +38,13 @@ from torchrelay.common.quantities import format_bytes, format_duration
 
 SCHEDULE_EXAMPLE = "mon-fri 08:00-18:00 Europe/Berlin = 2"
 EXAMPLE = "Example:  torchrelay models\n\nTo zero sooner:  torchrelay models set glossary --idle-timeout-s 30"
-_TARGETS = {
-    **{f"{name}_ttft_s": f"first token ({name})" for name in ("interactive", "standard", "batch")},
-    "tbt_target_s": "between tokens",
-}
 app = typer.Typer(invoke_without_command=True)
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="TENANT/MODEL, or MODEL if it is your own.")]
+app.command(epilog="Example:  torchrelay models show glossary")(model_details.show)
+app.command(epilog="Example:  torchrelay models settings glossary")(model_details.settings)
+app.command(epilog="Example:  torchrelay models versions glossary")(model_versions.versions)
+app.command(
+    epilog="Example:  torchrelay models rollback glossary\n\nTo one:   torchrelay models rollback glossary f3195738713d"
+)(model_versions.rollback)
 
 
 @app.callback()
@@ -89,8 +92,8 @@ def _more_settings(model: dict[str, Any]) -> list[str]:
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
     numbers = ("size", "context", "idle s", "max", "min")
     columns = ("model", "version", "architecture", "dtype", *numbers, "published")
-    hidden = ("version", "architecture", "dtype") if is_small else ()
-    table = ResultTable(*columns, right=numbers, whole=("model", "published"), without=hidden, is_narrow=True)
+    hidden = ("version", "architecture", "dtype", "context") if is_small else ()
+    table = ResultTable(*columns, right=numbers, names=("model",), without=hidden, is_narrow=True)
     for model in models:
         table.add_line(
             model["id"],
@@ -153,7 +156,7 @@ def set_model(
     )
     if not (own or operators):
         raise CliError("nothing to set", "pass one of the options: torchrelay models set --help")
-    access = (admin_access if operators else tenant_access)(home, url, key)
+    access = admin_access(home, url, key) if operators else tenant_access(home, url, key, name)
     for field in operators:
         access.require_admin(f"--{field.replace('_', '-')}")
     with access.client() as client:
@@ -163,7 +166,7 @@ def set_model(
     console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}{least}")
     for line in _more_settings(model):
         console.out().print(f"[bold]{model['id']}[/]: {line}")
-    if defaults := [what for field, what in _TARGETS.items() if operators.get(field) == 0]:
+    if defaults := [what for field, what in TARGETS.items() if operators.get(field) == 0]:
         console.out().print(f"[bold]{model['id']}[/]: back to the platform's default targets: {', '.join(defaults)}")
     adopted = "within seconds" if schedule or min_instances is not None else "with the model's next request"
     console.err().print(f"[dim]running instances adopt it {adopted}[/]")
@@ -182,7 +185,7 @@ def alias(
     key: KeyOption = None,
 ) -> None:
     """Set the further names under which its tenant may call a model; usage and bills name the model."""
-    with tenant_access(home, url, key).client() as client:
+    with tenant_access(home, url, key, name).client() as client:
         model = client.call("PUT", f"/v1/models/{quote(name)}/aliases", json={"aliases": aliases or []})
     listed = ", ".join(model["aliases"]) or "none"
     console.out().print(f"[bold]{model['id']}[/]: aliases {listed}")
@@ -211,7 +214,7 @@ def delete(
             raise CliError(f"cannot ask whether to delete {name}: there is no terminal", "pass --yes to delete it")
         if not typer.confirm(f"delete {name}?", err=True):
             raise typer.Exit(1)
-    with tenant_access(home, url, key).client() as client:
+    with tenant_access(home, url, key, name).client() as client:
         deleted = client.call("DELETE", f"/v1/models/{quote(name)}")
     console.out().print(f"deleted {deleted['id']}")
     console.err().print("[dim]`torchrelay top` shows its copies until they are freed, ten minutes later by default[/]")

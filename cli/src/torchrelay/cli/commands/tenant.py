@@ -117,10 +117,11 @@ def list_tenants(
     if as_json:
         console.print_json(listed)
         return
-    table = ResultTable("tenant", "storage quota", "budget", "class", "created", right=("storage quota", "budget"))
+    columns, numbers = ("tenant", "storage quota", "budget", "class", "created"), ("storage quota", "budget")
+    table = ResultTable(*columns, right=numbers, names=("tenant",), is_narrow=True)
     for tenant in listed["data"]:
         created = datetime.fromtimestamp(tenant["created"]).strftime("%Y-%m-%d %H:%M")
-        table.add_row(tenant["name"], *_settings_texts(tenant), created)
+        table.add_line(tenant["name"], *_settings_texts(tenant), created)
     console.out().print(table)
 
 

@@ -92,7 +92,7 @@ def upload(
     model that is refused ends its upload; what you send again within an hour is only what you changed. Uploading to an
     existing name publishes a new version; running requests finish on the old one.
     """
-    access = tenant_access(home, url, key)
+    access = tenant_access(home, url, key, name or "")
     settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
     full_name = _model_name(access, source, name)
     check_name(full_name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -11,7 +11,7 @@ import typer
 from torchrelay.cli.api.access import HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.command_group import has_subcommand
 from torchrelay.cli.views import console
-from torchrelay.cli.views.console import ResultTable
+from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.common.quantities import format_bytes
 
 EXAMPLE = "Example:  torchrelay uploads\n\nTo free one:  torchrelay uploads abort ID"
@@ -40,11 +40,16 @@ def uploads(
     if not listed["data"]:
         console.err().print("no open uploads")
         return
-    table = ResultTable("upload", "model", "size", "begun", "expires", right=("size",), whole=("upload",))
-    for upload in listed["data"]:
+    console.out().print(WidthAware(lambda width: uploads_table(listed["data"], width < NARROW_CELLS)))
+
+
+def uploads_table(listed: list[dict[str, Any]], is_small: bool) -> ResultTable:
+    columns, hidden = ("upload", "model", "size", "begun", "expires"), ("begun",) if is_small else ()
+    table = ResultTable(*columns, right=("size",), names=("model",), without=hidden, is_narrow=True)
+    for upload in listed:
         times = (datetime.fromtimestamp(upload[moment]).strftime("%Y-%m-%d %H:%M") for moment in ("created", "expires"))
-        table.add_row(upload["id"], upload["model"], format_bytes(upload["size_bytes"]), *times)
-    console.out().print(table)
+        table.add_line(upload["id"], upload["model"], format_bytes(upload["size_bytes"]), *times)
+    return table
 
 
 @app.command(epilog="Example:  torchrelay uploads abort upl-0v3m1c9d7fz8x2kq")

@@ -69,10 +69,11 @@ def _check_names(client: GatewayClient, model: str | None, key_id: str | None) -
 
 
 def usage_table(report: dict[str, Any], by: str) -> Table:
-    table = ResultTable(by, "requests", "prompt", "cached", "output", "cost", right=_NUMBERS)
+    columns = (by, "requests", "prompt", "cached", "output", "cost")
+    table = ResultTable(*columns, right=_NUMBERS, names=(by,), is_narrow=True)
     table.show_footer = len(report["data"]) > 1
     for row in report["data"]:
-        table.add_row(str(row[by]), *_quantities(row), f"${row['cost']}")
+        table.add_line(str(row[by]), *_quantities(row), f"${row['cost']}")
     total = report["total"]
     for column, text in zip(table.columns, ("total", *_quantities(total), f"${total['cost']}"), strict=True):
         column.footer = text
@@ -104,10 +105,11 @@ def bill(
 
 def bill_table(monthly_bill: dict[str, Any]) -> Table:
     title = f"Bill of {monthly_bill['tenant']}, {monthly_bill['period']}"
-    table = ResultTable("model", "requests", "prompt", "cached", "output", "amount", right=_NUMBERS, title=title)
+    columns = ("model", "requests", "prompt", "cached", "output", "amount")
+    table = ResultTable(*columns, right=_NUMBERS, names=("model",), title=title, is_narrow=True)
     table.show_footer = True
     for line in monthly_bill["lines"]:
-        table.add_row(line["model"], *_quantities(line), f"{line['amount']} {monthly_bill['currency']}")
+        table.add_line(line["model"], *_quantities(line), f"{line['amount']} {monthly_bill['currency']}")
     table.columns[0].footer = "total"
     table.columns[-1].footer = f"{monthly_bill['amount']} {monthly_bill['currency']}"
     return table

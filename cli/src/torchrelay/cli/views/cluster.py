@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
-from torchrelay.cli.views.packs import STATE_STYLES, PackIndex, copies_table, models_table, roles_text
+from torchrelay.cli.views.console import NARROW_CELLS, Fitted, ResultTable, WidthAware, shorten_name
+from torchrelay.cli.views.packs import STATE_STYLES, PackIndex, copies_table, models_table, name_cells, roles_text
 from torchrelay.cli.views.relays import relay_blocks
 from torchrelay.common.quantities import format_bytes, format_count, format_duration
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
@@ -77,7 +77,7 @@ class LiveScreen:
         if view is None:
             return Text(f"connecting to the scheduler at {self._address} ...")
         samples = self._recent(now_s)
-        shown = cluster_screen(view, rates_of(samples, now_s), self._address)
+        shown = cluster_screen(view, rates_of(samples, now_s), self._address, is_cut=True)
         lost = Text("the scheduler does not answer; last known view", style="bold red")
         return Group(lost, shown) if self._is_lost else shown
 
@@ -88,26 +88,31 @@ class LiveScreen:
         return [*old[-1:], *samples[len(old) :]]
 
 
-def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) -> WidthAware:
-    """The whole view for the terminal's width; without rates their columns stay empty."""
-    return WidthAware(lambda width: _screen(view, rates, address, width < NARROW_CELLS))
+def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, *, is_cut: bool = False) -> WidthAware:
+    """The view for the terminal's width, and with ``is_cut`` its height; without rates their columns stay empty."""
+
+    def draw(width: int) -> RenderableType:
+        parts = _parts(view, rates, address, width < NARROW_CELLS)
+        return Fitted(parts) if is_cut else Group(*parts)
+
+    return WidthAware(draw)
 
 
-def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small: bool) -> Group:
+def _parts(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small: bool) -> list[RenderableType]:
     time_of_day = datetime.now().strftime("%H:%M:%S")
     waiting, running = (sum(getattr(demand, name) for demand in view.demand) for name in ("num_waiting", "num_running"))
     counts = f"{running} running, {waiting} waiting"
     head = Text.assemble(("Torchrelay", "bold"), f"  {time_of_day}  scheduler {address}  {counts}")
-    workers, stores = workers_table(view.workers, rates, is_small), stores_table(view.stores, rates, is_small)
+    packs = PackIndex(view)
     parts: list[RenderableType] = [head, ""]
     if view.relays:
         parts.append(relay_blocks(view.relays, is_small))
-    parts += [workers, stores]
-    packs = PackIndex(view)
-    if any(store.copies for store in view.stores):
-        parts.append(copies_table(view, packs, is_small))
+    parts.append(workers_table(view.workers, rates, is_small))
     if view.instances or view.demand or packs.at_zero:
         parts.append(models_table(view, packs, is_small))
+    parts.append(stores_table(view.stores, rates, is_small))
+    if any(store.copies for store in view.stores):
+        parts.append(copies_table(view, packs, is_small))
     if changed := [instance for instance in view.instances if instance.roles_reason]:
         parts.append(role_changes_table(changed))
     if moved := [instance for instance in view.instances if instance.moves]:
@@ -118,7 +123,7 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
         parts.append(pools_table(view.pools))
     if not view.instances:
         parts.append(Text("no instances: every model is at zero", style="dim"))
-    return Group(*parts)
+    return parts
 
 
 def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_small: bool = False) -> Table:
@@ -126,7 +131,7 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
     columns = ("worker", "host", "roles", "state", "model", "layers", *numbers)
     hidden = ("host", "layers", "KV free") if is_small else ()
     table = ResultTable(*columns, right=(*numbers, "layers"), whole=("worker", "model"), without=hidden, is_narrow=True)
-    for worker in sorted(workers, key=lambda worker: worker.worker_id):
+    for worker in sorted(workers, key=lambda worker: (not worker.slot.model, worker.worker_id)):
         slot, node = worker.slot, f"{worker.worker_id}.{worker.incarnation}"
         state = reports_pb2.SlotState.State.Name(slot.state).removeprefix("STATE_").lower()
         table.add_line(
@@ -134,7 +139,7 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
             worker.host_id,
             roles_text(slot.roles or worker.roles),
             Text(state, style=STATE_STYLES.get(state, "")),
-            Text(slot.error, style="red") if slot.error else Text(slot.model or "-"),
+            _slot_text(slot, is_small),
             f"{slot.num_layers_ready}/{slot.num_layers}" if slot.num_layers else "",
             str(worker.num_running),
             f"{worker.kv_free_bytes / worker.kv_pool_bytes:.0%}" if worker.kv_pool_bytes else "-",
@@ -142,6 +147,11 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
             _rate(rates.get(f"{node}.decoded")),
         )
     return table
+
+
+def _slot_text(slot: reports_pb2.SlotState, is_small: bool) -> Text:
+    """The slot's error, or its model."""
+    return Text(slot.error, style="red") if slot.error else Text(shorten_name(slot.model or "-", name_cells(is_small)))
 
 
 def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_small: bool = False) -> Table:

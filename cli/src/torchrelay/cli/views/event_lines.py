@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
 from rich.text import Text
 
-from torchrelay.cli.views.console import printable, shorten_ids
+from torchrelay.cli.views.console import printable, shorten_ids, shorten_name
 from torchrelay.common.quantities import format_bytes, format_duration
 from torchrelay.control.v1.scheduler_pb2 import Event
 
 _KIND_CELLS = 17  # the longest are instance.released and instance.draining
+_TEXT_INDENT = 4  # of a text below its event
 _LEAST_MODEL_CELLS, _MOST_MODEL_CELLS = 12, 32
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _AGO = re.compile(r"(\d+)([smhd])")
@@ -35,15 +37,33 @@ class EventLines:
     def __init__(self) -> None:
         self._model_cells = _LEAST_MODEL_CELLS
 
-    def line(self, event: Event, now: datetime) -> Text:
-        """``now``: events of another day carry their date."""
+    def line(self, event: Event, now: datetime, width: int | None = None) -> Text:
+        """``now``: events of another day carry their date. A text that does not fit into ``width`` follows on lines of
+        its own, broken between words.
+        """
         at = datetime.fromtimestamp(event.at_unix_us / 1e6)
         when = at.strftime("%H:%M:%S.%f" if at.date() == now.date() else "%Y-%m-%d %H:%M:%S.%f")[:-3]
+        head_cells = len(when) + _KIND_CELLS + 4
         model = printable(event.model)
+        model = model if width is None else shorten_name(model, max(width - head_cells, _LEAST_MODEL_CELLS))
         self._model_cells = min(max(self._model_cells, len(model)), _MOST_MODEL_CELLS)
         style = _STYLES.get(event.kind.partition(".")[2], "")
         named = f"{model:<{self._model_cells}}"
         text = shorten_ids(event_text(event))
+        if width is not None and head_cells + len(named) + 2 + len(text) > width:
+            named, indent = named.rstrip(), " " * _TEXT_INDENT
+            lines = textwrap.wrap(
+                text,
+                width,
+                initial_indent=indent,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            text = "".join(f"\n{line}" for line in lines)
+            return Text.assemble(
+                (when, "dim"), "  ", (f"{event.kind:<{_KIND_CELLS}}", style), "  ", (named, "bold"), text
+            )
         return Text.assemble(
             (when, "dim"), "  ", (f"{event.kind:<{_KIND_CELLS}}", style), "  ", (named, "bold"), "  ", text
         )

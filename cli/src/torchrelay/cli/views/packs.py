@@ -5,20 +5,22 @@ Models with identical files share a pack and its instances, and so a line.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from torchrelay.cli.views.console import ResultTable, shorten_ids
+from torchrelay.cli.views.console import ResultTable, shorten_ids, shorten_name
 from torchrelay.cli.views.relays import progress_bar
 from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import reports_pb2, types_pb2
-from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView, VersionView
+from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView
 
 STATE_STYLES = {"free": "dim", "loading": "yellow", "ready": "green", "draining": "magenta"}
 _ROLES: dict[int, str] = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
 _MAX_NAMES = 2
+_NAME_CELLS, _SMALL_NAME_CELLS = 44, 25
 
 
 class PackIndex:
@@ -26,13 +28,15 @@ class PackIndex:
 
     def __init__(self, view: ClusterView) -> None:
         self._of_version = {version.version_id: list(version.models) for version in view.versions}
-        self._versions: dict[str, list[VersionView]] = {}
+        self._names: dict[str, set[str]] = {}  # by pack
         for version in view.versions:
-            self._versions.setdefault(version.pack_id, []).append(version)
-        self._instances = list(view.instances)
+            self._names.setdefault(version.pack_id, set()).update(version.models)
+        for instance in view.instances:
+            self._names.setdefault(instance.pack_id, set()).add(instance.model)
         running = {instance.version_id for instance in view.instances}
         waiting = {demand.model for demand in view.demand}
-        self._copies = [copy for store in view.stores for copy in store.copies]
+        copies = (copy for store in view.stores for copy in store.copies)
+        self.num_copies = Counter(copy.pack_id for copy in copies if _is_complete(copy))  # in host memory
         self.at_zero = [
             version
             for version in view.versions
@@ -43,82 +47,105 @@ class PackIndex:
         """The models that an instance serves; first the one it was loaded for."""
         return list(dict.fromkeys([instance.model, *self._of_version.get(instance.version_id, ())]))
 
-    def named(self, pack_id: str) -> str:
-        """The models of a pack."""
-        models = [name for version in self._versions.get(pack_id, ()) for name in version.models]
-        models += [instance.model for instance in self._instances if instance.pack_id == pack_id]
-        return join_names(sorted(set(models))) if models else "not called"
-
-    def num_copies(self, pack_id: str) -> int:
-        """Complete copies in host memory."""
-        return sum(
-            copy.pack_id == pack_id and copy.num_chunks_verified == copy.num_chunks > 0 and not copy.error
-            for copy in self._copies
-        )
+    def named(self, pack_id: str, cells: int) -> str:
+        """The models of a pack, in a column of that width."""
+        models = self._names.get(pack_id)
+        return join_names(sorted(models), cells) if models else "not called"
 
 
-def join_names(models: Sequence[str]) -> str:
-    """``acme/tiny, birch/words +3``: at most two names are spelled out."""
-    more = f" +{len(models) - _MAX_NAMES}" if len(models) > _MAX_NAMES else ""
-    return ", ".join(models[:_MAX_NAMES]) + more
+def name_cells(is_small: bool) -> int:
+    """The width at which a column cuts names, so that a long name leaves the other columns theirs."""
+    return _SMALL_NAME_CELLS if is_small else _NAME_CELLS
+
+
+def join_names(models: Sequence[str], cells: int) -> str:
+    """``acme/tiny, birch/words +3``: two names if they fit into ``cells``, otherwise one, and the number of others."""
+    for num_named in (_MAX_NAMES, 1):
+        more = f" +{len(models) - num_named}" if len(models) > num_named else ""
+        joined = ", ".join(models[:num_named]) + more
+        if len(joined) <= cells:
+            return joined
+    return shorten_name(models[0], cells - len(more)) + more
 
 
 def copies_table(view: ClusterView, packs: PackIndex, is_small: bool = False) -> Table:
-    """A row per copy: pack, host, how much of it is there, and its source."""
+    """A row per copy: pack, host, how much of it is there, and its source; first incomplete copies, then used ones."""
     numbers = ("size", "chunks", "pins")
     columns, hidden = ("pack", "model", "holder", *numbers, "state", "source"), ("chunks", "pins") if is_small else ()
     table = ResultTable(*columns, right=numbers, whole=("model", "holder", "state"), without=hidden, is_narrow=True)
-    for store in sorted(view.stores, key=lambda store: store.store_id):
-        for copy in store.copies:
-            table.add_line(
-                copy.pack_id[:12],
-                Text(packs.named(copy.pack_id)),
-                store.store_id,
-                format_bytes(copy.pack_bytes),
-                f"{copy.num_chunks_verified}/{copy.num_chunks}",
-                str(copy.num_pins),
-                _copy_state(copy),
-                copy.source,
-            )
+    copies = [(copy, store.store_id) for store in view.stores for copy in store.copies]
+    for copy, holder in sorted(copies, key=lambda each: (_is_complete(each[0]), not each[0].num_pins, each[1])):
+        table.add_line(
+            copy.pack_id[:12],
+            Text(packs.named(copy.pack_id, name_cells(is_small))),
+            holder,
+            format_bytes(copy.pack_bytes),
+            f"{copy.num_chunks_verified}/{copy.num_chunks}",
+            str(copy.num_pins),
+            _copy_state(copy),
+            copy.source,
+        )
     return table
+
+
+def _is_complete(copy: reports_pb2.PackCopy) -> bool:
+    return copy.num_chunks_verified == copy.num_chunks > 0 and not copy.error
 
 
 def _copy_state(copy: reports_pb2.PackCopy) -> Text:
     if copy.error:
         return Text(copy.error, style="red")
-    if not copy.num_chunks or copy.num_chunks_verified < copy.num_chunks:
+    if not _is_complete(copy):
         return Text(progress_bar(copy.num_chunks_verified, copy.num_chunks), style="cyan")
     return Text("in use", style="green") if copy.num_pins else Text("unused", style="dim")
 
 
 def models_table(view: ClusterView, packs: PackIndex, is_small: bool = False) -> Table:
-    """Instances by model, then models that wait without any, then those at zero."""
-    waiting = {demand.model: demand.num_waiting for demand in view.demand}
+    """Instances by model, the busiest model first, then models at zero, the last called first."""
+    demand = {each.model: each for each in view.demand}
     numbers = ("age", "run", "idle", "wait")
     columns = ("model", "instance", "worker", "roles", "state", *numbers)
-    hidden = ("instance",) if is_small else ()
+    hidden = ("instance", "age") if is_small else ()
     table = ResultTable(*columns, right=numbers, whole=("model", "worker"), without=hidden, is_narrow=True)
-    served: set[str] = set()
-    for instance in sorted(view.instances, key=lambda instance: (instance.model, instance.instance_id)):
-        models = packs.served_by(instance)
-        served.update(models)
-        table.add_line(
-            Text(join_names(models)),
-            shorten_ids(instance.instance_id),
-            instance.worker_id,
-            roles_text(instance.roles),
-            Text(instance.state, style=STATE_STYLES.get(instance.state, "")),
-            f"{instance.in_state_s:.0f} s",
-            str(instance.num_running),
-            f"{instance.idle_s:.0f} s" if instance.idle_s else "",
-            str(sum(waiting.get(model, 0) for model in models)),
-        )
-    for model in sorted(waiting.keys() - served):
-        table.add_line(Text(model), "", "", "", Text("waiting", style="yellow"), "", "", "", str(waiting[model]))
-    for version in sorted(packs.at_zero, key=lambda version: list(version.models)):
-        num_copies = packs.num_copies(version.pack_id)
+    cells = name_cells(is_small)
+
+    def activity(models: Sequence[str]) -> tuple[int, int]:
+        """Waiting and running requests."""
+        of_models = [demand[model] for model in models if model in demand]
+        return sum(each.num_waiting for each in of_models), sum(each.num_running for each in of_models)
+
+    instances: dict[str, list[InstanceView]] = {}
+    for instance in sorted(view.instances, key=lambda instance: instance.instance_id):
+        instances.setdefault(instance.version_id or instance.model, []).append(instance)
+    rows = [(packs.served_by(of_version[0]), of_version) for of_version in instances.values()]
+    served = {model for models, _ in rows for model in models}
+    rows += [([model], []) for model in demand.keys() - served]
+
+    def busiest(row: tuple[list[str], list[InstanceView]]) -> tuple[int, int, float, str]:
+        waiting, running = activity(row[0])
+        return -waiting, -running, min((instance.idle_s for instance in row[1]), default=0.0), row[0][0]
+
+    for models, of_version in sorted(rows, key=busiest):
+        waiting, _ = activity(models)
+        for instance in of_version:
+            table.add_line(
+                Text(join_names(models, cells)),
+                shorten_ids(instance.instance_id),
+                instance.worker_id,
+                roles_text(instance.roles),
+                Text(instance.state, style=STATE_STYLES.get(instance.state, "")),
+                f"{instance.in_state_s:.0f} s",
+                str(instance.num_running),
+                f"{instance.idle_s:.0f} s" if instance.idle_s else "",
+                str(waiting),
+            )
+        if not of_version:
+            state = Text("waiting", style="yellow")
+            table.add_line(Text(join_names(models, cells)), "", "", "", state, "", "", "", str(waiting))
+    for version in reversed(packs.at_zero):
+        num_copies = packs.num_copies[version.pack_id]
         state = Text(f"at zero, {num_copies or 'no'} host cop{'y' if num_copies == 1 else 'ies'}", style="dim")
-        table.add_line(Text(join_names(version.models)), "", "", "", state, *[""] * 4)
+        table.add_line(Text(join_names(version.models, cells)), "", "", "", state, *[""] * 4)
     return table
 
 

@@ -215,7 +215,7 @@ async def _make_components(
         announce=nats_events.key_revoked,
     )
     prices = Prices(database, table_versions)
-    catalog = Catalog(database, table_versions, prices, settings.cached_models)
+    catalog = Catalog(database, table_versions, prices, settings.cached_models, retired_s=settings.retired_version_s)
     tls = settings.tls
     store_channel = await stack.enter_async_context(
         open_channel(settings.store_address, tls, settings.store_token, Caller.STORE)

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from anthropic.types import ModelInfo
 
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
+from torchrelay.gateway.auth.api_keys import ADMIN
+from torchrelay.gateway.catalog.catalog import ScalingSettings
 
 TARGET = "a target is from 0.001 s to 86,400 s, or 0 for the scheduler's default;"
 
@@ -201,3 +205,29 @@ async def test_settings_that_are_no_numbers_are_refused(rig: RestRig) -> None:
             refused = await rig.admin.patch("/v1/models/acme/glossary", json={name: wrong})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
+
+
+async def test_versions_are_listed_and_rolled_back(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    current = {"id": "version-one", "replaced": None, "kept_until": None}
+    listed = (await rig.acme.get("/v1/versions?model=glossary")).json()
+    assert listed["model"] == "acme/glossary" and [each | current for each in listed["data"]] == listed["data"]
+    refused = await rig.acme.post("/v1/models/glossary/rollback", json={})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "version")
+    catalog, resolved = rig.services.catalog, await rig.services.catalog.resolve(ADMIN, "acme/glossary")
+    async with rig.parts.database.write() as connection:
+        newer = replace(resolved.version, version_id="version-two")
+        await catalog.publish_in(connection, resolved.tenant_id, "glossary", newer, ScalingSettings())
+    catalog.published()
+    listed = (await rig.acme.get("/v1/versions?model=acme/glossary")).json()["data"]
+    assert [each["id"] for each in listed] == ["version-two", "version-one"]
+    assert listed[1]["kept_until"] - listed[1]["replaced"] == 540
+    other = await rig.client_of("birch")
+    assert (await other.get("/v1/versions?model=acme/glossary")).status_code == 404
+    assert (await other.post("/v1/models/acme/glossary/rollback", json={})).status_code == 404
+    await other.aclose()
+    rig.events.clear()
+    assert (await rig.acme.post("/v1/models/acme/glossary/rollback", json={})).json() == model
+    assert rig.events == [("published", "acme/glossary")]
+    again = await rig.acme.post("/v1/models/glossary/rollback", json={"version": "version-two"})
+    assert again.json()["version"] == "version-two"

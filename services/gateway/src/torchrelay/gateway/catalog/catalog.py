@@ -13,16 +13,17 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, insert, or_, select, true, update
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict, ModelNotFound
+from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
 from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.core import LatencyTargets, Price, Principal, PublishedModel, Version
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
-from torchrelay.gateway.sql.tables import aliases, models, retired_versions, tenants, versions
+from torchrelay.gateway.sql.tables import aliases, models, replaced_versions, retired_versions, tenants, versions
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
+_ROLLBACK_S = 60.0
 _ALIAS_OF_MODEL = (aliases.c.tenant_id == models.c.tenant_id, aliases.c.model == models.c.name)
 
 
@@ -50,15 +51,33 @@ class ScalingSettings:
         return given
 
 
+@dataclass(frozen=True, slots=True)
+class ReplacedVersion:
+    """A version that a model had before, and until when the model can be rolled back to it."""
+
+    version: Version
+    replaced_unix_us: int
+    kept_until_unix_us: int
+
+
 class Catalog:
     """Owns the tables of models, their aliases and versions."""
 
     def __init__(
-        self, database: Database, table_versions: TableVersions, prices: Prices, capacity: int = 10_000
+        self,
+        database: Database,
+        table_versions: TableVersions,
+        prices: Prices,
+        capacity: int = 10_000,
+        *,
+        retired_s: float = 600.0,
     ) -> None:
+        """``retired_s``: how long after its last use a version is freed, at the earliest."""
         self._database = database
         self._table_versions = table_versions
         self._prices = prices
+        # Less than that by the longest transaction, so that no version is freed while a model is rolled back to it.
+        self._kept_us = int((retired_s - min(_ROLLBACK_S, retired_s / 2)) * 1e6)
         self._cache: VersionedCache[str, PublishedModel] = VersionedCache(capacity)
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
@@ -153,10 +172,47 @@ class Catalog:
             if version_id is None:
                 raise _not_found(model.name)
             own_name = model.name.partition("/")[2]
-            await connection.execute(
-                delete(aliases).where(aliases.c.tenant_id == model.tenant_id, aliases.c.model == own_name)
-            )
+            for table in (aliases, replaced_versions):
+                of_model = table.c.tenant_id == model.tenant_id, table.c.model == own_name
+                await connection.execute(delete(table).where(*of_model))
             await _retire(self._database, connection, version_id, model.tenant_id)
+        self._table_versions.invalidate()
+
+    async def replaced(self, model: PublishedModel) -> list[ReplacedVersion]:
+        """The versions to which the model can be rolled back, the last replaced first."""
+        async with self._database.read() as connection:
+            return await self._replaced_in(connection, model)
+
+    async def _replaced_in(self, connection: SqlConnection, model: PublishedModel) -> list[ReplacedVersion]:
+        # Not by the time of retirement: it would tell that another tenant uses the same files.
+        table, own_name = replaced_versions, model.name.partition("/")[2]
+        of_model = table.c.tenant_id == model.tenant_id, table.c.model == own_name
+        query = select(table.c.replaced_unix_us, versions.c.description)
+        query = query.join_from(table, versions, table.c.version_id == versions.c.version_id)
+        query = query.where(*of_model, table.c.replaced_unix_us > now_unix_us() - self._kept_us)
+        rows = await connection.execute(query.order_by(table.c.replaced_unix_us.desc()))
+        return [
+            ReplacedVersion(
+                msgspec.json.decode(row.description, type=Version),
+                row.replaced_unix_us,
+                row.replaced_unix_us + self._kept_us,
+            )
+            for row in rows
+        ]
+
+    async def roll_back(self, model: PublishedModel, version_id: str) -> None:
+        """Makes a replaced version the model's version again; its settings stay. Raises ``NotFound`` if it is not kept,
+        and ``ModelNotFound`` if the model was deleted meanwhile.
+        """
+        async with self._database.write() as connection:
+            await bump_version(connection, "catalog")  # first: see publish_in
+            if (await connection.execute(select(models.c.name).where(*_is(model)))).one_or_none() is None:
+                raise _not_found(model.name)
+            kept = {each.version.version_id: each.version for each in await self._replaced_in(connection, model)}
+            if version_id not in kept:
+                raise NotFound(f"{model.name} has no replaced version {version_id[:100]!r} any more", field="version")
+            own_name = model.name.partition("/")[2]
+            await self.publish_in(connection, model.tenant_id, own_name, kept[version_id], ScalingSettings())
         self._table_versions.invalidate()
 
     async def publish_in(
@@ -182,6 +238,18 @@ class Catalog:
         else:
             await connection.execute(update(models).where(*same_model).values(values))
             await _retire(self._database, connection, previous, tenant_id)
+            await self._note_replaced(connection, tenant_id, name, previous, version.version_id)
+
+    async def _note_replaced(
+        self, connection: SqlConnection, tenant_id: str, name: str, previous: str, current: str
+    ) -> None:
+        """Remembers the previous version of a model; forgets those that are no longer kept, and the current."""
+        table, now = replaced_versions, now_unix_us()
+        is_over = or_(table.c.version_id.in_((previous, current)), table.c.replaced_unix_us <= now - self._kept_us)
+        await connection.execute(delete(table).where(table.c.tenant_id == tenant_id, table.c.model == name, is_over))
+        if previous != current:
+            row = {"tenant_id": tenant_id, "model": name, "version_id": previous, "replaced_unix_us": now}
+            await connection.execute(insert(table).values(row))
 
     async def retire_in(self, connection: SqlConnection, tenant_id: str, version: Version) -> None:
         """Within the caller's transaction: schedules an unpublished version for deletion, unless a model uses it."""

@@ -29,6 +29,7 @@ def routes_app() -> FastAPI:
     """The routes without what answers them: enough for the schema."""
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
     routers = [part.router for part in (tenants, keys, uploads, models, orphans, billing, explain, events)]
+    routers.append(models.versions_router)
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:
         app.include_router(router, dependencies=[Depends(check_query)])

@@ -109,6 +109,16 @@ retired_versions = Table(
     Column("retired_unix_us", BigInteger, nullable=False),
 )
 
+# The versions that a model had before. That such a version still has its bytes is shown by its row in ``versions``.
+replaced_versions = Table(
+    "replaced_versions",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
+    Column("model", String, primary_key=True),
+    Column("version_id", String, primary_key=True),
+    Column("replaced_unix_us", BigInteger, nullable=False),
+)
+
 # A price is valid until the next row of the same model starts.
 prices = Table(
     "prices",

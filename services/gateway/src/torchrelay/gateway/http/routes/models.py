@@ -10,15 +10,16 @@ import msgspec
 from fastapi import APIRouter, Header, Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from torchrelay.common.errors import InvalidRequest, PermissionDenied
+from torchrelay.common.errors import InvalidRequest, NotFound, PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
-from torchrelay.gateway.core import MOST_TARGET_S, Principal, PublishedModel, checked_target_s
+from torchrelay.gateway.core import MOST_TARGET_S, Principal, PublishedModel, Version, checked_target_s
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 from torchrelay.gateway.http.whole_number import WholeNumber
 from torchrelay.gateway.resource_names import check_name
 
 router = APIRouter(prefix="/v1/models")
+versions_router = APIRouter(prefix="/v1/versions")
 MAX_ALIASES = 16  # of a model
 _Entry: TypeAlias = tuple[str, PublishedModel]  # of the list: a model under its name or an alias
 _TARGET_BOUNDS = Field(json_schema_extra={"minimum": 0, "maximum": MOST_TARGET_S})
@@ -40,6 +41,13 @@ class ScalingSettingsBody(BaseModel):
 class AliasesBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     aliases: list[str] = Field(max_length=MAX_ALIASES)
+
+
+class RollbackBody(BaseModel):
+    """``None``: the version that was replaced last."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: str | None = None
 
 
 class SettingsBody(ScalingSettingsBody):
@@ -97,6 +105,47 @@ async def set_aliases(services: ServicesOf, caller: Caller, name: str, body: Ali
     model = await services.catalog.resolve(caller, name)
     await services.catalog.set_aliases(model, names)
     return shown(services, await services.catalog.resolve(caller, model.name))
+
+
+@versions_router.get("")
+async def all_versions(services: ServicesOf, caller: Caller, model: str) -> dict[str, Any]:
+    """The current version of a model, and the replaced versions to which it can be rolled back, the last first."""
+    current = await services.catalog.resolve(caller, model)
+    async with services.queries.turn(caller.tenant_id):
+        replaced = await services.catalog.replaced(current)
+    entries = [_version_entry(current.version)]
+    for each in replaced:
+        times = {"replaced": each.replaced_unix_us // 1_000_000, "kept_until": each.kept_until_unix_us // 1_000_000}
+        entries.append(_version_entry(each.version) | times)
+    return {"object": "list", "model": current.name, "data": entries}
+
+
+def _version_entry(version: Version) -> dict[str, Any]:
+    return {
+        "id": version.version_id,
+        "object": "version",
+        "architecture": version.architecture,
+        "dtype": version.dtype,
+        "size_bytes": version.pack_bytes,
+        "replaced": None,
+        "kept_until": None,
+    }
+
+
+@router.post("/{name:path}/rollback")
+async def roll_back(services: ServicesOf, caller: Caller, name: str, body: RollbackBody) -> dict[str, Any]:
+    """Makes a replaced version current again, without an upload; running requests finish on their version."""
+    model = await services.catalog.resolve(caller, name)
+    version_id = body.version
+    if version_id is None:
+        replaced = await services.catalog.replaced(model)
+        if not replaced:
+            raise NotFound(f"{model.name} has no replaced version any more", field="version")
+        version_id = replaced[0].version.version_id
+    await services.catalog.roll_back(model, version_id)
+    model = await services.catalog.resolve(caller, model.name)
+    await services.model_changed("published", model.name, model)
+    return shown(services, model)
 
 
 @router.patch("/{name:path}")
