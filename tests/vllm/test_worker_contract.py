@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, running_testbed
 from tests.support.checkpoints import make_checkpoint
@@ -14,6 +18,8 @@ from tests.support.wait import eventually
 from tests.unit.engine.harness import Model
 from tests.unit.param_store.running_store import publish, running_store
 from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
+from torchrelay.engine.sampling.sampler import TokenDraw, sample_tokens
 
 PROMPTS = [[(7 * salt + 3 * index) % 250 for index in range(length)] for salt, length in enumerate((1, 33, 64, 150))]
 
@@ -60,6 +66,58 @@ async def test_stop_tokens_logprobs_and_limits(scene: RolesTestbed, model: Model
     true = model.logits(PROMPTS[2])[0].log_softmax(-1)
     assert list(first.top_token_ids) == true.topk(3).indices.tolist()
     assert first.chosen == pytest.approx(float(true.max()), abs=1e-4)
+    await scene.assert_idle()
+
+
+def sampled(model: Model, prompt: list[int], choice: int, params: SamplingParams) -> list[int]:
+    """The tokens that transformers' logits give."""
+    group = GroupSpec("r/0", tuple(prompt), len(prompt), params, (ChoiceSpec(choice),))
+    output: list[int] = []
+    while len(output) < params.max_tokens:
+        draw = TokenDraw(0, group, choice, len(output), Counter(output))
+        (token,) = sample_tokens(model.logits([*prompt, *output]), [draw])
+        output.append(token.token_id)
+    return output
+
+
+async def test_sampled_tokens_equal_the_reference_also_when_resumed(scene: RolesTestbed, model: Model) -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "seed": 11,
+        "frequency_penalty": 0.7,
+        "presence_penalty": 0.3,
+    }
+    expected = [sampled(model, PROMPTS[1], choice, SamplingParams(**sampling, max_tokens=20)) for choice in range(2)]
+    assert expected[0] != expected[1]
+    whole = await scene.send(scene.request(PROMPTS[1], num_choices=2, max_tokens=20, **sampling))
+    # The prompt of more than one step has other prompts beside it, of which each has a token of its own.
+    others = [await scene.send(scene.request(prompt, max_tokens=4)) for prompt in PROMPTS]
+    await whole.finished()
+    assert [whole.tokens(0), whole.tokens(1)] == expected
+    for other, prompt in zip(others, PROMPTS, strict=True):
+        await other.finished()
+        assert other.tokens() == model.expected(prompt)[:4]
+    resumed = scene.request(PROMPTS[1], forced=expected[0][:9], max_tokens=20, **sampling)
+    await (await scene.send(resumed)).finished()
+    assert resumed.tokens() == expected[0][9:]
+    await scene.assert_idle()
+
+
+async def test_grammar_bounds_the_answer_also_when_resumed(scene: RolesTestbed, model: Model) -> None:
+    tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 3, "grammar": "start: /[a-d]{3}-[0-9]{4}/"}
+    whole = await scene.send(scene.request(PROMPTS[1], num_choices=2, **sampling))
+    plain = await scene.send(scene.request(PROMPTS[2]))
+    await whole.finished()
+    for choice in range(2):
+        assert re.fullmatch("[a-d]{3}-[0-9]{4}", tokenizer.decode(whole.tokens(choice)))
+        assert whole.finish(choice) == pb.FINISH_REASON_STOP
+    resumed = scene.request(PROMPTS[1], forced=whole.tokens(0)[:5], **sampling)
+    await (await scene.send(resumed)).finished()
+    assert resumed.tokens() == whole.tokens(0)[5:]
+    await plain.finished()
+    assert plain.tokens() == model.expected(PROMPTS[2])
     await scene.assert_idle()
 
 

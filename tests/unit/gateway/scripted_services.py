@@ -13,7 +13,7 @@ from torchrelay.common.errors import Conflict, NotFound, TorchrelayError
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.common.net.rpc.server import RpcServer
-from torchrelay.control.v1 import param_store_pb2, scheduler_pb2, types_pb2
+from torchrelay.control.v1 import param_store_pb2, reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
 
@@ -137,7 +137,9 @@ class ScriptedStore(ParamStoreServicer):
 
 class ScriptedScheduler(SchedulerServicer):
     async def WatchCluster(self, request: Any, context: Any) -> AsyncIterator[scheduler_pb2.ClusterView]:
-        yield scheduler_pb2.ClusterView(epoch=1, largest_slot_bytes=12345)
+        yield scheduler_pb2.ClusterView(
+            epoch=1, largest_slot_bytes=12345, workers=[reports_pb2.WorkerReport(worker_id="w1")]
+        )
 
     async def Explain(self, request: Any, context: Any) -> scheduler_pb2.ExplainReply:
         if request.request_id == "req-old":

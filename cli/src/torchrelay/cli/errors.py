@@ -22,6 +22,7 @@ _OPTIONS = {
     "temperature": "--temperature",
     "idle_timeout_s": "--idle-timeout-s",
     "max_instances": "--max-instances",
+    "engine": "--engine",
     "min_instances": "--min-instances",
     "schedule": "--schedule",
     "interactive_ttft_s": "--interactive-ttft-s",

@@ -95,6 +95,9 @@ def test_model_is_configured_and_deleted(run: Run, home: Home, gateway: FakeGate
     assert "acme/tiny: idle s 60, max instances per role 2" in shown.stdout
     assert "with the model's next request" in shown.stderr
     assert isinstance(run("models", "set", "tiny").exception, CliError)
+    shown = run("models", "set", "tiny", "--engine", "vllm")
+    assert gateway.asked.pop()[2] == {"engine": "vllm"} and "acme/tiny: engine vllm" in shown.stdout
+    assert run("models", "set", "tiny", "--engine", "tensorrt").exit_code == 2
     entries = ["mon-fri 08:00-18:00 Europe/Berlin = 2", "sat 10:00-16:00 UTC = 1"]
     shown = run("models", "set", "tiny", "--schedule", entries[0], "--schedule", entries[1])
     assert gateway.asked.pop()[2] == {"schedule": entries}

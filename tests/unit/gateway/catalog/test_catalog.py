@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import select
@@ -11,6 +12,7 @@ from torchrelay.gateway.auth.api_keys import ADMIN, ApiKeys
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.core import LatencyTargets, ModelShape, Principal, Version
+from torchrelay.gateway.inference.execution.attempt import model_version
 from torchrelay.gateway.sql.table_versions import TableVersions
 from torchrelay.gateway.sql.tables import retired_versions
 
@@ -77,12 +79,14 @@ async def test_another_tenants_model_is_not_found(parts: AccountingRig) -> None:
 
 
 async def test_republishing_replaces_version_and_keeps_settings(parts: AccountingRig, caller: Principal) -> None:
-    await publish(parts, "glossary", version("v1"), ScalingSettings(idle_timeout_s=4, max_instances=2))
+    await publish(parts, "glossary", version("v1"), ScalingSettings(4, 2, "vllm"))
     before = await parts.catalog.resolve(caller, "glossary")
     await publish(parts, "glossary", version("v2"), ScalingSettings(max_instances=3))
     after = await parts.catalog.resolve(caller, "glossary")
     assert (after.version.version_id, after.idle_timeout_s, after.max_instances) == ("v2", 4, 3)
     assert after.created_unix_us == before.created_unix_us
+    assert (after.engine, model_version(after).scaling.engine) == ("vllm", "vllm")
+    assert model_version(replace(after, engine="auto")).scaling.engine == ""
     assert await retired(parts) == {"v1"}
     await publish(parts, "glossary", version("v1"))
     assert await retired(parts) == {"v2"}

@@ -1,4 +1,6 @@
-"""Workers whose engines hand no KV over, such as vLLM's: an instance plays both roles, and pairs with itself alone."""
+"""Workers with other engines than Torchrelay's. If an engine hands no KV over, as vLLM's does not, an instance plays
+both roles, and pairs with itself alone. A model that names an engine is loaded only where it is.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
 
 def without_handover(worker: WorkerStatus) -> WorkerStatus:
-    return replace(worker, hands_over=False, computes_by_layer=False)
+    return replace(worker, engine="vllm", hands_over=False, computes_by_layer=False)
 
 
 def alone(candidate: Candidate) -> Candidate:
@@ -124,3 +126,50 @@ def test_no_placement_on_a_prefill_and_a_decode_instance_without_handover() -> N
     answer = place(a_placeable(MODEL, "r1"), MODEL, candidates, KvTransferTimes(), RULES, NOW)
     assert isinstance(answer, NoPlacement) and answer.due > NOW
     assert answer.reason == "no instance with KV for the answer can compute the prompt or get its KV"
+
+
+def two_engines() -> PaperCluster:
+    """A host with a worker of each engine; vLLM's comes first by its name, and has the pack of the model near."""
+    own, other = a_worker("w-b", "host-1"), without_handover(a_worker("w-a", "host-1"))
+    return PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), own, other)
+
+
+@pytest.mark.parametrize(("engine", "worker_id"), [("", "w-b"), ("torchrelay", "w-b"), ("vllm", "w-a")])
+def test_a_model_is_loaded_where_its_engine_is(engine: str, worker_id: str) -> None:
+    scene = two_engines()
+    scene.admit(a_model(engine=engine), "r1")
+    scene.pass_time(1.0)
+    scene.finish_loads()
+    assert {order.worker_id for load in scene.loads() for hop in load.hops for order in hop.loads} == {worker_id}
+    placement = scene.placement("r1")
+    assert placement is not None and placement.prefill.worker_id == placement.decode.worker_id == worker_id
+    scene.check()
+
+
+def test_a_model_takes_any_engine_where_its_favourite_is_busy() -> None:
+    scene = two_engines()
+    scene.admit(a_model(engine="torchrelay"), "r1")
+    scene.admit(a_model("acme/other"), "r2")
+    scene.pass_time(1.0)
+    scene.finish_loads()
+    placement = scene.placement("r2")
+    assert placement is not None and placement.prefill.worker_id == "w-a"
+
+
+def test_a_slot_with_another_engine_is_not_taken_from_its_model() -> None:
+    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"), a_worker("w-c"))
+    scene.admit(a_model(), "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.admit(a_model("acme/other", engine="vllm"), "r2")
+    scene.pass_time(3.0)
+    assert "evict" not in scene.kinds() and scene.placement("r2") is None
+
+
+def test_a_request_for_an_absent_engine_is_refused_with_its_name() -> None:
+    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"))
+    scene.admit(a_model(engine="vllm"), "r1")
+    scene.pass_time(scene.config.unserved_s + 1)
+    refusal = scene.refusal("r1")
+    assert refusal is not None
+    assert refusal.message == "acme/tiny needs a worker with the engine vllm; no worker has it"

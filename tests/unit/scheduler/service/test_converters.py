@@ -39,6 +39,13 @@ def test_admission_has_targets_of_model() -> None:
     assert model_from_proto(version).targets == LatencyTargets(0.2, 0.5, 0.0, 0.05)
 
 
+def test_model_has_engine_of_version() -> None:
+    version = a_version()
+    assert model_from_proto(version).engine == ""
+    version.scaling.engine = "vllm"
+    assert model_from_proto(version).engine == "vllm"
+
+
 def test_service_class_numbers_match_protocol() -> None:
     assert {f"SERVICE_CLASS_{ServiceClas.name}": ServiceClas.value for ServiceClas in ServiceClass} == dict(
         scheduler_pb2.ServiceClass.items()
@@ -52,10 +59,10 @@ def test_unknown_service_class_is_standard() -> None:
 def test_worker_report_tells_what_the_engine_can() -> None:
     report = reports_pb2.WorkerReport(worker_id="w1")
     worker = worker_from_proto(report, 1.0)  # of an earlier release
-    assert worker.hands_over and worker.computes_by_layer
+    assert worker.hands_over and worker.computes_by_layer and worker.engine == "torchrelay"
     report.capabilities.CopyFrom(reports_pb2.EngineCapabilities(engine="vllm"))
     worker = worker_from_proto(report, 1.0)
-    assert not worker.hands_over and not worker.computes_by_layer
+    assert not worker.hands_over and not worker.computes_by_layer and worker.engine == "vllm"
     report.capabilities.kv_handover = report.capabilities.layer_spans = True
     worker = worker_from_proto(report, 1.0)
     assert worker.hands_over and worker.computes_by_layer

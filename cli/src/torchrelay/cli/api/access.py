@@ -6,7 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,6 +39,10 @@ IdleTimeoutOption = Annotated[
     float | None, typer.Option(min=0, max=30 * 86400, help="Idle seconds before scaling to zero; 0: default.")
 ]
 MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum instances per role; 0: default.")]
+EngineOption = Annotated[
+    Literal["auto", "torchrelay", "vllm"] | None,
+    typer.Option(help="Engine of its instances; auto, at first: any, Torchrelay's own where there is a choice."),
+]
 MinInstancesOption = Annotated[int | None, typer.Option(min=0, help="Instances per role that stay loaded; admin.")]
 ScheduleOption = Annotated[
     list[str] | None,

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from torchrelay.cli.api.access import (
     BatchTtftOption,
+    EngineOption,
     HomeOption,
     IdleTimeoutOption,
     InteractiveTtftOption,
@@ -86,7 +87,8 @@ def _more_settings(model: dict[str, Any]) -> list[str]:
         targets.append(f"{format_duration(between_s)} between tokens")
     schedule = [f"min {entry}" for entry in model.get("schedule", ())]
     aliases = [f"also {', '.join(model['aliases'])}"] if model.get("aliases") else []
-    return [*aliases, *schedule, *([f"targets: {'; '.join(targets)}"] if targets else [])]
+    engine = [f"engine {model['engine']}"] if model.get("engine", "auto") != "auto" else []
+    return [*aliases, *engine, *schedule, *([f"targets: {'; '.join(targets)}"] if targets else [])]
 
 
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
@@ -128,6 +130,7 @@ def set_model(
     name: NameArgument,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
+    engine: EngineOption = None,
     min_instances: MinInstancesOption = None,
     schedule: ScheduleOption = None,
     interactive_ttft_s: InteractiveTtftOption = None,
@@ -145,7 +148,7 @@ def set_model(
 
     For options marked admin the local platform's admin key is found automatically; NAME is then TENANT/MODEL.
     """
-    own = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
+    own = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine)
     operators = given(
         min_instances=min_instances,
         schedule=_entries(schedule or None),

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from torchrelay.cli.api.access import (
     Access,
+    EngineOption,
     HomeOption,
     IdleTimeoutOption,
     KeyOption,
@@ -80,6 +81,7 @@ def upload(
     ] = None,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
+    engine: EngineOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -93,7 +95,7 @@ def upload(
     existing name publishes a new version; running requests finish on the old one.
     """
     access = tenant_access(home, url, key, name or "")
-    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
+    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine)
     full_name = _model_name(access, source, name)
     check_name(full_name)
     conversion = _conversion(source)

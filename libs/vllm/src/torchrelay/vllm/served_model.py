@@ -7,7 +7,8 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from vllm import EngineArgs
@@ -20,14 +21,14 @@ from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork, attended_positions
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.batching.validation import check_lengths, check_tokens
-from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, LoadFailed, NewToken, StepResult
+from torchrelay.engine.core import EMPTY_STEP, GroupSpec, LoadFailed, NewToken, StepResult
 from torchrelay.engine.kv.layout import KvShape
 from torchrelay.modelspec.config import read_config
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.manifest import Manifest
 from torchrelay.vllm.arriving_pack import ArrivingPack
 from torchrelay.vllm.busy_thread import reporting_cpu_time
-from torchrelay.vllm.sampling import logprobs_of, sampling_of
+from torchrelay.vllm.slot_sampler import Choice, SlotChoices, SlotSampler, vllm_sampling
 from torchrelay.vllm.weight_loader import LOAD_FORMAT
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine import EngineHooks
@@ -35,26 +36,6 @@ from torchrelay.worker.slot.engine import EngineHooks
 log = get_logger(__name__)
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
-
-
-@dataclass(slots=True)
-class _Choice:
-    group: GroupSpec
-    spec: ChoiceSpec
-    num_new: int = 0
-
-    @property
-    def request_id(self) -> str:
-        return f"{self.group.group_id}#{self.spec.choice}"
-
-    @property
-    def prompt(self) -> list[int]:
-        return [*self.group.prompt, *self.spec.forced_output]
-
-    @property
-    def position(self) -> int:
-        return len(self.spec.forced_output) + self.num_new
 
 
 def _max_kv_tokens(manifest: Manifest, pool_bytes: int) -> int:
@@ -91,7 +72,7 @@ class VllmModel:
         self._pack = ArrivingPack(manifest, slab.data, self._advance)
         self._vllm: LLMEngine | None = None
         self._is_broken = False
-        self._choices: dict[str, _Choice] = {}  # that vLLM computes, by its request ids
+        self._choices = SlotChoices()
         self._queued: deque[GroupSpec] = deque()  # before vLLM is built
         self._cancels: deque[tuple[str, int | None]] = deque()
         self._work = NO_WORK
@@ -112,15 +93,22 @@ class VllmModel:
         try:
             with reporting_cpu_time(self._advance), tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
                 Path(folder, "config.json").write_text(json.dumps(self._manifest.config))
+                times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
+                times_s.append(time.monotonic())
                 vllm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+                times_s.append(time.monotonic())
                 _compute_a_token(vllm)
-                return vllm
+                times_s.append(time.monotonic())
         except LoadFailed:
             raise
         except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
             log.error("vllm_start_failed", exc_info=True)
             raise LoadFailed(f"vLLM does not serve this model in this slot: {_reason_of(error)}") from error
+        config_s, engine_s, first_token_s = (round(end - begin, 3) for begin, end in pairwise(times_s))
+        # The weights arrive and are copied within engine_s.
+        log.info("vllm_started", config_s=config_s, engine_s=engine_s, first_token_s=first_token_s)
+        return vllm
 
     def _engine_args(self, folder: str) -> EngineArgs:
         settings = self._settings
@@ -129,13 +117,13 @@ class VllmModel:
             skip_tokenizer_init=True,
             generation_config="vllm",
             load_format=LOAD_FORMAT,
-            model_loader_extra_config={"pack": self._pack},
+            model_loader_extra_config={"pack": self._pack, "choices": self._choices},
+            logits_processors=[SlotSampler],
             dtype=_DTYPES[self._manifest.dtype],
             max_model_len=min(self._max_context_tokens, self._max_kv_tokens),
             kv_cache_memory_bytes=settings.kv_pool_bytes,
             enable_prefix_caching=settings.prefix_cache,
             max_num_batched_tokens=max(settings.token_budget, 512),
-            max_logprobs=20,
             enforce_eager=settings.device == "cpu",  # compilation takes a minute on a CPU
             async_scheduling=False,
             distributed_executor_backend="uni",
@@ -153,8 +141,6 @@ class VllmModel:
     def prefill(self, group: GroupSpec) -> None:
         if group.pooling is not None:
             raise InvalidRequest("vLLM computes no embeddings in this slot", field="pooling")
-        if group.sampling.grammar is not None:
-            raise InvalidRequest("vLLM enforces no answer format in this slot", field="response_format")
         check_tokens(group, int(self._manifest.config["vocab_size"]))
         check_lengths(group, self._max_context_tokens)
         if (num_tokens := group.num_prompt_tokens + group.num_output_tokens) > self._max_kv_tokens:
@@ -173,10 +159,10 @@ class VllmModel:
 
     def _submit(self, vllm: LLMEngine, group: GroupSpec) -> None:
         for spec in group.choices:
-            choice = _Choice(group, spec)
+            choice = Choice(group, spec)
             prompt = {"prompt_token_ids": choice.prompt, "cache_salt": group.tenant_id or "-"}
             self._choices[choice.request_id] = choice
-            vllm.add_request(choice.request_id, prompt, sampling_of(group.sampling, spec))  # type: ignore[arg-type]
+            vllm.add_request(choice.request_id, prompt, vllm_sampling(choice))  # type: ignore[arg-type]
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         self._queued = deque(group for group in self._queued if group.group_id != group_id)
@@ -232,49 +218,36 @@ class VllmModel:
     def _result(self, outputs: list[RequestOutput], step_s: float, expired: tuple[str, ...]) -> StepResult:
         tokens: list[NewToken] = []
         prefilled: dict[str, None] = {}
+        ended: list[str] = []  # by the sampler, which vLLM does not know yet
         num_prefilled = num_prefill_attended = num_decoding = num_decode_attended = 0
         for output in outputs:
             choice = self._choices.get(output.request_id)
-            if choice is None:
+            if choice is None or not output.outputs[0].token_ids:
                 continue
-            (completion,) = output.outputs
             context = len(choice.prompt)
-            num_cached = output.num_cached_tokens or 0
-            if completion.token_ids and choice.num_new == 0:
+            if choice.new:
+                num_decoding += 1
+                num_decode_attended += context + len(choice.new)
+                token = choice.accept()
+            else:
+                num_cached = output.num_cached_tokens or 0
                 prefilled[choice.group.group_id] = None
                 num_prefilled += context - num_cached
                 num_prefill_attended += attended_positions(num_cached, context)
-            else:
-                num_decoding += 1
-                num_decode_attended += context + choice.num_new
-            tokens += self._tokens(choice, completion, num_cached)
-            if output.finished:
-                self._choices.pop(output.request_id, None)
+                token = replace(choice.accept(), num_cached=min(num_cached, choice.group.num_prompt_tokens))
+            tokens.append(token)
+            if token.finish is not None:
+                del self._choices[output.request_id]
+                if not output.finished:
+                    ended.append(output.request_id)
+        for choice in self._choices.values():
+            choice.discard()
+        if ended and self._vllm is not None:
+            self._vllm.abort_request(ended)
         self._work = StepWork(num_prefilled, num_prefill_attended, num_decoding, num_decode_attended)
         return StepResult(
             tuple(tokens), tuple(prefilled), num_prefilled, num_decoding, step_s, self._work, expired=expired
         )
-
-    def _tokens(self, choice: _Choice, completion: object, num_cached: int) -> list[NewToken]:
-        token_ids = list(completion.token_ids)  # type: ignore[attr-defined]
-        ranked = completion.logprobs  # type: ignore[attr-defined]
-        num_top = choice.group.sampling.top_logprobs
-        tokens = []
-        for index, token_id in enumerate(token_ids):
-            is_last = index == len(token_ids) - 1
-            tokens.append(
-                NewToken(
-                    choice.group.group_id,
-                    choice.spec.choice,
-                    choice.position,
-                    token_id,
-                    _FINISHES.get(completion.finish_reason or "") if is_last else None,  # type: ignore[attr-defined]
-                    min(num_cached, choice.group.num_prompt_tokens) if choice.num_new == 0 else 0,
-                    logprobs_of(token_id, ranked[index], num_top) if num_top is not None else None,
-                )
-            )
-            choice.num_new += 1
-        return tokens
 
     # Metrics
 
@@ -291,7 +264,7 @@ class VllmModel:
         if self._vllm is None:
             return 0
         size = self._vllm.vllm_config.cache_config.block_size
-        used = sum(-(-(len(choice.prompt) + choice.num_new) // size) for choice in self._choices.values())
+        used = sum(-(-(len(choice.prompt) + len(choice.new)) // size) for choice in self._choices.values())
         return max(self.num_pages - int(used), 0)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 ServiceClassName: TypeAlias = Literal["interactive", "standard", "batch"]
 
@@ -90,6 +90,7 @@ class Version:
     has_no_head: bool = False  # it gives embeddings, but no tokens
 
 
+ANY_ENGINE: Final = "auto"
 LEAST_TARGET_S, MOST_TARGET_S = 0.001, 86_400.0
 
 
@@ -127,6 +128,7 @@ class PublishedModel:
     min_instances: int = 0  # per role, loaded though nobody asks
     schedule: tuple[str, ...] = ()  # at times more of them: see ``catalog.schedules``
     targets: LatencyTargets = LatencyTargets()
+    engine: str = ANY_ENGINE  # of its instances
     aliases: tuple[str, ...] = ()  # further names in its tenant, sorted
 
 

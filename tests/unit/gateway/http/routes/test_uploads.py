@@ -57,6 +57,20 @@ async def test_files_are_sent_in_slices_and_published_by_commit(rig: RestRig) ->
     assert (await rig.acme.get(f"/v1/uploads/{upload['id']}")).status_code == 404
 
 
+async def test_commit_takes_an_engine_that_a_worker_has(rig: RestRig) -> None:
+    upload = await begun(rig.acme)
+    await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+    commit = f"/v1/uploads/{upload['id']}/commit"
+    reply = await rig.acme.post(commit, json={"engine": "vllm"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine")
+    assert reply.json()["error"]["message"] == "no worker has the engine vllm; the workers have torchrelay"
+    assert (await rig.acme.post(commit, json={"engine": "tensorrt"})).status_code == 400
+    assert (await rig.acme.post(commit, json={"engine": "torchrelay"})).json()["engine"] == "torchrelay"
+    change = await rig.acme.patch("/v1/models/acme/glossary", json={"engine": "vllm"})
+    assert (change.status_code, change.json()["error"]["param"]) == (400, "engine")
+    assert (await rig.acme.patch("/v1/models/acme/glossary", json={"engine": "auto"})).json()["engine"] == "auto"
+
+
 async def test_interrupted_upload_is_resumed(rig: RestRig) -> None:
     upload = await begun(rig.acme)
     url = f"/v1/uploads/{upload['id']}/files/w"

@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerI
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
-from torchrelay.scheduler.policy.types import BOTH, DECODES, PackCopy, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, DECODES, PackCopy, Role, Roles, SlotClass, StoreStatus, WorkerStatus
 
 MODEL, OTHER = a_model(), a_model("acme/other")
 ROLES: tuple[Roles, ...] = (BOTH, DECODES, BOTH - DECODES)
@@ -96,7 +96,7 @@ def test_slots_are_free_until_taken_or_reported() -> None:
     known.discard("w2")
     assert {key: worker.num_devices for key, worker in known.items()} == {"w0": 1, "w1": 2}
     assert list(known.on_host("h0")) == ["w0"] and list(known.on_host("h1")) == ["w1"]
-    assert [list(ids) for size in SIZES for _, ids in known.kinds(size)] == [["w0"], ["w1"]]
+    assert [list(ids) for size in SIZES for _, ids in known.kinds(SlotClass(size))] == [["w0"], ["w1"]]
     stores = {"h0": a_store("s0", "h0")}
     situation = AutoscalerInput(100.0, [], ListedLoad(), dict(known), stores, {}, known, ListedStores(stores))
     free = FreeSlots(situation, known)

@@ -31,11 +31,12 @@ _ALIAS_OF_MODEL = (aliases.c.tenant_id == models.c.tenant_id, aliases.c.model ==
 class ScalingSettings:
     """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default.
 
-    A tenant sets the first two, the operator all others.
+    A tenant sets the first three, the operator all others.
     """
 
     idle_timeout_s: float | None = None
     max_instances: int | None = None
+    engine: str | None = None
     min_instances: int | None = None
     schedule: tuple[str, ...] | None = None
     interactive_ttft_s: float | None = None  # this and what follows: see ``LatencyTargets``
@@ -314,6 +315,7 @@ def _published(
         min_instances=row.min_instances,
         schedule=msgspec.json.decode(row.schedule, type=tuple[str, ...]),
         targets=LatencyTargets(row.interactive_ttft_s, row.standard_ttft_s, row.batch_ttft_s, row.tbt_target_s),
+        engine=row.engine,
         aliases=tuple(named.get((row.tenant_id, row.name), ())),
     )
 

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 
+from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.clients.endpoint import scheduler_endpoint
+from torchrelay.gateway.core import ANY_ENGINE
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots of the present workers."""
+
+    largest_bytes: int = 0  # of weights that the largest known slot can hold; 0: none is known
+    engines: frozenset[str] = frozenset()  # empty: none is known
+
+    def check_engine(self, engine: str) -> None:
+        """Raises ``InvalidRequest`` if no worker has the engine that a model names, unless no worker is known."""
+        if engine != ANY_ENGINE and self.engines and engine not in self.engines:
+            offered = " and ".join(sorted(self.engines))
+            raise InvalidRequest(f"no worker has the engine {engine}; the workers have {offered}", field="engine")
 
 
 class SchedulerClient:
@@ -20,10 +37,13 @@ class SchedulerClient:
         self._stub = SchedulerStub(channel)
         self._endpoint = scheduler_endpoint(address)
 
-    async def largest_slot_bytes(self, timeout_s: float = 2.0) -> int:
-        """Bytes of weights the largest known slot can hold; 0 if none is known or the scheduler is unreachable."""
+    async def slots(self, timeout_s: float = 2.0) -> Slots:
+        """The slots of the present workers; none if the scheduler is unreachable."""
         view = await self.cluster(timeout_s)
-        return 0 if view is None else int(view.largest_slot_bytes)
+        if view is None:
+            return Slots()
+        engines = frozenset(worker.capabilities.engine or "torchrelay" for worker in view.workers)
+        return Slots(view.largest_slot_bytes, engines)
 
     async def cluster(self, timeout_s: float = 2.0) -> scheduler_pb2.ClusterView | None:
         """The cluster now, of all tenants; None if the scheduler is unreachable."""

@@ -86,6 +86,7 @@ models = Table(
     Column("standard_ttft_s", Float, nullable=False, server_default="0"),
     Column("batch_ttft_s", Float, nullable=False, server_default="0"),
     Column("tbt_target_s", Float, nullable=False, server_default="0"),
+    Column("engine", String, nullable=False, server_default="auto"),
     Column("created_unix_us", BigInteger, nullable=False),
     Column("updated_unix_us", BigInteger, nullable=False),
 )

@@ -102,6 +102,20 @@ class LatencyTargets:
     tbt_target_s: float = 0.0  # between tokens, in the mean
 
 
+OWN_ENGINE = "torchrelay"
+
+
+class SlotClass(NamedTuple):
+    """The slots with one engine and one number of devices, or the slots in which a model runs."""
+
+    num_devices: int = 1
+    engine: str = ""  # of a model: empty if it runs with any
+
+    def fits(self, slot: SlotClass | WorkerStatus) -> bool:
+        """Whether instances of a model of this class run in the slot."""
+        return self.num_devices == slot.num_devices and self.engine in ("", slot.engine)
+
+
 @dataclass(frozen=True)
 class Model:
     """Published version of a model and its settings."""
@@ -118,6 +132,11 @@ class Model:
     min_instances: int = 0  # per role: instances that stay loaded without demand
     scheduled: tuple[ScheduledMinimum, ...] = ()  # in force or coming next
     targets: LatencyTargets = LatencyTargets()
+    engine: str = ""  # of its instances; empty: any
+
+    @cached_property
+    def slot_class(self) -> SlotClass:
+        return SlotClass(self.num_devices, self.engine)
 
 
 @dataclass(frozen=True)
@@ -164,6 +183,7 @@ class WorkerStatus:
     progress: EngineProgress = NO_ENGINE
     num_devices: int = 1  # of its slot
     is_leaving: bool = False  # told to end: its slot drains, and takes no further load
+    engine: str = OWN_ENGINE
     hands_over: bool = True  # its engine's KV to other workers, and takes theirs; without this it plays both roles
     computes_by_layer: bool = True  # while it loads, and continues prompts that others began
 

@@ -79,6 +79,7 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.Wor
         has_prefix_cache=report.has_prefix_cache,
         progress=progress_from_proto(report.engine),
         is_leaving=report.is_leaving,
+        engine=can.engine or types.OWN_ENGINE,
         hands_over=can.kv_handover or not knows_engine,
         computes_by_layer=can.layer_spans or not knows_engine,
     )
@@ -153,6 +154,7 @@ def model_from_proto(version: types_pb2.ModelVersion) -> types.Model:
         kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
         idle_timeout_s=version.scaling.idle_timeout_s,
         max_instances=version.scaling.max_instances,
+        engine=version.scaling.engine,
         routing_block_tokens=version.routing_block_tokens,
         min_instances=version.scaling.min_instances,
         scheduled=tuple(

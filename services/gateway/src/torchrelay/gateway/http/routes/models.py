@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Header, Query
@@ -33,9 +33,10 @@ class ScalingSettingsBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
     max_instances: WholeNumber | None = Field(default=None, ge=0, le=10_000)
+    engine: Literal["auto", "torchrelay", "vllm"] | None = None
 
     def scaling(self) -> ScalingSettings:
-        return ScalingSettings(self.idle_timeout_s, self.max_instances)
+        return ScalingSettings(self.idle_timeout_s, self.max_instances, self.engine)
 
 
 class AliasesBody(BaseModel):
@@ -156,6 +157,8 @@ async def change(services: ServicesOf, caller: Caller, name: str, body: Settings
     for field in _OPERATORS_FIELDS:
         if getattr(body, field) is not None and not caller.is_admin:
             raise PermissionDenied(f"{field} requires the admin key", field=field)
+    if body.engine is not None:
+        (await services.scheduler.slots()).check_engine(body.engine)
     await services.catalog.set_scaling(await services.catalog.resolve(caller, name), body.scaling())
     return shown(services, await services.catalog.resolve(caller, name))
 
@@ -229,6 +232,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "size_bytes": version.pack_bytes,
         "idle_timeout_s": model.idle_timeout_s,
         "max_instances": model.max_instances,
+        "engine": model.engine,
         "min_instances": model.min_instances,
         "schedule": model.schedule,
         "aliases": model.aliases,

@@ -108,8 +108,10 @@ async def commit(
 ) -> Response:
     """Publishes the model. With ``Accept: application/x-ndjson`` each step is a line, and the last line the result."""
     upload = await services.uploads.find(caller, upload_id)
-    slot_bytes = await services.scheduler.largest_slot_bytes()
-    steps = services.uploads.commit(upload, (body or ScalingSettingsBody()).scaling(), slot_bytes)
+    scaling, slots = (body or ScalingSettingsBody()).scaling(), await services.scheduler.slots()
+    if scaling.engine is not None:
+        slots.check_engine(scaling.engine)
+    steps = services.uploads.commit(upload, scaling, slots.largest_bytes)
     if NDJSON in accept:
         return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
     notes: list[str] = []

@@ -300,7 +300,7 @@ def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
     tiers = []
     for instance in autoscaler_input.idle:
         worker, store = workers.get(instance.worker_id), autoscaler_input.stores.get(instance.host_id)
-        if worker is not None and store is not None and worker.num_devices == demand.model.num_devices:
+        if worker is not None and store is not None and demand.model.slot_class.fits(worker):
             tiers.append(tier_of(pack_id, store, is_held))
     return min(tiers, default=Tier.PEER)
 

@@ -26,7 +26,7 @@ class FreeSlots:
         self, model: Model, avoid: frozenset[str], kv_bytes: int, num_prefill: int, num_decode: int
     ) -> list[FreeSlot]:
         """The slots among which ``assign`` chooses. Pairs go to one host if possible, so all slots are candidates."""
-        kinds = [kind for kind, _ in self._free.kinds(model.num_devices)]
+        kinds = [kind for kind, _ in self._free.kinds(model.slot_class)]
         may_pair = num_prefill > 0 and num_decode > 0 and not _are_whole(kinds, kv_bytes)
         return self.of(model, avoid, kv_bytes, None if may_pair else num_prefill + num_decode)
 
@@ -43,13 +43,13 @@ class FreeSlots:
             for worker_id in self._free.on_host(host_id):
                 worker = self._free[worker_id]
                 roles = worker.roles_for(kv_bytes)
-                if roles and worker.num_devices == model.num_devices and self._is_free(worker_id):
+                if roles and model.slot_class.fits(worker) and self._is_free(worker_id):
                     is_avoided = worker_id in avoid
                     preferred_role, hands_over = worker.preferred_role, worker.hands_over
                     slots.append(FreeSlot(worker_id, host_id, roles, tier, is_avoided, preferred_role, hands_over))
         far = Tier.REMOTE if all(tier is Tier.DISK for tier in near.values()) else Tier.PEER
         has_space: dict[str, bool] = dict.fromkeys(near, False)  # by host
-        for kind, worker_ids in self._free.kinds(model.num_devices):
+        for kind, worker_ids in self._free.kinds(model.slot_class):
             roles, num_left = kind.roles_for(kv_bytes), most
             if not roles or num_left == 0:
                 continue

@@ -27,9 +27,9 @@ class FreeSlot(NamedTuple):
     hands_over: bool = True  # else it plays all its roles
 
     @property
-    def cost(self) -> tuple[bool, int, int, str]:
-        """Lower is better. Slots that can play only one role are used first."""
-        return (self.avoided, int(self.tier), len(self.playable_roles), self.worker_id)
+    def cost(self) -> tuple[bool, bool, int, int, str]:
+        """Lower is better. Slots that can play only one role are used first, and before them engines that hand over."""
+        return (self.avoided, not self.hands_over, int(self.tier), len(self.playable_roles), self.worker_id)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def free_slots(
             worker.hands_over,
         )
         for worker in workers
-        if worker.num_devices == model.num_devices
+        if model.slot_class.fits(worker)
         and (roles := worker.roles_for(kv_bytes))
         and (nearest := tier(worker.host_id)) is not None
     ]

@@ -6,13 +6,13 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.types import BOTH, DECODES, Role, Roles, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, DECODES, Role, Roles, SlotClass, WorkerStatus
 
 
 class SlotKind(NamedTuple):
     """Properties of a slot that matter to a model, except its host."""
 
-    num_devices: int
+    slot_class: SlotClass
     playable_roles: Roles
     preferred_role: Role | None
     kv_pool_bytes: int
@@ -21,7 +21,8 @@ class SlotKind(NamedTuple):
     @classmethod
     def of(cls, worker: WorkerStatus) -> SlotKind:
         roles, preferred_role = worker.playable_roles, worker.preferred_role
-        return cls(worker.num_devices, roles, preferred_role, worker.kv_pool_bytes, worker.hands_over)
+        slot_class = SlotClass(worker.num_devices, worker.engine)
+        return cls(slot_class, roles, preferred_role, worker.kv_pool_bytes, worker.hands_over)
 
     def roles_for(self, kv_bytes: int) -> Roles:
         """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""
@@ -73,6 +74,6 @@ class FreeWorkers(Mapping[str, WorkerStatus]):
     def on_host(self, host_id: str) -> Collection[str]:
         return self._on_host.get(host_id, ())
 
-    def kinds(self, num_devices: int) -> list[tuple[SlotKind, Sequence[str]]]:
-        """The kinds of this size, each with its workers in the order of their ids."""
-        return [(kind, ids) for kind, ids in self._of_kind.items() if kind.num_devices == num_devices]
+    def kinds(self, wanted: SlotClass) -> list[tuple[SlotKind, Sequence[str]]]:
+        """The kinds in which a model of this class runs, each with its workers in the order of their ids."""
+        return [(kind, ids) for kind, ids in self._of_kind.items() if wanted.fits(kind.slot_class)]

@@ -6,20 +6,20 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.types import Role, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import Role, SlotClass, StoreStatus, WorkerStatus
 
 _REMEMBERED_S = 600.0
 
 
 class SlotSize(NamedTuple):
-    num_devices: int = 1
+    slot_class: SlotClass
     weights_bytes: int = 0  # the host's arena, where the worker computes in place; 0: no store on the host answers
     kv_pool_bytes: int = 0  # 0: the slot does not decode
 
 
 class _Slot(NamedTuple):
     host_id: str
-    num_devices: int
+    slot_class: SlotClass
     kv_pool_bytes: int
 
 
@@ -36,7 +36,7 @@ class SlotSizes:
     def worker(self, worker: WorkerStatus) -> None:
         """Records a present worker and its slot."""
         pool_bytes = worker.kv_pool_bytes if Role.DECODE in worker.playable_roles else 0
-        slot = _Slot(worker.host_id, worker.num_devices, pool_bytes)
+        slot = _Slot(worker.host_id, SlotClass(worker.num_devices, worker.engine), pool_bytes)
         if self._slots.get(worker.worker_id) != slot:
             self.worker_gone(worker.worker_id, worker.seen_at)
             self._slots[worker.worker_id] = slot
@@ -72,7 +72,7 @@ class SlotSizes:
             self._remove(size, now)
 
     def _size(self, slot: _Slot) -> SlotSize:
-        return SlotSize(slot.num_devices, self._arenas.get(slot.host_id, 0), slot.kv_pool_bytes)
+        return SlotSize(slot.slot_class, self._arenas.get(slot.host_id, 0), slot.kv_pool_bytes)
 
     def _add(self, size: SlotSize) -> None:
         self._present[size] += 1
@@ -85,13 +85,14 @@ class SlotSizes:
             self._gone = {key: until for key, until in self._gone.items() if until >= now - _REMEMBERED_S}
             self._gone[size] = now
 
-    def present(self, num_devices: int) -> list[SlotSize]:
-        return [size for size in self._present if size.num_devices == num_devices]
+    def present(self, wanted: SlotClass) -> list[SlotSize]:
+        """Sizes of the present slots in which a model of this class runs."""
+        return [size for size in self._present if wanted.fits(size.slot_class)]
 
-    def since(self, begin: float, num_devices: int) -> list[SlotSize]:
-        """Sizes of slots that were present at any time after ``begin``."""
-        gone = (size for size, until in self._gone.items() if until >= begin and size.num_devices == num_devices)
-        return [*self.present(num_devices), *gone]
+    def since(self, begin: float, wanted: SlotClass) -> list[SlotSize]:
+        """Sizes of such slots that were present at any time after ``begin``."""
+        gone = (size for size, until in self._gone.items() if until >= begin and wanted.fits(size.slot_class))
+        return [*self.present(wanted), *gone]
 
     def has_lost_any(self, begin: float) -> bool:
         """Whether any size had slots after ``begin`` and has none now."""

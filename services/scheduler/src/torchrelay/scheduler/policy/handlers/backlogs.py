@@ -48,7 +48,7 @@ def computation_s(state: State, model: Model, entries: Sequence[Endpoint]) -> Ca
         latency = entries[0].latency
     else:
         workers = state.membership.workers.values()
-        worker = next((worker for worker in workers if worker.num_devices == model.num_devices), None)
+        worker = next((worker for worker in workers if model.slot_class.fits(worker)), None)
         if worker is None:
             return lambda num_tokens: 0.0
         latency = state.latency_models.of(worker, model.pack_id, state.config)

@@ -113,11 +113,11 @@ def waiting_of(state: State, model: Model, now: float) -> Waiting:
     version_id, sizes = model.version_id, state.membership.sizes
     if not state.queues.num_waiting(version_id):
         return Waiting()
-    slots = sizes.since(now - state.config.unserved_resumed_s, model.num_devices)
+    slots = sizes.since(now - state.config.unserved_resumed_s, model.slot_class)
     pools = {slot.kv_pool_bytes for slot in slots if slot.kv_pool_bytes}
     if len(pools) <= 1:  # the usual case: all slots that decode hold the same requests
         return Waiting(state.queues.num_waiting(version_id), state.queues.oldest_wait_s(version_id, now))
-    largest = largest_pool(sizes.present(model.num_devices))
+    largest = largest_pool(sizes.present(model.slot_class))
     waiting = state.queues.waiting(version_id)
     needs = {admission.key: admission.kv_bytes(model) for admission in waiting}
     fitting = [admission for admission in waiting if needs[admission.key] <= largest]

@@ -25,6 +25,7 @@ from torchrelay.scheduler.policy.types import (
     Model,
     Placement,
     ServiceClass,
+    SlotClass,
 )
 
 _LEAST_AHEAD_S = 1e-3  # lower bound of the prompt time ahead in a full queue
@@ -272,19 +273,21 @@ def _knows_slots(state: State, now: float) -> bool:
     return now - state.started_at >= state.config.refusal_settle_s and state.membership.sizes.largest_weights_bytes > 0
 
 
-def _largest_slot(state: State, now: float, num_devices: int, absent_s: float) -> tuple[int, int]:
+def _largest_slot(state: State, now: float, wanted: SlotClass, absent_s: float) -> tuple[int, int]:
     """The most bytes of weights and of KV that a slot holds, among present slots and those of ``absent_s`` ago."""
-    slots = state.membership.sizes.since(now - absent_s, num_devices)
+    slots = state.membership.sizes.since(now - absent_s, wanted)
     return max((slot.weights_bytes for slot in slots), default=0), largest_pool(slots)
 
 
 def _refuse_if_infeasible(
-    state: State, admission: Admission, largest_slot: Callable[[int, float], tuple[int, int]], now: float
+    state: State, admission: Admission, largest_slot: Callable[[SlotClass, float], tuple[int, int]], now: float
 ) -> None:
     model = state.models[admission.version_id]
-    arena, pool = largest_slot(model.num_devices, absence_limit_s(state, admission))
+    arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
     needed = admission.kv_bytes(model)
-    if not arena:
+    if not arena and model.engine:
+        message = f"{admission.model} needs a worker with the engine {model.engine}; no worker has it"
+    elif not arena:
         message = f"{admission.model} needs a slot of {model.num_devices} devices; no worker has one"
     elif model.pack_bytes > arena:
         weights = f"the weights of {admission.model} take {model.pack_bytes:,} bytes"

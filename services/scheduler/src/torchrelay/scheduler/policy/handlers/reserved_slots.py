@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.handlers import lifecycle
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import BOTH, Admission, Instance, Model, Role, Roles, StoreStatus
+from torchrelay.scheduler.policy.types import BOTH, Admission, Instance, Model, Role, Roles, SlotClass, StoreStatus
 
 
 def refuse_without_slot(state: State, now: float) -> None:
@@ -76,16 +76,19 @@ class _ReservedSlots:
 
     def holders(self, model: Model) -> list[Instance]:
         """Minimum instances of other models whose slots have the size that the model needs."""
-        instances = self._holders.get(model.num_devices, ())
-        return [instance for instance in instances if instance.version_id != model.version_id]
+        return [
+            instance
+            for slot_class, instances in self._holders.items()
+            for instance in instances
+            if model.slot_class.fits(slot_class) and instance.version_id != model.version_id
+        ]
 
     def _has_holder(self, model: Model) -> bool:
-        instances = self._holders.get(model.num_devices, ())
-        return any(instance.version_id != model.version_id for instance in instances)
+        return bool(self.holders(model))
 
     def _lacks_slot(self, model: Model, kv_bytes: int) -> bool:
         """Whether requests with ``kv_bytes`` of KV could be served, but only with reserved slots."""
-        kinds = {kind: slots for kind, slots in self._kinds.items() if kind.num_devices == model.num_devices}
+        kinds = {kind: slots for kind, slots in self._kinds.items() if model.slot_class.fits(kind.slot_class)}
         if not _covers_both_roles(kind.roles_for(kv_bytes) for kind in kinds):
             return False
         able = [kind.roles_for(kv_bytes) for kind, slots in kinds.items() if self._has_space(slots, model)]
@@ -111,14 +114,14 @@ class _ReservedSlots:
         return [instance for instance in map(self._state.instances.get, sorted(reserved)) if instance is not None]
 
     @cached_property
-    def _holders(self) -> dict[int, list[Instance]]:
-        """Minimum instances by the number of devices of their slots."""
-        by_size = defaultdict[int, list[Instance]](list)
+    def _holders(self) -> dict[SlotClass, list[Instance]]:
+        """Minimum instances by the class of their slots."""
+        by_class = defaultdict[SlotClass, list[Instance]](list)
         for instance in self._reserved:
             worker = self._state.membership.workers.get(instance.worker_id)
             if worker is not None and self._state.membership.store_of(worker.host_id) is not None:
-                by_size[worker.num_devices].append(instance)
-        return by_size
+                by_class[SlotClass(worker.num_devices, worker.engine)].append(instance)
+        return by_class
 
     @cached_property
     def _kinds(self) -> dict[SlotKind, _FreeableSlots]:

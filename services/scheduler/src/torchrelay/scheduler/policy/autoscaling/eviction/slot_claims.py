@@ -145,7 +145,7 @@ class SlotClaims:
         have left its slot and its host's arena.
         """
         worker, model = self._input.workers.get(worker_id), demand.model
-        if worker is None or worker_id in self._input.suspects or worker.num_devices != model.num_devices:
+        if worker is None or worker_id in self._input.suspects or not model.slot_class.fits(worker):
             return frozenset()
         if without:
             fits = self._has_space(model, worker.host_id, without)
