@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from torchrelay.common.quantities import format_bytes
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
 _STAGES = {
     "convert": "Converting",
+    "quantize": "Quantizing",
     "hash": "Hashing",
     "upload": "Uploading",
     "wait": "Waiting",
@@ -38,6 +40,10 @@ _STAGES = {
     "pack": "Packing",
     "publish": "Publishing",
 }
+
+
+class Quantization(StrEnum):
+    INT8 = "int8"
 
 
 class StageBars:
@@ -75,6 +81,10 @@ def upload(
     name: Annotated[
         str | None, typer.Option(help="Name of the model; the folder's by default. With the admin key: TENANT/NAME.")
     ] = None,
+    quantize: Annotated[
+        Quantization | None,
+        typer.Option(help="Send the weights of linear layers in 8 bits: about half the memory and time to load."),
+    ] = None,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
     home: HomeOption = None,
@@ -93,7 +103,7 @@ def upload(
     settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
     full_name = _model_name(access, source, name)
     check_name(full_name)
-    with _model_folder(source) as folder:
+    with _model_folder(source, quantize) as folder:
         check_folder(folder)
         before = _version_before(access, full_name)
         model = _run(access, folder, full_name, settings)
@@ -104,17 +114,30 @@ def upload(
 
 
 @contextmanager
-def _model_folder(source: Path) -> Iterator[Path]:
-    """The folder to upload: ``source``, or a temporary one with what a GGUF file is converted to."""
-    if source.suffix.lower() != ".gguf" or not source.is_file():
-        yield source
-        return
-    from torchrelay.cli.gguf.conversion import convert  # NumPy takes a while to import
+def _model_folder(source: Path, quantize: Quantization | None) -> Iterator[Path]:
+    """The folder to upload: ``source``, or a temporary one with what it is converted to."""
+    # NumPy takes a while to import
+    with ExitStack() as stack:
 
-    with tempfile.TemporaryDirectory(prefix="torchrelay-gguf-") as name:
-        with _progress_bars() as progress:
-            convert(source, Path(name), StageBars(progress))
-        yield Path(name)
+        def temporary_folder() -> Path:
+            return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-upload-")))
+
+        folder = source
+        if source.suffix.lower() == ".gguf" and source.is_file():
+            from torchrelay.cli.gguf.conversion import convert
+
+            folder = temporary_folder()
+            with _progress_bars() as progress:
+                convert(source, folder, StageBars(progress))
+        if quantize is not None:
+            from torchrelay.cli.api.int8_folder import write_int8_folder
+
+            check_folder(folder)
+            quantized = temporary_folder()
+            with _progress_bars() as progress:
+                write_int8_folder(folder, quantized, StageBars(progress))
+            folder = quantized
+        yield folder
 
 
 def _version_before(access: Access, name: str) -> str | None:

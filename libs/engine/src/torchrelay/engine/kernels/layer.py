@@ -8,8 +8,21 @@ from typing import Any
 
 from torch import Tensor
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Matrix:
+    """An [out, in] weight: ``numbers`` in int8, each times the scale of its output."""
+
+    numbers: Tensor
+    scales: Tensor  # [out], fp32
+
+    def __getitem__(self, expert: int) -> Int8Matrix:
+        """The weight of an expert, if both tensors have a leading axis of experts."""
+        return Int8Matrix(self.numbers[expert], self.scales[expert])
+
+
 # An [out, in] weight, or a function from [rows, in] to [rows, out] of the same dtype with weights in its own order.
-Matrix = Tensor | Callable[[Tensor], Tensor]
+Matrix = Tensor | Int8Matrix | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -33,10 +33,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """A pack to be written: ``layout.tensors[i]`` is copied from ``sources[i]`` of the upload."""
+    """A pack to be written: ``layout.tensors[i]`` is copied from ``sources[i]`` of the upload; those in ``scales`` must
+    be positive.
+    """
 
     layout: PackLayout
     sources: tuple[StoredTensor, ...]
+    scales: frozenset[int] = frozenset()
 
 
 def quoted(name: object) -> str:

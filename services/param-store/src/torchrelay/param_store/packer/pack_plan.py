@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -37,16 +38,20 @@ def plan_pack(config: ModelConfig, tensors: dict[str, StoredTensor], weights_fil
     unknown to the architecture.
     """
     sources: list[StoredTensor] = []
-    slots = tuple(chain.from_iterable(tensors_by_segment(config)))
-    for slot in slots:
-        sources.append(_matching(slot, tensors, sources, weights_file))
-    _refuse_surplus(config, tensors, {slot.name for slot in slots})
-    dtype = sources[0].dtype
-    return PackPlan(PackLayout.of(tensors_by_segment(config), dtype, DTYPE_BYTES[dtype]), tuple(sources))
+    alike: dict[str, StoredTensor] = {}  # the first of the weights in the model's dtype, and of the scales
+    segments: list[list[TensorSpec]] = []
+    for slots in tensors_by_segment(config):
+        segments.append([])
+        for slot in slots:
+            sources.append(_matching(slot, tensors, alike, weights_file))
+            segments[-1].append(replace(slot, dtype=sources[-1].dtype))
+    _refuse_surplus(config, tensors, {slot.name for slot in chain.from_iterable(segments)})
+    scales = frozenset(i for i, slot in enumerate(chain.from_iterable(segments)) if slot.is_scale)
+    return PackPlan(PackLayout.of(segments, sources[0].dtype), tuple(sources), scales)
 
 
 def _matching(
-    slot: TensorSpec, tensors: dict[str, StoredTensor], before: list[StoredTensor], weights_file: str
+    slot: TensorSpec, tensors: dict[str, StoredTensor], alike: dict[str, StoredTensor], weights_file: str
 ) -> StoredTensor:
     stored = tensors.get(slot.name)
     if stored is None:
@@ -54,16 +59,19 @@ def _matching(
         if below := next((name for name in tensors if text_tensor_name(name) == slot.name), None):
             detail += f". {quoted(below)} is of a multimodal model, which architectures in config.json must then name"
         raise PackRefused(weights_file, detail)
-    if stored.shape != slot.shape:
+    if stored.shape != slot.shape and not (slot.is_scale and stored.shape == slot.shape[:1]):
         detail = f"shape {stored.shape} differs from {slot.shape}, which config.json requires"
         raise PackRefused(stored.file, f"tensor {quoted(slot.name)}: {detail}")
-    if stored.dtype not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
+    known = [slot.dtype] if slot.dtype else list(DTYPE_BYTES)
+    if stored.dtype not in known:
         raise PackRefused(
-            stored.file, f"tensor {quoted(slot.name)}: dtype {stored.dtype} is not supported; supported are {known}"
+            stored.file,
+            f"tensor {quoted(slot.name)}: dtype {stored.dtype} is not supported; supported are {', '.join(known)}",
         )
-    if before and stored.dtype != before[0].dtype:
-        detail = f"dtype {stored.dtype} differs from {before[0].dtype} of {before[0].name}; all weights must share one"
+    kind = slot.dtype or ("scales" if slot.is_scale else "weights")
+    first = alike.setdefault(kind, stored)
+    if stored.dtype != first.dtype:
+        detail = f"dtype {stored.dtype} differs from {first.dtype} of {first.name}; all {kind} must share one"
         raise PackRefused(stored.file, f"tensor {quoted(slot.name)}: {detail}")
     return stored
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
-from torchrelay.param_store.packer.finite_values import first_not_finite
+from torchrelay.param_store.packer.finite_values import first_not_finite, first_not_positive
 from torchrelay.transfer.manifest import chunk_bytes_for
+from torchrelay.transfer.pack_layout import ITEM_BYTES
 
 _SYNC_EVERY_BYTES = 1 << 30
 
@@ -26,6 +26,7 @@ class _Piece:
     begin: int
     end: int
     source: StoredTensor
+    is_scale: bool
     num_skipped: int
 
 
@@ -71,7 +72,7 @@ def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_
             entry, source = entries[tensor], plan.sources[tensor]
             first, last = max(entry.offset, begin), min(entry.offset + entry.num_bytes, end)
             if first < last:
-                pieces.append(_Piece(first - begin, last - begin, source, first - entry.offset))
+                pieces.append(_Piece(first - begin, last - begin, source, tensor in plan.scales, first - entry.offset))
             if entry.offset + entry.num_bytes > end:
                 break  # it continues in the next chunk
             tensor += 1
@@ -98,10 +99,13 @@ def _read_all(descriptor: int, into: memoryview, piece: _Piece) -> None:
 
 def _check_numbers(chunk: memoryview, pieces: list[_Piece]) -> None:
     for piece in pieces:
-        source = piece.source
-        if fault := first_not_finite(chunk[piece.begin : piece.end], source.dtype):
-            index = fault[0] + piece.num_skipped // DTYPE_BYTES[source.dtype]
-            detail = (
-                f"tensor {quoted(source.name)}: element {index:,} is {fault[1]}; all weights must be finite numbers"
-            )
+        source, data = piece.source, chunk[piece.begin : piece.end]
+        if source.dtype == "I8":
+            continue
+        fault, needed = first_not_finite(data, source.dtype), "all weights must be finite numbers"
+        if fault is None and piece.is_scale:
+            fault, needed = first_not_positive(data, source.dtype), "all scales must be positive numbers"
+        if fault is not None:
+            index = fault[0] + piece.num_skipped // ITEM_BYTES[source.dtype]
+            detail = f"tensor {quoted(source.name)}: element {index:,} is {fault[1]}; {needed}"
             raise PackRefused(source.file, detail)
