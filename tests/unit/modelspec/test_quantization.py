@@ -61,6 +61,8 @@ def test_int8_weights_are_recognised() -> None:
     assert int8_weights(INT8_PER_OUTPUT) == Int8Weights(has_head=False)
     assert int8_weights(with_group(input_activations=None)) == Int8Weights(has_head=False)
     assert int8_weights(W8A8 | {"ignore": ["re:.*lm_head"]}) == Int8Weights(has_head=False)
+    assert int8_weights(W8A8 | {"format": "pack-quantized"}) == Int8Weights(has_head=False, is_packed=True)
+    assert int8_weights(with_group(format="int-quantized")) == Int8Weights(has_head=False)
     assert int8_weights(W8A8 | {"ignore": []}) == Int8Weights(has_head=True)
 
 
@@ -82,6 +84,7 @@ def test_int8_weights_are_recognised() -> None:
         (W8A8 | {"ignore": [3]}, ".ignore"),
         (with_group(targets=["Linear", "Embedding"]), ".config_groups.group_0.targets"),
         (with_group(output_activations=WEIGHTS), ".config_groups.group_0.output_activations"),
+        (with_group(format="pack-quantized"), ".config_groups.group_0.format"),
         (with_group(weights=None), ".config_groups.group_0.weights"),
         (with_group(weights=WEIGHTS | {"num_bits": 4}), ".config_groups.group_0.weights.num_bits"),
         (with_group(weights=WEIGHTS | {"type": "float"}), ".config_groups.group_0.weights.type"),

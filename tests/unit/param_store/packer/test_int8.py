@@ -106,3 +106,32 @@ def test_scales_without_quantization_config_are_refused(tmp_path: Path) -> None:
     tensors_of(CONFIG, "BF16").write(tmp_path / "model" / "model.safetensors")
     with pytest.raises(PackRefused, match="dtype I8 is not supported; supported are F32, BF16, F16"):
         packed(tmp_path / "model")
+
+
+def test_packed_weights_become_int8_numbers(tmp_path: Path) -> None:
+    """As compressed-tensors packs them: each number plus 128, four to an int32, with the shape beside them."""
+    config = CONFIG | {"quantization_config": dict(INT8_PER_OUTPUT) | {"format": "pack-quantized"}}
+    expected = tensors_of(CONFIG, "BF16")
+    write_folder(tmp_path / "model", config, "BF16")
+    stored = Tensors()
+    for name, (dtype, shape, data) in expected.by_name.items():
+        if dtype != "I8":
+            stored.by_name[name] = dtype, shape, data
+            continue
+        words = b"".join(
+            sum((byte ^ 0x80) << 8 * place for place, byte in enumerate(data[at : at + 4])).to_bytes(4, "little")
+            for at in range(0, len(data), 4)
+        )
+        stored.by_name[f"{name}_packed"] = "I32", (shape[0], shape[1] // 4), words
+        stored.by_name[f"{name}_shape"] = "I64", (2,), struct.pack("<2q", *shape)
+    stored.write(tmp_path / "model" / "model.safetensors")
+    assert packed(tmp_path / "model") == expected.by_name
+    dtype, shape, data = stored.by_name[f"{WEIGHT}_packed"]
+    stored.by_name[f"{WEIGHT}_packed"] = "I32", (shape[0] // 2, shape[1]), data[: len(data) // 2]
+    stored.write(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(PackRefused, match=r"shape \(32, 96\) differs from \(64, 96\), which config.json requires"):
+        packed(tmp_path / "model")
+    stored.by_name[f"{WEIGHT}_packed"] = "F32", shape, data
+    stored.write(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(PackRefused, match=f"'{WEIGHT}' is missing"):
+        packed(tmp_path / "model")

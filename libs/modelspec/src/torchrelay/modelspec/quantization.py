@@ -10,6 +10,8 @@ from torchrelay.modelspec.errors import UnsupportedModel
 
 _FIELD = "quantization_config"
 _HEAD = "lm_head"
+PACKED = "pack-quantized"
+_FORMATS = ("int-quantized", PACKED)
 _WEIGHTS: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 # Activations that are quantized as they come are not quantized here, which is more exact.
 _ACTIVATIONS: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True}
@@ -37,9 +39,13 @@ INT8_PER_OUTPUT: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Int8Weights:
-    """All linear layers have weights in int8 and a scale for each output; the head only with ``has_head``."""
+    """All linear layers have weights in int8 and a scale for each output; the head only with ``has_head``.
+
+    Where ``is_packed``, the checkpoint has them as X_packed instead of X: each number plus 128, four to an int32.
+    """
 
     has_head: bool
+    is_packed: bool = False
 
 
 def int8_weights(quantization: Any) -> Int8Weights | None:
@@ -50,7 +56,12 @@ def int8_weights(quantization: Any) -> Int8Weights | None:
         return None
     if not isinstance(quantization, Mapping):
         raise UnsupportedModel("it must be an object", _FIELD)
-    _require(quantization, {"quant_method": "compressed-tensors", "format": "int-quantized"}, _FIELD)
+    _require(quantization, {"quant_method": "compressed-tensors"}, _FIELD)
+    stored = quantization.get("format")
+    if stored not in _FORMATS:
+        raise UnsupportedModel(
+            f"format {stored!r:.80} is not supported; supported are {' and '.join(_FORMATS)}", f"{_FIELD}.format"
+        )
     for key, harmless in _ABSENT.items():
         if quantization.get(key) not in harmless:
             raise UnsupportedModel(f"{key} is not supported", f"{_FIELD}.{key}")
@@ -62,6 +73,8 @@ def int8_weights(quantization: Any) -> Int8Weights | None:
     if not isinstance(group, Mapping):
         raise UnsupportedModel("it must be an object", field)
     _require(group, {"targets": ["Linear"], "output_activations": None}, field)
+    if "format" in group:
+        _require(group, {"format": stored}, field)
     _require(group.get("weights"), _WEIGHTS, f"{field}.weights")
     if group.get("input_activations") is not None:
         _require(group["input_activations"], _ACTIVATIONS, f"{field}.input_activations")
@@ -69,7 +82,7 @@ def int8_weights(quantization: Any) -> Int8Weights | None:
     if not isinstance(ignored, list) or not all(isinstance(entry, str) for entry in ignored):
         raise UnsupportedModel("it must be a list of names", f"{_FIELD}.ignore")
     # Its patterns are not evaluated, as they come from tenants. Where other layers are left out, scales are missing.
-    return Int8Weights(has_head=not any(_HEAD in entry for entry in ignored))
+    return Int8Weights(has_head=not any(_HEAD in entry for entry in ignored), is_packed=stored == PACKED)
 
 
 def _require(part: Any, values: Mapping[str, Any], field: str) -> None:

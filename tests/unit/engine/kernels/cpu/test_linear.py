@@ -66,6 +66,13 @@ def test_int8_linear_equals_definition(
         torch.testing.assert_close(actual.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_widened_weights_are_rounded_once(dtype: torch.dtype) -> None:
+    weight = int8_matrix(67, 96)
+    exact = weight.numbers.float() * weight.scales[:, None]
+    assert torch.equal(weight.widened(dtype), exact.to(dtype))
+
+
 def test_int8_row_result_is_independent_of_batch(built: Kernels) -> None:
     x, weight = torch.randn(40, 256).bfloat16(), int8_matrix(1030, 256)
     together = cpu_linear(built, x, weight, None)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,10 @@ class Int8Matrix:
 
     numbers: Tensor
     scales: Tensor  # [out], fp32
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The weight rounded to ``dtype``, in memory of its own."""
+        return self.numbers.to(dtype).mul_(self.scales[:, None])  # computed in fp32
 
     def __getitem__(self, expert: int) -> Int8Matrix:
         """The weight of an expert, if both tensors have a leading axis of experts."""

@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
     """``linear``; other devices than CPUs round the weights to the dtype of ``x``."""
     if not x.is_cpu:
-        return F.linear(x, (weight.numbers * weight.scales[:, None]).to(x.dtype), bias)
+        return F.linear(x, weight.widened(x.dtype), bias)
     library = kernels()
     is_16_bit = x.dtype != torch.float32
     if library is not None and is_16_bit and supports_weight(weight) and x.shape[0] <= library.level.linear_rows:

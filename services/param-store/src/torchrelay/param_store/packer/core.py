@@ -21,7 +21,9 @@ class PackRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the upload; ``offset`` counts from the start of its file."""
+    """A tensor of the upload; ``offset`` counts from the start of its file. ``is_offset``: of int8 numbers, each stored
+    plus 128.
+    """
 
     name: str
     dtype: str
@@ -29,6 +31,7 @@ class StoredTensor:
     file: str
     offset: int
     num_bytes: int
+    is_offset: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from blake3 import blake3
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.finite_values import first_not_finite, first_not_positive
+from torchrelay.param_store.packer.packed_int8 import remove_offset
 from torchrelay.transfer.manifest import chunk_bytes_for
 from torchrelay.transfer.pack_layout import ITEM_BYTES
 
@@ -84,6 +85,8 @@ def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int]) -> Non
     for piece in pieces:
         chunk[position : piece.begin] = bytes(piece.begin - position)
         _read_all(files[piece.source.file], chunk[piece.begin : piece.end], piece)
+        if piece.source.is_offset:
+            remove_offset(chunk[piece.begin : piece.end])
         position = piece.end
     chunk[position:] = bytes(len(chunk) - position)
 
