@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torchrelay.modelspec.config import read_config
-from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
+from torchrelay.modelspec.tensor_order import tensors_by_segment
 from torchrelay.transfer.manifest import Manifest, TensorEntry
 from torchrelay.transfer.pack_layout import PackLayout
 
@@ -74,7 +74,7 @@ def random_pack(config: dict[str, Any], dtype: str, device: torch.device) -> Pac
 
 
 def _pack(config: dict[str, Any], dtype: str, tensor_of: Callable[[TensorEntry], Tensor]) -> Pack:
-    layout = PackLayout.of(tensors_by_segment(read_config(config)), dtype, DTYPE_BYTES[dtype])
+    layout = PackLayout.of(tensors_by_segment(read_config(config)), dtype)
     manifest = layout.local_manifest(config)
     memory = mmap.mmap(-1, manifest.num_bytes)
     arena = torch.frombuffer(memory, dtype=torch.uint8)

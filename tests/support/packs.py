@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from torchrelay.modelspec.config import read_config
-from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
+from torchrelay.modelspec.tensor_order import tensors_by_segment
 from torchrelay.transfer.manifest import Manifest, chunk_bytes_for
 from torchrelay.transfer.pack_layout import PackLayout
 
@@ -31,12 +31,15 @@ def build_pack(folder: Path) -> Pack:
     header, body = read_safetensors(folder / "model.safetensors")
     if "embed_tokens.weight" in header:  # saved without a head
         header = {f"model.{name}": entry for name, entry in header.items()}
-    dtype = next(iter(header.values()))["dtype"]
-    layout = PackLayout.of(tensors_by_segment(read_config(config)), dtype, DTYPE_BYTES[dtype])
+    segments = [
+        [replace(slot, dtype=header[slot.name]["dtype"]) for slot in slots]
+        for slots in tensors_by_segment(read_config(config))
+    ]
+    layout = PackLayout.of(segments, segments[0][0].dtype)
     data = bytearray(layout.num_bytes)
     for tensor in layout.tensors:
         stored = header[tensor.name]
-        assert (tuple(stored["shape"]), stored["dtype"]) == (tensor.shape, dtype)
+        assert (tuple(stored["shape"]), stored["dtype"]) == (tensor.shape, tensor.dtype)
         data[tensor.offset : tensor.offset + tensor.num_bytes] = body[slice(*stored["data_offsets"])]
     chunk_bytes = chunk_bytes_for(len(data))
     digests = tuple(blake3(data[i : i + chunk_bytes]).digest() for i in range(0, len(data), chunk_bytes))

@@ -173,7 +173,7 @@ def test_dtype_is_declared_by_either_key(config: dict[str, Any], dtype: str | No
         ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias"),
         ({"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True}, "mlp_bias"),
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method"),
         ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation"),
         ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1}, "attn_logit_softcapping"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -76,8 +76,8 @@ def test_end_tokens_of_the_whole_count_first() -> None:
         ),
         (
             multimodal(LLAVA, {**LLAMA, "model_type": "llama"}, quantization_config={"bits": 4}),
-            "text_config.quantization_config",
-            "quantized weights are not supported",
+            "text_config.quantization_config.quant_method",
+            "quant_method None is not supported; supported is 'compressed-tensors'",
         ),
         (
             multimodal("PaliGemmaForConditionalGeneration", {**LLAMA, "model_type": "gemma2"}),

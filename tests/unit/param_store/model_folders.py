@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.modelspec.config import read_config
-from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
+from torchrelay.modelspec.tensor_order import tensors_by_segment
+from torchrelay.transfer.pack_layout import ITEM_BYTES
 
 VOCAB_SIZE = 96
 _FINITE = bytes(byte & 0xBF for byte in range(256))  # of a value's last byte: an exponent that is not all ones
+_POSITIVE = bytes(byte & 0x3F | 1 for byte in range(256))
 
 
 @dataclass
@@ -24,10 +26,12 @@ class Tensors:
 
     by_name: dict[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
 
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], random_bytes: random.Random) -> None:
-        item_bytes = DTYPE_BYTES.get(dtype) or 4
+    def add(
+        self, name: str, dtype: str, shape: tuple[int, ...], random_bytes: random.Random, last_bytes: bytes = _FINITE
+    ) -> None:
+        item_bytes = ITEM_BYTES.get(dtype) or 4
         data = bytearray(random_bytes.randbytes(math.prod(shape) * item_bytes))
-        data[item_bytes - 1 :: item_bytes] = data[item_bytes - 1 :: item_bytes].translate(_FINITE)
+        data[item_bytes - 1 :: item_bytes] = data[item_bytes - 1 :: item_bytes].translate(last_bytes)
         self.by_name[name] = (dtype, shape, bytes(data))
 
     def header(self) -> dict[str, Any]:
@@ -69,7 +73,8 @@ def tensors_of(config: dict[str, Any], dtype: str = "F32", seed: int = 0) -> Ten
     randomness.shuffle(slots)
     tensors = Tensors()
     for slot in slots:
-        tensors.add(slot.name, dtype, slot.shape, randomness)
+        last_bytes = _POSITIVE if slot.is_scale else _FINITE
+        tensors.add(slot.name, slot.dtype or dtype, slot.shape, randomness, last_bytes)
     return tensors
 
 

@@ -275,6 +275,20 @@ def test_gguf_file_is_converted_and_uploaded(
     assert gateway.asked == []
 
 
+def test_weights_are_quantized_and_uploaded(run: Run, home: Home, gateway: FakeGateway, tmp_path: Path) -> None:
+    """Of a folder, and of a GGUF file."""
+    home.save_key(TENANT_KEY)
+    folder = make_checkpoint(tmp_path / "tiny", "llama")
+    for source in folder, write_gguf(tmp_path / "tiny.gguf", folder, "Q8_0"):
+        gateway.received.clear()
+        assert "published acme/tiny" in run("upload", str(source), "--quantize", "int8").stdout
+        config = json.loads(gateway.received["config.json"])
+        assert config["quantization_config"]["format"] == "int-quantized"
+        assert len(gateway.received["model.safetensors"]) < 0.75 * (folder / "model.safetensors").stat().st_size
+    refused = run("upload", str(folder), "--quantize", "int4")
+    assert refused.exit_code == 2
+
+
 def test_usage_shows_cost(run: Run, home: Home, gateway: FakeGateway) -> None:
     shown = run("usage", "--from", "2026-11-01", "--tenant", "acme").stdout
     assert "1,200" in shown

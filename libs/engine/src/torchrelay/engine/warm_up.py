@@ -63,4 +63,4 @@ def warm_up(pool: KvPool) -> None:
 
 
 def zeros_manifest(dtype: str) -> Manifest:
-    return PackLayout.of(tensors_by_segment(read_config(_CONFIG)), dtype, DTYPE_BYTES[dtype]).local_manifest(_CONFIG)
+    return PackLayout.of(tensors_by_segment(read_config(_CONFIG)), dtype).local_manifest(_CONFIG)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, MASKED, Architecture, EncoderTraits
 from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.quantization import Int8Weights, int8_weights
 from torchrelay.modelspec.text_part import MULTIMODAL, is_multimodal, text_config
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -113,6 +114,7 @@ class ModelConfig:
     attention_bias: bool = False  # of all projections of the attention
     mlp_bias: bool = False
     multipliers: Multipliers = Multipliers()
+    int8: Int8Weights | None = None  # None: all weights are in the model's dtype
     has_head: bool = True  # False: it gives hidden states instead of tokens
     encoder: EncoderConfig | None = None  # None: a decoder
 
@@ -179,6 +181,7 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
         attention_bias=_has_biases(config, architecture, "attention_bias"),
         mlp_bias=_has_biases(config, architecture, "mlp_bias"),
         multipliers=_multipliers(config) if architecture.multipliers else Multipliers(),
+        int8=int8_weights(config.get("quantization_config")),
         has_head=config["architectures"][0] not in HEADLESS,
     )
     _refuse_unsupported(config, parsed)
@@ -261,8 +264,6 @@ def _refuse_unsupported(config: Mapping[str, Any], parsed: ModelConfig) -> None:
             raise UnsupportedModel(f"short_factor must have {rotated // 2} numbers", "rope_scaling")
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("bidirectional attention is not supported", "use_bidirectional_attention")
-    if config.get("quantization_config"):
-        raise UnsupportedModel("quantized weights are not supported", "quantization_config")
 
 
 def _activation(config: Mapping[str, Any], architecture: Architecture) -> str:

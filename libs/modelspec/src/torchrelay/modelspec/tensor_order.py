@@ -5,13 +5,14 @@ The packer uses it to validate and lay out an upload, the engine to find its wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torchrelay.modelspec.architectures import ExpertNames
 from torchrelay.modelspec.config import EncoderConfig, ExpertConfig, ModelConfig
 
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # of a model, in which it computes
+SCALES = "_scales"  # the end of the name of a group with scales; what comes before names the group that they scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,12 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     group: str
+    dtype: str = ""  # as in safetensors; "": the model's
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it scales the outputs of a weight in int8; its dtype is one of ``DTYPE_BYTES``."""
+        return self.group.endswith(SCALES)
 
 
 def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
@@ -33,8 +40,17 @@ def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
         prefix = f"model.layers.{layer}."
         yield (*_norms(config, prefix), *_attention(config, f"{prefix}self_attn."), *_mlp(config, layer, prefix))
     norm = TensorSpec("model.norm.weight", (config.hidden_size,), "norm")
-    head = TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size), "head")
-    yield (norm, head) if config.has_head and not config.tied_embeddings else (norm,)
+    head = {"lm_head.weight": (config.vocab_size, config.hidden_size)}
+    is_int8 = config.int8 is not None and config.int8.has_head
+    yield (norm, *_weights("head", head, is_int8)) if config.has_head and not config.tied_embeddings else (norm,)
+
+
+def _weights(group: str, shapes: Mapping[str, tuple[int, int]], is_int8: bool) -> Iterator[TensorSpec]:
+    """The weights of one projection, [out, in]; if they are in int8, then the scales of their outputs."""
+    for name, shape in shapes.items():
+        yield TensorSpec(name, shape, group, "I8" if is_int8 else "")
+    for name, (num_out, _) in shapes.items() if is_int8 else ():
+        yield TensorSpec(f"{name}_scale", (num_out, 1), group + SCALES)
 
 
 def _norms(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
@@ -66,12 +82,12 @@ def _attention(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
     sizes = [("q", q_size), ("k", kv_size), ("v", kv_size)]
     if config.architecture.fused:
         sizes = [("qkv", q_size + 2 * kv_size)]
-    for letter, size in sizes:
-        yield TensorSpec(f"{prefix}{letter}_proj.weight", (size, hidden), "qkv")
+    is_int8 = config.int8 is not None
+    yield from _weights("qkv", {f"{prefix}{letter}_proj.weight": (size, hidden) for letter, size in sizes}, is_int8)
     if config.architecture.qkv_bias or config.attention_bias:
         for letter, size in sizes:
             yield TensorSpec(f"{prefix}{letter}_proj.bias", (size,), "qkv_bias")
-    yield TensorSpec(f"{prefix}o_proj.weight", (hidden, q_size), "o")
+    yield from _weights("o", {f"{prefix}o_proj.weight": (hidden, q_size)}, is_int8)
     if config.attention_bias:
         yield TensorSpec(f"{prefix}o_proj.bias", (hidden,), "o_bias")
 
@@ -79,36 +95,33 @@ def _attention(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
 def _mlp(config: ModelConfig, layer: int, prefix: str) -> Iterator[TensorSpec]:
     experts, names = config.experts, config.architecture.experts
     if experts is not None and names is not None and layer not in experts.dense_layers:
-        yield from _experts(experts, names, config.hidden_size, prefix)
+        yield from _experts(config, experts, names, prefix)
         return
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden, inner, is_int8 = config.hidden_size, config.intermediate_size, config.int8 is not None
+    gate_up = {f"{prefix}mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
     if config.architecture.fused:
-        yield TensorSpec(f"{prefix}mlp.gate_up_proj.weight", (2 * inner, hidden), "gate_up")
-    else:
-        for part in ("gate", "up"):
-            yield TensorSpec(f"{prefix}mlp.{part}_proj.weight", (inner, hidden), "gate_up")
-    yield TensorSpec(f"{prefix}mlp.down_proj.weight", (hidden, inner), "down")
+        gate_up = {f"{prefix}mlp.gate_up_proj.weight": (2 * inner, hidden)}
+    yield from _weights("gate_up", gate_up, is_int8)
+    yield from _weights("down", {f"{prefix}mlp.down_proj.weight": (hidden, inner)}, is_int8)
     if config.mlp_bias:
         for part in ("gate", "up"):
             yield TensorSpec(f"{prefix}mlp.{part}_proj.bias", (inner,), "gate_up_bias")
         yield TensorSpec(f"{prefix}mlp.down_proj.bias", (hidden,), "down_bias")
 
 
-def _experts(experts: ExpertConfig, names: ExpertNames, hidden: int, prefix: str) -> Iterator[TensorSpec]:
-    inner = experts.intermediate_size
+def _experts(config: ModelConfig, experts: ExpertConfig, names: ExpertNames, prefix: str) -> Iterator[TensorSpec]:
+    hidden, inner, is_int8 = config.hidden_size, experts.intermediate_size, config.int8 is not None
     yield TensorSpec(f"{prefix}{names.router}", (experts.count, hidden), "router")
-    for expert in range(experts.count):
-        for name in (names.gate, names.up):
-            yield TensorSpec(prefix + name.format(expert), (inner, hidden), "gate_up")
-    for expert in range(experts.count):
-        yield TensorSpec(prefix + names.down.format(expert), (hidden, inner), "down")
+    numbers = range(experts.count)
+    gates_ups = {prefix + name.format(each): (inner, hidden) for each in numbers for name in (names.gate, names.up)}
+    yield from _weights("gate_up", gates_ups, is_int8)
+    yield from _weights("down", {prefix + names.down.format(each): (hidden, inner) for each in numbers}, is_int8)
     if names.shared:
+        size = experts.shared_size
         yield TensorSpec(f"{prefix}{names.shared}_gate.weight", (1, hidden), "shared_gate")
-        for part in ("gate", "up"):
-            yield TensorSpec(
-                f"{prefix}{names.shared}.{part}_proj.weight", (experts.shared_size, hidden), "shared_gate_up"
-            )
-        yield TensorSpec(f"{prefix}{names.shared}.down_proj.weight", (hidden, experts.shared_size), "shared_down")
+        gate_up = {f"{prefix}{names.shared}.{part}_proj.weight": (size, hidden) for part in ("gate", "up")}
+        yield from _weights("shared_gate_up", gate_up, is_int8)
+        yield from _weights("shared_down", {f"{prefix}{names.shared}.down_proj.weight": (hidden, size)}, is_int8)
 
 
 def _encoder_segments(config: ModelConfig, encoder: EncoderConfig) -> Iterator[tuple[TensorSpec, ...]]:

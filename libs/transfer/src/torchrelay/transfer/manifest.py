@@ -23,7 +23,9 @@ DIGEST_BYTES = 32
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16"), byte offset in the pack, size."""
+    """A tensor: Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16", "I8"), byte offset in the pack, and
+    size.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry
 
 GROUP_ALIGN_BYTES: Final = 64
+ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
 
 
 class PackTensor(Protocol):
@@ -22,6 +23,8 @@ class PackTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def group(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +37,19 @@ class PackLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, segments: Iterable[Iterable[PackTensor]], dtype: str, item_bytes: int) -> PackLayout:
-        """Lays out weights of one dtype: segments and the pack's end aligned to pages, groups to 64 bytes."""
+    def of(cls, segments: Iterable[Iterable[PackTensor]], dtype: str) -> PackLayout:
+        """Lays out tensors, in ``dtype`` unless they have their own: segments and the pack's end aligned to pages,
+        groups to 64 bytes.
+        """
         entries, spans, position = list[TensorEntry](), list[Segment](), 0
         for tensors in segments:
             position = begin = _aligned(position, PAGE_BYTES)
             for _, group in groupby(tensors, key=lambda tensor: tensor.group):
                 position = _aligned(position, GROUP_ALIGN_BYTES)
                 for tensor in group:
-                    num_bytes = math.prod(tensor.shape, start=item_bytes)
-                    entries.append(TensorEntry(tensor.name, tensor.shape, dtype, position, num_bytes))
+                    own = tensor.dtype or dtype
+                    num_bytes = math.prod(tensor.shape, start=ITEM_BYTES[own])
+                    entries.append(TensorEntry(tensor.name, tensor.shape, own, position, num_bytes))
                     position += num_bytes
             spans.append(Segment(begin, position))
         return cls(dtype, tuple(entries), tuple(spans), _aligned(position, PAGE_BYTES))

@@ -1,4 +1,4 @@
-"""Products with 16-bit weights, against exact ones."""
+"""Products with weights of 16 and 8 bits, against exact ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
 from torchrelay.engine.kernels.cpu.library import Kernels
 from torchrelay.engine.kernels.cpu.linear import cpu_linear, supports_weight
+from torchrelay.engine.kernels.layer import Int8Matrix
 from torchrelay.engine.kernels.linear import linear
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -42,6 +43,41 @@ def test_row_result_is_independent_of_batch_and_threads(built: Kernels, dtype: t
             assert torch.equal(cpu_linear(built, x, weight, None), together)
     finally:
         torch.set_num_threads(before)
+
+
+def int8_matrix(num_out: int, size: int) -> Int8Matrix:
+    return Int8Matrix(torch.randint(-128, 128, (num_out, size), dtype=torch.int8), torch.rand(num_out) * 0.01 + 1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_out", [1, 3, 4, 67, 1030])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 7, 9, 19, 96])
+def test_int8_linear_equals_definition(
+    built: Kernels, num_rows: int, num_out: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    """Within one rounding of the dtype."""
+    x, weight = torch.randn(num_rows, 96).to(dtype), int8_matrix(num_out, 96)
+    bias = torch.randn(num_out).to(dtype) if with_bias else None
+    exact = x.double() @ (weight.numbers.double() * weight.scales.double()[:, None]).t()
+    exact += 0 if bias is None else bias.double()
+    for actual in cpu_linear(built, x, weight, bias), linear(x, weight, bias):
+        assert actual.dtype == dtype and actual.shape == exact.shape
+        torch.testing.assert_close(actual.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_widened_weights_are_rounded_once(dtype: torch.dtype) -> None:
+    weight = int8_matrix(67, 96)
+    exact = weight.numbers.float() * weight.scales[:, None]
+    assert torch.equal(weight.widened(dtype), exact.to(dtype))
+
+
+def test_int8_row_result_is_independent_of_batch(built: Kernels) -> None:
+    x, weight = torch.randn(40, 256).bfloat16(), int8_matrix(1030, 256)
+    together = cpu_linear(built, x, weight, None)
+    for row in range(40):
+        assert torch.equal(cpu_linear(built, x[row : row + 1], weight, None)[0], together[row])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

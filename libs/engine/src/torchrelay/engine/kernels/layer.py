@@ -6,10 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Matrix:
+    """An [out, in] weight: ``numbers`` in int8, each times the scale of its output."""
+
+    numbers: Tensor
+    scales: Tensor  # [out], fp32
+
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """The weight rounded to ``dtype``, in memory of its own."""
+        return self.numbers.to(dtype).mul_(self.scales[:, None])  # computed in fp32
+
+    def __getitem__(self, expert: int) -> Int8Matrix:
+        """The weight of an expert, if both tensors have a leading axis of experts."""
+        return Int8Matrix(self.numbers[expert], self.scales[expert])
+
+
 # An [out, in] weight, or a function from [rows, in] to [rows, out] of the same dtype with weights in its own order.
-Matrix = Tensor | Callable[[Tensor], Tensor]
+Matrix = Tensor | Int8Matrix | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -32,8 +50,8 @@ class LayerWeights:
     down_bias: Tensor | None = None
     wide_qk_norm: tuple[Tensor, Tensor] | None = None  # of all queries of a row together, and of all its keys
     shared_gate: Tensor | None = None  # [1, hidden]; with it, the next two are of the expert that computes all rows
-    shared_gate_up: Tensor | None = None
-    shared_down: Tensor | None = None
+    shared_gate_up: Tensor | Int8Matrix | None = None
+    shared_down: Tensor | Int8Matrix | None = None
 
 
 @dataclass(frozen=True, slots=True)

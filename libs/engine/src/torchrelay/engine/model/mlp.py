@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrelay.engine.kernels.fused_ops import FusedOps
-from torchrelay.engine.kernels.layer import LayerWeights, Matrix
+from torchrelay.engine.kernels.layer import Int8Matrix, LayerWeights, Matrix
 from torchrelay.engine.kernels.linear import linear
 from torchrelay.modelspec.config import ExpertConfig
 
@@ -20,7 +20,7 @@ def feed_forward(
         biases = weights.gate_up_bias, weights.down_bias
         return gated_mlp(hidden, weights.gate_up, weights.down, activation, ops, biases)
     gate_up, down = weights.gate_up, weights.down
-    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "experts are never reordered"
+    assert isinstance(gate_up, Tensor | Int8Matrix) and isinstance(down, Tensor | Int8Matrix), "never reordered"
     chosen, shares = route(hidden, weights.router, experts)
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in sorted(set(chosen.flatten().tolist())):

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.buffers import as_tensor
-from torchrelay.engine.kernels.layer import LayerWeights, Matrix
+from torchrelay.engine.kernels.layer import Int8Matrix, LayerWeights, Matrix
 from torchrelay.engine.weights.device_link import CopyEvent, DeviceLink
 from torchrelay.engine.weights.segment_gate import SegmentGate
 from torchrelay.engine.weights.stager import Stager
 from torchrelay.modelspec.config import ModelConfig
-from torchrelay.modelspec.tensor_order import TensorSpec, tensors_by_segment
+from torchrelay.modelspec.tensor_order import SCALES, TensorSpec, tensors_by_segment
 from torchrelay.transfer.manifest import Manifest, TensorEntry
 
-TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8}
 
 
 class PackWeights:
@@ -125,7 +125,7 @@ class PackWeights:
         if self._config.tied_embeddings:
             return self.embedding()
         self._require(self._config.num_segments - 1)
-        return self._groups[-1]["head"]
+        return _matrix(self._groups[-1], "head")
 
     def replace_layer(self, layer: int, weights: LayerWeights) -> None:
         """(any thread) Replaces a layer by the same weights in another form, from the next ``layer`` call on."""
@@ -153,9 +153,11 @@ class PackWeights:
         begin = entries[0].offset - segment_begin
         end = entries[-1].offset + entries[-1].num_bytes - segment_begin
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
-        # NOTE: .to() is free for tensors in the pack's own dtype; tensors in another dtype, such as fp32 norms, are
-        # small.
-        return segment[begin:end].view(TORCH_DTYPES[entries[0].dtype]).view(shape).to(self.dtype)
+        stored = segment[begin:end].view(TORCH_DTYPES[entries[0].dtype]).view(shape)
+        if stored.dtype == torch.int8:
+            return stored
+        # NOTE: .to() is free for tensors in that dtype; tensors in another dtype, such as fp32 norms, are small.
+        return stored.flatten().float() if slots[0].is_scale else stored.to(self.dtype)
 
     def _entry(self, slot: TensorSpec) -> TensorEntry:
         entry = self._entries.get(slot.name)
@@ -164,25 +166,29 @@ class PackWeights:
         return entry
 
 
+def _matrix(groups: Mapping[str, Tensor], name: str) -> Tensor | Int8Matrix:
+    scales = groups.get(name + SCALES)
+    return groups[name] if scales is None else Int8Matrix(groups[name], scales)
+
+
 def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
     qk_norm = None
     if config.architecture.qk_norm:
         # A single norm over query and key heads, which are adjacent after the fused projection.
         per_query = groups["q_norm"].expand(config.num_heads, -1)
         qk_norm = torch.cat([per_query, groups["k_norm"].expand(config.num_kv_heads, -1)])
-    gate_up, down = groups["gate_up"], groups["down"]
+    gate_up, down = _matrix(groups, "gate_up"), _matrix(groups, "down")
     if config.experts is not None and "router" in groups:
-        gate_up = gate_up.view(config.experts.count, -1, config.hidden_size)
-        down = down.view(config.experts.count, config.hidden_size, -1)
+        gate_up, down = _by_expert(gate_up, config.experts.count), _by_expert(down, config.experts.count)
     return LayerWeights(
         input_norm=groups.get("input_norm"),
         attention_out_norm=groups.get("attention_out_norm"),
         post_norm=groups.get("post_norm"),
         mlp_out_norm=groups.get("mlp_out_norm"),
-        qkv=groups["qkv"],
+        qkv=_matrix(groups, "qkv"),
         qkv_bias=groups.get("qkv_bias"),
         qk_norm=qk_norm,
-        o=groups["o"],
+        o=_matrix(groups, "o"),
         router=groups.get("router"),
         gate_up=gate_up,
         down=down,
@@ -191,6 +197,13 @@ def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
         down_bias=groups.get("down_bias"),
         wide_qk_norm=(groups["wide_q_norm"], groups["wide_k_norm"]) if "wide_q_norm" in groups else None,
         shared_gate=groups.get("shared_gate"),
-        shared_gate_up=groups.get("shared_gate_up"),
-        shared_down=groups.get("shared_down"),
+        shared_gate_up=_matrix(groups, "shared_gate_up") if "shared_gate_up" in groups else None,
+        shared_down=_matrix(groups, "shared_down") if "shared_down" in groups else None,
     )
+
+
+def _by_expert(stacked: Tensor | Int8Matrix, count: int) -> Tensor | Int8Matrix:
+    """A weight of all experts, with a leading axis of experts."""
+    if isinstance(stacked, Int8Matrix):
+        return Int8Matrix(stacked.numbers.view(count, -1, stacked.numbers.shape[-1]), stacked.scales.view(count, -1))
+    return stacked.view(count, -1, stacked.shape[-1])

@@ -41,7 +41,7 @@ def version_description(version: Version) -> pb.VersionDescription:
         pack_id=version.pack_id,
         pack_bytes=version.manifest.num_bytes,
         architecture=version.manifest.architecture,
-        dtype=version.manifest.dtype,
+        dtype="I8" if config.int8 is not None else version.manifest.dtype,
         shape=types_pb2.ModelShape(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,

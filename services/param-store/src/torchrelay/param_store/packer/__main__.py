@@ -33,6 +33,7 @@ from torchrelay.param_store.packer.documents import (
 from torchrelay.param_store.packer.embedding_checkpoint import served_tensors, without_missing_head
 from torchrelay.param_store.packer.pack_plan import plan_pack, tensors_of_text
 from torchrelay.param_store.packer.pack_writer import write_pack
+from torchrelay.param_store.packer.packed_int8 import unpacked_int8
 from torchrelay.transfer.manifest import pack_id_of
 
 _PROGRESS_BYTES = 16 << 20
@@ -56,7 +57,8 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
         tensors = served_tensors(config, tensors)
         document = without_missing_head(document, config, tensors)
         config = read_config(document)
-    plan = plan_pack(config, replace(checkpoint, tensors=tensors), declared_dtype(document))
+    checkpoint = replace(checkpoint, tensors=unpacked_int8(config, tensors))
+    plan = plan_pack(config, checkpoint, declared_dtype(document))
     num_bytes = plan.layout.num_bytes
     if largest_slot_bytes and num_bytes > largest_slot_bytes:
         detail = f"the weights need {num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"

@@ -23,7 +23,9 @@ class PackRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the upload; ``offset`` counts from the start of its file."""
+    """A tensor of the upload; ``offset`` counts from the start of its file. ``is_offset``: of int8 numbers, each stored
+    plus 128.
+    """
 
     name: str
     dtype: str
@@ -31,15 +33,19 @@ class StoredTensor:
     file: str
     offset: int
     num_bytes: int
+    is_offset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """A pack to be written: ``layout.tensors[i]`` is copied from ``sources[i]`` of the upload."""
+    """A pack to be written: ``layout.tensors[i]`` is copied from ``sources[i]`` of the upload; those in ``scales`` must
+    be positive.
+    """
 
     layout: PackLayout
     sources: tuple[StoredTensor, ...]
     notes: tuple[str, ...]  # a sentence for each departure from the upload: weights converted, or left out
+    scales: frozenset[int] = frozenset()
 
 
 def quoted(name: object) -> str:

@@ -1,4 +1,4 @@
-"""A check for NaN and infinity among weights: a single such value turns every answer into noise."""
+"""Checks of weights for NaN, infinity and bad scales: a single such value turns every answer into noise."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ def first_not_finite(data: memoryview, dtype: str) -> tuple[int, str] | None:
             index = int(np.argmax(magnitudes >= exponent))
             return begin + index, "infinite" if int(magnitudes[index]) == exponent else "NaN"
     return None
+
+
+def first_not_positive(data: memoryview, dtype: str) -> tuple[int, str] | None:
+    """The index of the first finite value that is not above zero, and "negative" or "zero". None: all values are."""
+    values = np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
+    wrong = np.logical_or(np.equal(values, 0), np.greater(values, _MAGNITUDE[dtype]))  # or with a sign
+    if not wrong.any():
+        return None
+    index = int(np.argmax(wrong))
+    return index, "negative" if int(values[index]) & _MAGNITUDE[dtype] else "zero"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -44,21 +46,42 @@ def plan_pack(config: ModelConfig, checkpoint: Checkpoint, declared_dtype: str |
     Raises ``PackRefused`` for a tensor that is missing, has another shape than the config requires or a dtype that is
     not served, or would change what the model computes although the config does not mention it.
     """
-    slots = tuple(chain.from_iterable(tensors_by_segment(config)))
+    segments = [tuple(slots) for slots in tensors_by_segment(config)]
+    slots = tuple(chain.from_iterable(segments))
     sources = tuple(_matching(slot, checkpoint) for slot in slots)
+    pairs = list(zip(slots, sources, strict=True))
+    weights = [source for slot, source in pairs if not slot.dtype and not slot.is_scale]
+    scales = [source for slot, source in pairs if slot.is_scale]
+    dtype = _common_dtype(weights, declared_dtype)
+    scale_dtype = _common_dtype(scales, "F32") if scales else ""
+    notes = [*checkpoint.notes, *_conversions(weights, dtype), *_conversions(scales, scale_dtype)]
+    if unused := _unused(config, checkpoint.tensors, {slot.name for slot in slots}):
+        notes.append(f"tensors that {config.architecture.name} does not use were left out: {listed(unused)}")
+
+    def typed(slot: TensorSpec) -> TensorSpec:
+        return replace(slot, dtype=slot.dtype or (scale_dtype if slot.is_scale else dtype))
+
+    layout = PackLayout.of([[typed(slot) for slot in segment] for segment in segments], dtype)
+    are_scales = frozenset(index for index, slot in enumerate(slots) if slot.is_scale)
+    return PackPlan(layout, sources, tuple(notes), are_scales)
+
+
+def _common_dtype(sources: Sequence[StoredTensor], preferred: str | None) -> str:
+    """``preferred`` if a tensor has it, else the dtype of most numbers."""
     num_values = Counter[str]()
     for source in sources:
         num_values[source.dtype] += math.prod(source.shape)
-    dtype = num_values.most_common(1)[0][0]
-    if declared_dtype is not None and declared_dtype in num_values:
-        dtype = declared_dtype
-    notes = list(checkpoint.notes)
-    for other in sorted(num_values.keys() - {dtype}):
-        names = [source.name for source in sources if source.dtype == other]
-        notes.append(f"tensors of dtype {other} were converted to {dtype}: {listed(names)}")
-    if unused := _unused(config, checkpoint.tensors, {slot.name for slot in slots}):
-        notes.append(f"tensors that {config.architecture.name} does not use were left out: {listed(unused)}")
-    return PackPlan(PackLayout.of(tensors_by_segment(config), dtype, DTYPE_BYTES[dtype]), sources, tuple(notes))
+    return preferred if preferred is not None and preferred in num_values else num_values.most_common(1)[0][0]
+
+
+def _conversions(sources: Sequence[StoredTensor], dtype: str) -> list[str]:
+    """A note for each dtype that is converted to ``dtype``."""
+    others = sorted({source.dtype for source in sources} - {dtype})
+    return [
+        f"tensors of dtype {other} were converted to {dtype}: "
+        + listed([source.name for source in sources if source.dtype == other])
+        for other in others
+    ]
 
 
 def _matching(slot: TensorSpec, checkpoint: Checkpoint) -> StoredTensor:
@@ -68,13 +91,14 @@ def _matching(slot: TensorSpec, checkpoint: Checkpoint) -> StoredTensor:
         if below := next((name for name in checkpoint.tensors if text_tensor_name(name) == slot.name), None):
             detail += f". {quoted(below)} is of a multimodal model, which architectures in config.json must then name"
         raise PackRefused(checkpoint.file, detail)
-    if stored.shape != slot.shape:
+    if stored.shape != slot.shape and not (slot.is_scale and stored.shape == slot.shape[:1]):
         detail = f"shape {stored.shape} differs from {slot.shape}, which config.json requires"
         raise PackRefused(stored.file, f"tensor {quoted(slot.name)}: {detail}")
-    if stored.dtype not in DTYPE_BYTES:
-        known = ", ".join(DTYPE_BYTES)
+    known = [slot.dtype] if slot.dtype else list(DTYPE_BYTES)
+    if stored.dtype not in known:
         raise PackRefused(
-            stored.file, f"tensor {quoted(slot.name)}: dtype {stored.dtype} is not supported; supported are {known}"
+            stored.file,
+            f"tensor {quoted(slot.name)}: dtype {stored.dtype} is not supported; supported are {', '.join(known)}",
         )
     return stored
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.dtype_conversion import convert
-from torchrelay.param_store.packer.finite_values import first_not_finite
+from torchrelay.param_store.packer.finite_values import first_not_finite, first_not_positive
+from torchrelay.param_store.packer.packed_int8 import remove_offset
 from torchrelay.transfer.manifest import chunk_bytes_for
+from torchrelay.transfer.pack_layout import ITEM_BYTES
 
 _SYNC_EVERY_BYTES = 1 << 30
 _CONVERTED_VALUES = 1 << 18  # at a time
@@ -31,6 +32,8 @@ class _Piece:
     begin: int
     end: int
     source: StoredTensor
+    dtype: str  # in the pack
+    is_scale: bool
     num_skipped: int
 
 
@@ -53,7 +56,7 @@ def write_pack(
         out = stack.enter_context(path.open("wb", buffering=0))
         for begin, end, pieces in _chunks(plan, chunk_bytes):
             chunk = buffer[: end - begin]
-            _fill(chunk, pieces, files, plan.layout.dtype)
+            _fill(chunk, pieces, files)
             digests.append(blake3(chunk).digest())
             write_all(out.fileno(), chunk)
             # A single sync at the end would take minutes without progress and look like a disk that hangs.
@@ -75,51 +78,60 @@ def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_
             entry, source = entries[tensor], plan.sources[tensor]
             first, last = max(entry.offset, begin), min(entry.offset + entry.num_bytes, end)
             if first < last:
-                num_skipped = (first - entry.offset) // DTYPE_BYTES[plan.layout.dtype]
-                pieces.append(_Piece(first - begin, last - begin, source, num_skipped))
+                num_skipped = (first - entry.offset) // ITEM_BYTES[entry.dtype]
+                pieces.append(
+                    _Piece(first - begin, last - begin, source, entry.dtype, tensor in plan.scales, num_skipped)
+                )
             if entry.offset + entry.num_bytes > end:
                 break  # it continues in the next chunk
             tensor += 1
         yield begin, end, pieces
 
 
-def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int], dtype: str) -> None:
-    """Fills a chunk whose weights are of ``dtype``. Raises ``PackRefused`` for a weight that is not finite."""
+def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int]) -> None:
+    """Fills a chunk. Raises ``PackRefused`` for a weight that is not finite, or a scale that is not positive."""
     position = 0
     for piece in pieces:
         chunk[position : piece.begin] = bytes(piece.begin - position)
         into, descriptor = chunk[piece.begin : piece.end], files[piece.source.file]
-        if piece.source.dtype == dtype:
-            _read(descriptor, into, piece.source, piece.num_skipped)
+        if piece.source.dtype == piece.dtype:
+            _read(descriptor, into, piece, piece.num_skipped)
         else:
-            _convert(descriptor, into, piece, dtype)
+            _convert(descriptor, into, piece)
         position = piece.end
     chunk[position:] = bytes(len(chunk) - position)
 
 
-def _convert(descriptor: int, into: memoryview, piece: _Piece, dtype: str) -> None:
-    source, num_bytes = piece.source, DTYPE_BYTES[dtype]
+def _convert(descriptor: int, into: memoryview, piece: _Piece) -> None:
+    source_dtype, num_bytes = piece.source.dtype, ITEM_BYTES[piece.dtype]
     for begin in range(0, len(into) // num_bytes, _CONVERTED_VALUES):
         part = into[begin * num_bytes : (begin + _CONVERTED_VALUES) * num_bytes]
-        values = memoryview(bytearray(len(part) // num_bytes * DTYPE_BYTES[source.dtype]))
-        _read(descriptor, values, source, piece.num_skipped + begin)
-        convert(values, source.dtype, part, dtype)
-        _check_finite(part, dtype, source, piece.num_skipped + begin, f" in {dtype}")
+        values = memoryview(bytearray(len(part) // num_bytes * ITEM_BYTES[source_dtype]))
+        _read(descriptor, values, piece, piece.num_skipped + begin)
+        convert(values, source_dtype, part, piece.dtype)
+        _check_numbers(part, piece.dtype, piece, piece.num_skipped + begin, f" in {piece.dtype}")
 
 
-def _read(descriptor: int, into: memoryview, source: StoredTensor, num_skipped: int) -> None:
-    """Reads the values of a tensor after the first ``num_skipped``. Raises ``PackRefused`` if one is not finite."""
-    done, begin = 0, source.offset + num_skipped * DTYPE_BYTES[source.dtype]
+def _read(descriptor: int, into: memoryview, piece: _Piece, num_skipped: int) -> None:
+    """Reads the values of a tensor after the first ``num_skipped``, and checks them."""
+    source = piece.source
+    done, begin = 0, source.offset + num_skipped * ITEM_BYTES[source.dtype]
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], begin + done)
         if count == 0:
             raise PackRefused(source.file, "the file was truncated while it was read")
         done += count
-    _check_finite(into, source.dtype, source, num_skipped)
+    if source.dtype != "I8":
+        _check_numbers(into, source.dtype, piece, num_skipped)
+    elif source.is_offset:
+        remove_offset(into)
 
 
-def _check_finite(values: memoryview, dtype: str, source: StoredTensor, num_skipped: int, where: str = "") -> None:
-    if fault := first_not_finite(values, dtype):
+def _check_numbers(values: memoryview, dtype: str, piece: _Piece, num_skipped: int, where: str = "") -> None:
+    """Raises ``PackRefused`` for a weight that is not finite, or a scale that is not positive."""
+    fault, needed = first_not_finite(values, dtype), "all weights must be finite numbers"
+    if fault is None and piece.is_scale:
+        fault, needed = first_not_positive(values, dtype), "all scales must be positive numbers"
+    if fault is not None:
         index = f"element {num_skipped + fault[0]:,} is {fault[1]}{where}"
-        detail = f"tensor {quoted(source.name)}: {index}; all weights must be finite numbers"
-        raise PackRefused(source.file, detail)
+        raise PackRefused(piece.source.file, f"tensor {quoted(piece.source.name)}: {index}; {needed}")

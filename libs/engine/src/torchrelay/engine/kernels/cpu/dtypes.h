@@ -1,4 +1,4 @@
-/* Three dtypes, which are read as fp32 and rounded once, and functions over them. */
+/* Dtypes, which are read as fp32 and rounded once, and functions over them. I8 is a dtype of weights only. */
 #pragma once
 
 #include <immintrin.h>
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum dtype { F32, BF16, F16 };
+enum dtype { F32, BF16, F16, I8 };
 
 #define INLINE static inline __attribute__((always_inline))
 /* Calls a function with the dtype as a constant, so that it is compiled separately for each. */
@@ -82,7 +82,7 @@ INLINE float rounded(int D, float x) {
     return D == F16 ? of_f16(f16_of(x)) : of_bits((uint32_t)bf16_of(x) << 16);
 }
 
-#define SIZE(D) ((D) == F32 ? 4 : 2)
+#define SIZE(D) ((D) == F32 ? 4 : (D) == I8 ? 1 : 2)
 
 /* The address of the i-th number from `base`. */
 INLINE const void *at(int D, const void *base, long i) {

@@ -19,6 +19,7 @@
 /* The weights in the order of layers.py; NULL for weights that a model does not have. */
 struct layer {
     const void *input_norm, *qkv, *qkv_bias, *qk_norm, *o, *attention_out_norm, *post_norm, *gate_up, *down, *mlp_out_norm;
+    const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales; /* of weights in int8 */
 };
 
 struct shape {
@@ -73,35 +74,36 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
 #define NORM(x, added, weight, sum, out) norm_row(D, x, added, weight, hidden, s->eps, s->unit_offset, sum, out)
 #define ROW(of, size) place(D, t->of, r * (size))
 #define HIDDEN place(D, b->hidden, r * hidden)
-/* Calls `call` for each row, then widens the results. */
-#define ROWS_OF(results, size, call)                                                                                   \
+/* Calls `call` for each row, then widens the results for the next weights. */
+#define ROWS_OF(results, size, weights, call)                                                                                   \
     _Pragma("omp for schedule(static)") for (long first = 0; first < b->num_rows; first += rows_together(b->num_rows)) { \
         for (long r = first; r < first + rows_together(b->num_rows) && r < b->num_rows; r++) call;                     \
-        widen_group(D, t->results, first, b->num_rows, size, b->wide);                                                 \
+        widen_group(D, w->weights##_scales, t->results, first, b->num_rows, size, b->wide);                                                 \
     }
 #define LINEAR(turn, in, num_out, weights, bias, out)                                                                  \
     linear_by_team(D, b->num_rows, b->wide,                                                                            \
-                   &(struct linear){in, num_out, weights, bias, t->out, taken[turn], taken[1 - turn]});                \
+                   &(struct linear){in, num_out, w->weights, w->weights##_scales, bias, t->out, taken[turn],           \
+                                    taken[1 - turn]});                                                                 \
     _Pragma("omp barrier")
 
-    ROWS_OF(normed, hidden, NORM(HIDDEN, NULL, w->input_norm, NULL, ROW(normed, hidden)))
-    LINEAR(0, hidden, own, w->qkv, w->qkv_bias, heads)
+    ROWS_OF(normed, hidden, qkv, NORM(HIDDEN, NULL, w->input_norm, NULL, ROW(normed, hidden)))
+    LINEAR(0, hidden, own, qkv, w->qkv_bias, heads)
 #pragma omp for
     for (long r = 0; r < b->num_rows; r++)
         place_row(D, ROW(heads, own), w->qk_norm, s->eps, s->unit_offset, at(D, v->cos, r * half), at(D, v->sin, r * half),
                   place(D, kv, b->write_slots[r] * in_kv), place(D, kv, b->plane + b->write_slots[r] * in_kv),
                   ROW(queries, across), s->heads, s->kv_heads, s->head_dim);
     attend_by_team(D, &heads, t->queries, kv, b->plane, t->attended);
-    ROWS_OF(attended, across, {})
-    LINEAR(1, across, hidden, w->o, NULL, given)
-    ROWS_OF(normed, hidden, {
+    ROWS_OF(attended, across, o, {})
+    LINEAR(1, across, hidden, o, NULL, given)
+    ROWS_OF(normed, hidden, gate_up, {
         if (w->attention_out_norm) NORM(ROW(given, hidden), NULL, w->attention_out_norm, NULL, ROW(given, hidden));
         NORM(HIDDEN, ROW(given, hidden), w->post_norm, ROW(sum, hidden), ROW(normed, hidden));
     })
-    LINEAR(0, hidden, 2 * inner, w->gate_up, NULL, gate_up)
-    ROWS_OF(gated, inner, gate_row(D, ROW(gate_up, 2 * inner), at(D, ROW(gate_up, 2 * inner), inner), inner, s->is_silu,
+    LINEAR(0, hidden, 2 * inner, gate_up, NULL, gate_up)
+    ROWS_OF(gated, inner, down, gate_row(D, ROW(gate_up, 2 * inner), at(D, ROW(gate_up, 2 * inner), inner), inner, s->is_silu,
                                    ROW(gated, inner)))
-    LINEAR(1, inner, hidden, w->down, NULL, given)
+    LINEAR(1, inner, hidden, down, NULL, given)
 #pragma omp for schedule(static)
     for (long r = 0; r < b->num_rows; r++) {
         if (w->mlp_out_norm) NORM(ROW(given, hidden), NULL, w->mlp_out_norm, NULL, ROW(given, hidden));

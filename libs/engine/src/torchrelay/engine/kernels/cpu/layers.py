@@ -18,7 +18,7 @@ from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.attention import CpuPlan
 from torchrelay.engine.kernels.cpu.library import DTYPES, Kernels, address
 from torchrelay.engine.kernels.cpu.linear import max_kernel_rows, supports_weight
-from torchrelay.engine.kernels.layer import LayerView, LayerWeights
+from torchrelay.engine.kernels.layer import Int8Matrix, LayerView, LayerWeights
 from torchrelay.engine.kernels.workspace import Workspace
 from torchrelay.modelspec.config import ModelConfig
 
@@ -27,6 +27,7 @@ _WEIGHTS: Final = (
     *("input_norm", "qkv", "qkv_bias", "qk_norm", "o", "attention_out_norm"),
     *("post_norm", "gate_up", "down", "mlp_out_norm"),
 )
+_MATRICES: Final = ("qkv", "o", "gate_up", "down")
 # Weights of one call: groups are cancelled between calls. Many rows are bound by arithmetic and get fewer weights.
 MAX_CALL_BYTES: Final = 1 << 30
 _FEW_ROWS: Final = 32
@@ -35,7 +36,7 @@ _wide, _memory = Workspace(), Workspace()
 
 
 class _Layer(Structure):
-    _fields_ = [(name, c_void_p) for name in _WEIGHTS]
+    _fields_ = [(name, c_void_p) for name in (*_WEIGHTS, *(f"{name}_scales" for name in _MATRICES))]
 
 
 class _Shape(Structure):
@@ -61,7 +62,7 @@ class _Batch(Structure):
 
 
 class CpuLayers:
-    """The layers of one dense model with 16-bit weights."""
+    """The layers of one dense model that computes in 16 bits; its weights have 16 or 8."""
 
     def __init__(
         self,
@@ -77,8 +78,9 @@ class CpuLayers:
         self._kernels, self._active_processes = kernels, active_processes
         self._max_rows = max_rows or max_kernel_rows(kernels.level, dtype)
         has_other_norms = config.architecture.wide_qk_norm or not config.architecture.input_norms
-        if has_other_norms or not config.rotates_whole_heads or config.multipliers.residual != 1.0:
-            self._max_rows = 0  # the kernel has neither such norms, nor another rotation, nor a factor
+        has_other_layers = has_other_norms or not config.rotates_whole_heads or config.multipliers.residual != 1.0
+        if dtype == torch.float32 or has_other_layers:
+            self._max_rows = 0  # the kernel has no fp32, no such norms, no other rotation, and no factor
         across = config.num_heads * config.head_dim
         in_kv = config.num_kv_heads * config.head_dim
         self._widest = max(config.hidden_size, config.intermediate_size, across)
@@ -153,7 +155,7 @@ class CpuLayers:
             if self._known[number]() is not layer:
                 if not _is_dense(layer):
                     return number - first
-                self._layers[number] = _Layer(*(address(getattr(layer, name)) for name in _WEIGHTS))
+                self._layers[number] = _layer(layer)
                 self._known[number] = weakref.ref(layer)
         return len(weights)
 
@@ -163,7 +165,18 @@ def _is_all_on_cpu_kernels(view: LayerView, num_rows: int) -> bool:
 
 
 def _is_dense(weights: LayerWeights) -> bool:
-    matrices = weights.qkv, weights.o, weights.gate_up, weights.down
+    matrices = [getattr(weights, name) for name in _MATRICES]
     if weights.o_bias is not None or weights.down_bias is not None:
         return False
-    return weights.router is None and all(isinstance(matrix, Tensor) and supports_weight(matrix) for matrix in matrices)
+    return weights.router is None and all(
+        isinstance(matrix, Tensor | Int8Matrix) and supports_weight(matrix) for matrix in matrices
+    )
+
+
+def _layer(weights: LayerWeights) -> _Layer:
+    """The addresses of a dense layer's weights."""
+    tensors = {name: getattr(weights, name) for name in _WEIGHTS}
+    for name in _MATRICES:
+        if isinstance(matrix := tensors[name], Int8Matrix):
+            tensors |= {name: matrix.numbers, f"{name}_scales": matrix.scales}
+    return _Layer(**{name: address(tensor) for name, tensor in tensors.items()})

@@ -20,7 +20,7 @@ from torch import Tensor
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARGUMENTS: Final[dict[str, list[Any]]] = {
-    "linear": [c_int, c_void_p, c_long, c_long, c_void_p, c_long, c_void_p, c_void_p, c_void_p],
+    "linear": [c_int, c_void_p, c_long, c_long, c_void_p, c_void_p, c_long, c_void_p, c_void_p, c_void_p],
     "norm": [c_int, c_void_p, c_void_p, c_void_p, c_long, c_long, c_float, c_int, c_void_p, c_void_p],
     "place_heads": [c_int, c_void_p, c_void_p, c_float, c_int, *[c_void_p] * 4, c_long, c_void_p, *[c_long] * 4],
     "gate": [c_int, c_void_p, c_long, c_long, c_int, c_void_p],

@@ -1,0 +1,125 @@
+"""quantization_config: int8 weights of compressed-tensors, and the refusal of everything else by field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchrelay.modelspec.config import read_config
+from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.quantization import INT8_PER_OUTPUT, Int8Weights, int8_weights
+from torchrelay.modelspec.tensor_order import tensors_by_segment
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+# As llm-compressor writes it for a scheme with 8-bit activations (shortened).
+WEIGHTS: dict[str, Any] = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": None,
+    "num_bits": 8,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "channel",
+    "symmetric": True,
+    "type": "int",
+}
+GROUP = {
+    "input_activations": WEIGHTS | {"dynamic": True, "strategy": "token"},
+    "output_activations": None,
+    "targets": ["Linear"],
+    "weights": WEIGHTS,
+}
+W8A8: dict[str, Any] = {
+    "config_groups": {"group_0": GROUP},
+    "format": "int-quantized",
+    "global_compression_ratio": 1.24,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+
+
+def with_group(**changes: Any) -> dict[str, Any]:
+    return W8A8 | {"config_groups": {"group_0": GROUP | changes}}
+
+
+def test_int8_weights_are_recognised() -> None:
+    assert int8_weights(None) is None and int8_weights({}) is None
+    assert int8_weights(W8A8) == Int8Weights(has_head=False)
+    assert int8_weights(INT8_PER_OUTPUT) == Int8Weights(has_head=False)
+    assert int8_weights(with_group(input_activations=None)) == Int8Weights(has_head=False)
+    assert int8_weights(W8A8 | {"ignore": ["re:.*lm_head"]}) == Int8Weights(has_head=False)
+    assert int8_weights(W8A8 | {"format": "pack-quantized"}) == Int8Weights(has_head=False, is_packed=True)
+    assert int8_weights(with_group(format="int-quantized")) == Int8Weights(has_head=False)
+    assert int8_weights(W8A8 | {"ignore": []}) == Int8Weights(has_head=True)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "field"),
+    [
+        ([], None),
+        ("int8", ""),
+        ({"quant_method": "gptq", "bits": 4}, ".quant_method"),
+        ({"quant_method": "bitsandbytes"}, ".quant_method"),
+        (W8A8 | {"format": "float-quantized"}, ".format"),
+        (W8A8 | {"format": None}, ".format"),
+        (W8A8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, ".sparsity_config"),
+        (W8A8 | {"transform_config": {"config_groups": {"u": {}}}}, ".transform_config"),
+        (W8A8 | {"kv_cache_scheme": {"num_bits": 8}}, ".kv_cache_scheme"),
+        (W8A8 | {"config_groups": None}, ".config_groups"),
+        (W8A8 | {"config_groups": {"a": GROUP, "b": GROUP}}, ".config_groups"),
+        (W8A8 | {"config_groups": {"a": "W8A8"}}, ".config_groups.a"),
+        (W8A8 | {"ignore": [3]}, ".ignore"),
+        (with_group(targets=["Linear", "Embedding"]), ".config_groups.group_0.targets"),
+        (with_group(output_activations=WEIGHTS), ".config_groups.group_0.output_activations"),
+        (with_group(format="pack-quantized"), ".config_groups.group_0.format"),
+        (with_group(weights=None), ".config_groups.group_0.weights"),
+        (with_group(weights=WEIGHTS | {"num_bits": 4}), ".config_groups.group_0.weights.num_bits"),
+        (with_group(weights=WEIGHTS | {"type": "float"}), ".config_groups.group_0.weights.type"),
+        (with_group(weights=WEIGHTS | {"symmetric": False}), ".config_groups.group_0.weights.symmetric"),
+        (with_group(weights=WEIGHTS | {"symmetric": 1}), ".config_groups.group_0.weights.symmetric"),
+        (with_group(weights=WEIGHTS | {"strategy": "group"}), ".config_groups.group_0.weights.strategy"),
+        (with_group(input_activations=WEIGHTS), ".config_groups.group_0.input_activations.dynamic"),
+    ],
+)
+def test_other_quantization_is_refused_by_field(quantization: Any, field: str | None) -> None:
+    if field is None:
+        assert int8_weights(quantization) is None
+        return
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config(LLAMA | {"quantization_config": quantization})
+    assert refused.value.field == f"quantization_config{field}"
+
+
+def test_scales_follow_their_weights_and_fused_weights_stay_adjacent() -> None:
+    config = read_config(LLAMA | {"quantization_config": W8A8})
+    _, layer, last = tensors_by_segment(config)
+    linear = [slot for slot in layer if "norm" not in slot.name]
+    names = [slot.name.removeprefix("model.layers.0.") for slot in linear]
+    assert names[:7] == [
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+        "self_attn.q_proj.weight_scale",
+        "self_attn.k_proj.weight_scale",
+        "self_attn.v_proj.weight_scale",
+        "self_attn.o_proj.weight",
+    ]
+    for slot in linear:
+        assert slot.is_scale == slot.name.endswith("_scale") and slot.dtype == ("" if slot.is_scale else "I8")
+    assert {slot.shape for slot in linear if slot.is_scale} == {(64, 1), (32, 1), (96, 1)}
+    assert [slot.dtype for slot in last] == ["", ""]
+    *_, last = tensors_by_segment(read_config(LLAMA | {"quantization_config": W8A8 | {"ignore": []}}))
+    assert [(slot.group, slot.dtype) for slot in last] == [("norm", ""), ("head", "I8"), ("head_scales", "")]
