@@ -98,6 +98,8 @@ def test_upload_key_chat_and_a_bill_that_equals_the_ledger(console: Console) -> 
     turn_to(page, "Overview")
     expect(card(page, "Models awake")).to_have_text("1")
     expect(card(page, "TTFT P50")).to_contain_text("s")
+    page.get_by_label("Plots of the last").select_option("24 hours")
+    expect(page.locator(".plot canvas").first).to_be_visible()
     turn_to(page, "Models")
     page.get_by_role("link", name="payer/terms").click()
     expect(page.get_by_role("region", name="Decisions")).to_contain_text("payer/terms")  # to load it

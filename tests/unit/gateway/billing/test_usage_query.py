@@ -6,8 +6,17 @@ import pytest
 from sqlalchemy import update
 
 from tests.unit.gateway.conftest import AccountingRig
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.gateway.billing.usage_query import GroupBy, UsageFilter, billed_sums, end_of, instant_of, usage_sums
+from torchrelay.gateway.billing.usage_query import (
+    MAX_MINUTES,
+    GroupBy,
+    UsageFilter,
+    billed_sums,
+    end_of,
+    instant_of,
+    usage_sums,
+)
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
 from torchrelay.gateway.sql.tables import ledger
 
@@ -52,6 +61,19 @@ async def test_sums_by_group(
     sums = await usage_sums(settled.database, UsageFilter(tenant_id=settled.acme.tenant_id), group_by)
     assert {total.group: (total.prompt_tokens, total.completion_tokens, total.requests) for total in sums} == expected
     assert sum(total.cost_nano for total in sums) == 3 * (600 + 100) + 20 * 400
+
+
+async def test_sums_by_minute_are_of_recent_days(settled: AccountingRig) -> None:
+    minute_us = 60_000_000
+    minute = now_unix_us() // minute_us
+    async with settled.database.write() as connection:
+        await connection.execute(update(ledger).values(settled_unix_us=(minute - 1) * minute_us + 1))
+    acme = UsageFilter(tenant_id=settled.acme.tenant_id, from_unix_us=(minute - 60) * minute_us)
+    (total,) = await usage_sums(settled.database, acme, "minute")
+    assert (instant_of(total.group, "from"), total.requests) == ((minute - 1) * minute_us, 3)
+    for begin in (None, (minute - MAX_MINUTES - 1) * minute_us):
+        with pytest.raises(InvalidRequest, match="of the last 48 hours"):
+            await usage_sums(settled.database, replace(acme, from_unix_us=begin), "minute")
 
 
 async def test_filters_combine(settled: AccountingRig) -> None:

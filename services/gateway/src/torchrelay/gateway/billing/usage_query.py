@@ -1,4 +1,4 @@
-"""Usage from the ledger: sums by key, model or day, and the quantities of a bill."""
+"""Usage from the ledger: sums by key, model, day or minute, and the quantities of a bill."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Integer, Row, Select, cast, func, select
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.billing.bills import BilledSum
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import ledger, prices
 
 _TIME_LIMIT_S = 30.0  # sums over millions of rows
-GroupBy = Literal["key", "model", "day"]
+GroupBy = Literal["key", "model", "day", "minute"]
 _UNESCAPED_OFFSET = re.compile(r"(:\d\d(?:\.\d+)?) (\d\d:?\d\d)$")
 _DAY_US = 86_400_000_000
+_MINUTE_US = 60_000_000
+MAX_MINUTES = 2 * 24 * 60  # of sums by minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class UsageFilter:
 
 @dataclass(frozen=True, slots=True)
 class UsageSum:
-    """Tokens, requests and cost of one group: a key id, a model, or a day (2026-11-21)."""
+    """Tokens, requests and cost of one group: a key id, a model, a day (2026-11-21) or a minute."""
 
     group: str
     prompt_tokens: int
@@ -77,12 +80,17 @@ def end_of(text: str, field: str) -> int:
 
 
 async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy | None) -> list[UsageSum]:
-    """Sums per group, in group order; without ``group_by`` a single total, even over no rows."""
+    """Sums per group, in group order; without ``group_by`` a single total, even over no rows.
+
+    Raises ``InvalidRequest`` for sums by minute from more than ``MAX_MINUTES`` ago.
+    """
+    if group_by == "minute" and (filter_.from_unix_us or 0) < now_unix_us() - MAX_MINUTES * _MINUTE_US:
+        raise InvalidRequest(f"sums by minute need a time of the last {MAX_MINUTES // 60} hours", field="from")
     groups: dict[GroupBy, ColumnElement[Any]] = {
         "key": ledger.c.key_id,
         "model": ledger.c.model,
-        # Integer division that works in both SQLite and PostgreSQL.
-        "day": cast((ledger.c.settled_unix_us - ledger.c.settled_unix_us % _DAY_US) / _DAY_US, Integer),
+        "day": _period(_DAY_US),
+        "minute": _period(_MINUTE_US),
     }
     query = select(*_sums()).where(*filter_.conditions())
     if group_by is not None:
@@ -106,6 +114,11 @@ async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSu
     return [BilledSum(row.model, row.prompt_nano, row.cached_nano, row.output_nano, **_totals(row)) for row in rows]
 
 
+def _period(length_us: int) -> ColumnElement[Any]:
+    """The number of a row's period; the integer division works in both SQLite and PostgreSQL."""
+    return cast((ledger.c.settled_unix_us - ledger.c.settled_unix_us % length_us) / length_us, Integer)
+
+
 def _sums() -> list[ColumnElement[Any]]:
     summed = {
         "prompt_tokens": ledger.c.num_prompt_tokens,
@@ -124,6 +137,8 @@ def _totals(row: Row[Any]) -> dict[str, int]:
 
 
 def _label(group: Any, group_by: GroupBy) -> str:
+    if group_by == "minute":
+        return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(minutes=int(group))).isoformat()
     if group_by != "day":
         return str(group)
     return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=int(group))).date().isoformat()

@@ -1,24 +1,38 @@
-import { html, useEffect, useRef } from "/console/vendor/preact-htm.js";
+import { html, useEffect, useMemo, useRef, useState } from "/console/vendor/preact-htm.js";
 import uPlot from "/console/vendor/uplot.js";
 import { Relays } from "/console/cluster.js";
 import { count, dollars, rate, seconds } from "/console/format.js";
 import { Alert, useAnswer } from "/console/parts.js";
 
-const SHOWN_S = 900;
+const PERIODS = { "15 minutes": 900, "1 hour": 3600, "24 hours": 86_400 };
+const MINUTE_S = 60;
+const HOUR_S = 3600;
 const today = () => new Date().toISOString().slice(0, 10);
 const ttft = (value) => (value === null ? "none yet" : seconds(value));
 
-function Plot({ title, samples, of }) {
+// Points of [unix seconds, requests/s, tokens/s] since a time: minutes of the ledger, then the live samples.
+function pointsOf(minutes, samples, fromS) {
+  const firstS = samples[0].at_unix_s;
+  const sums = new Map(minutes.map((each) => [Date.parse(each.minute) / 1000, each]));
+  const points = [];
+  for (let at = Math.ceil(fromS / MINUTE_S) * MINUTE_S; at + MINUTE_S <= firstS; at += MINUTE_S) {
+    const { requests = 0, prompt_tokens = 0, completion_tokens = 0 } = sums.get(at) ?? {};
+    points.push([at + MINUTE_S / 2, requests / MINUTE_S, (prompt_tokens + completion_tokens) / MINUTE_S]);
+  }
+  return [...points, ...samples.map((each) => [each.at_unix_s, each.requests_per_s, each.tokens_per_s])];
+}
+
+function Plot({ title, points, column, periodS }) {
   const place = useRef(null);
   const plot = useRef(null);
-  const latest = useRef(0);
-  latest.current = samples.at(-1).at_unix_s;
+  const range = useRef(null);
+  range.current = [points.at(-1)[0] - periodS, points.at(-1)[0]];
   useEffect(() => {
     const style = getComputedStyle(document.body);
     const line = { stroke: style.getPropertyValue("--line"), width: 1 };
     const axis = { stroke: style.color, grid: line, ticks: line };
     const size = () => ({ width: place.current.clientWidth, height: 160 });
-    const scales = { x: { range: () => [latest.current - SHOWN_S, latest.current] }, y: { range: (_, __, max) => [0, max > 0 ? max * 1.1 : 1] } };
+    const scales = { x: { range: () => range.current }, y: { range: (_, __, max) => [0, max > 0 ? max * 1.1 : 1] } };
     const series = [{}, { stroke: style.getPropertyValue("--accent"), width: 2 }];
     const options = { ...size(), scales, series, axes: [axis, axis], legend: { show: false } };
     plot.current = new uPlot(options, [[], []], place.current);
@@ -26,13 +40,17 @@ function Plot({ title, samples, of }) {
     watcher.observe(place.current);
     return () => { watcher.disconnect(); plot.current.destroy(); };
   }, []);
-  useEffect(() => plot.current.setData([samples.map((each) => each.at_unix_s), samples.map(of)]), [samples]);
+  useEffect(() => plot.current.setData([points.map(([at]) => at), points.map((point) => point[column])]), [points]);
   return html`<section class="plot"><h2>${title}</h2><div ref=${place}></div></section>`;
 }
 
 export function Overview({ samples }) {
   const spend = useAnswer(`/v1/usage?from=${today()}`, 15_000);
+  const [period, setPeriod] = useState("15 minutes");
+  const fromS = Math.floor(Date.now() / 1000 / HOUR_S) * HOUR_S - PERIODS[period]; // the same for an hour: it is in the address
+  const minutes = useAnswer(`/v1/usage?group_by=minute&from=${fromS}`, 60_000);
   const last = samples.at(-1);
+  const points = useMemo(() => last && pointsOf(minutes.data?.data ?? [], samples, last.at_unix_s - PERIODS[period]), [minutes.data, samples, period]);
   if (!last) return html`<p class="dim">Waiting for the first figures.</p>`;
   const cards = {
     "Requests/s": rate(last.requests_per_s),
@@ -48,9 +66,12 @@ export function Overview({ samples }) {
   return html`
     ${last.is_scheduler_away && html`<${Alert}>The scheduler does not answer, so models count as at zero: look into its log.<//>`}
     <div class="cards">${Object.entries(cards).map(([label, value]) => html`<div class="card"><span>${label}</span><strong>${value}</strong></div>`)}</div>
+    <p><label class="inline">Plots of the last <select value=${period} onChange=${(event) => setPeriod(event.target.value)}>
+      ${Object.keys(PERIODS).map((name) => html`<option value=${name}>${name}</option>`)}</select></label></p>
     <div class="plots">
-      <${Plot} title="Requests/s" samples=${samples} of=${(each) => each.requests_per_s} />
-      <${Plot} title="Tokens/s" samples=${samples} of=${(each) => each.tokens_per_s} /></div>
+      <${Plot} title="Requests/s" points=${points} column=${1} periodS=${PERIODS[period]} />
+      <${Plot} title="Tokens/s" points=${points} column=${2} periodS=${PERIODS[period]} /></div>
+    ${minutes.error && html`<${Alert}>${minutes.error}<//>`}
     <h2>Relays</h2>
     <${Relays} last=${last} />`;
 }
