@@ -16,7 +16,6 @@ from typing import TextIO
 from torchrelay.cli.errors import CliError
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
-from torchrelay.gateway.resource_names import is_name
 
 DEFAULT_HOME = Path(".torchrelay")
 _UP_SECRETS = ("admin.key", "cluster.key", "redis.conf", "nats.conf")
@@ -216,8 +215,8 @@ class Home:
         _write_private(file, f"{key}\n")
 
     def kept_key(self, tenant: str) -> str | None:
-        """The tenant's last key; None for what is no tenant's name."""
-        return _read_key(self._tenant_key_file(tenant)) if is_name(tenant) else None
+        """The tenant's last key; None if there is none."""
+        return _read_key(self._tenant_key_file(tenant)) if tenant in self.kept_tenants() else None
 
     def kept_tenants(self) -> list[str]:
         """The tenants of which a key is kept, by name."""
