@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.integration.roles_testbed import DECODE, PREFILL, RunningWorker, mode
 from tests.support.checkpoints import make_checkpoint
 from tests.support.wait import eventually
 from tests.unit.param_store.running_store import REMOTE, publish, running_store
-from torchrelay.vllm.busy_thread import reporting_cpu_time
+from torchrelay.vllm.computed_time import ComputedTime
 from torchrelay.worker.slot.slot import FREE
 
 
@@ -45,21 +45,11 @@ async def test_a_pool_below_two_blocks_fails_the_load(tmp_path: Path, nats_url: 
         assert slot.error == "vLLM needs a KV pool of at least 6291456 bytes for this model, not 1048576"
 
 
-def test_a_thread_that_computes_advances_and_a_thread_that_waits_does_not() -> None:
-    advanced = threading.Event()
-    with reporting_cpu_time(advanced.set, look_s=0.01):
-        begun = time.monotonic()
-        while not advanced.is_set() and time.monotonic() - begun < 30:
+def test_computed_time_is_that_of_its_own_thread() -> None:
+    mine, begun_s = ComputedTime(), time.monotonic()
+    before = mine.tenths
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(ComputedTime).result()
+        while mine.tenths < before + 3 and time.monotonic() - begun_s < 60:
             sum(range(10_000))
-    assert advanced.is_set()
-
-    num_advances = 0
-
-    def advance() -> None:
-        nonlocal num_advances
-        num_advances += 1
-
-    looked = threading.Event()
-    with reporting_cpu_time(advance, look_s=0.01):
-        looked.wait(0.2)
-    assert num_advances == 0
+        assert (mine.tenths >= before + 3, waiting.tenths) == (True, 0)

@@ -27,7 +27,7 @@ from torchrelay.modelspec.config import read_config
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.manifest import Manifest
 from torchrelay.vllm.arriving_pack import ArrivingPack
-from torchrelay.vllm.busy_thread import reporting_cpu_time
+from torchrelay.vllm.computed_time import ComputedTime
 from torchrelay.vllm.slot_sampler import Choice, SlotChoices, SlotSampler, vllm_sampling
 from torchrelay.vllm.weight_loader import LOAD_FORMAT
 from torchrelay.worker.settings import WorkerSettings
@@ -68,7 +68,7 @@ class VllmModel:
         self._settings, self._manifest, self._hooks = settings, manifest, hooks
         self._max_context_tokens = read_config(manifest.config).max_context_tokens
         self._max_kv_tokens = _max_kv_tokens(manifest, settings.kv_pool_bytes)
-        self._advances = 0
+        self._advances, self._computed = 0, ComputedTime()
         self._pack = ArrivingPack(manifest, slab.data, self._advance)
         self._vllm: LLMEngine | None = None
         self._is_broken = False
@@ -91,7 +91,7 @@ class VllmModel:
     def _build(self) -> LLMEngine:
         """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
         try:
-            with reporting_cpu_time(self._advance), tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
+            with tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
                 Path(folder, "config.json").write_text(json.dumps(self._manifest.config))
                 times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
@@ -277,4 +277,6 @@ class VllmModel:
 
     @property
     def num_advances(self) -> int:
-        return self._advances
+        # A step of vLLM tells nothing until it ends. On a GPU a thread that waits for ever may compute.
+        tells_by_cpu = self._vllm is None or self._settings.device == "cpu"
+        return self._advances + (self._computed.tenths if tells_by_cpu else 0)
