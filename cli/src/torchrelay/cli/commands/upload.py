@@ -75,6 +75,9 @@ def upload(
     name: Annotated[
         str | None, typer.Option(help="Name of the model; the folder's by default. With the admin key: TENANT/NAME.")
     ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The folder is a LoRA adapter of this model, as PEFT saves it.")
+    ] = None,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
     home: HomeOption = None,
@@ -83,18 +86,19 @@ def upload(
 ) -> None:
     """Upload a model folder and publish it under a name.
 
-    A GGUF file is converted on this machine first: weights in bf16, tokenizer and chat template.
+    A GGUF file is converted on this machine first: weights in bf16, tokenizer and chat template. A LoRA adapter becomes
+    a model of its own name with --base, and runs on the instances of its base.
 
     Run the same command again to resume an interrupted upload; `torchrelay uploads` lists and aborts those left open. A
     model that is refused ends its upload; what you send again within an hour is only what you changed. Uploading to an
     existing name publishes a new version; running requests finish on the old one.
     """
     access = tenant_access(home, url, key)
-    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
+    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, base=base)
     full_name = _model_name(access, source, name)
     check_name(full_name)
     with _model_folder(source) as folder:
-        check_folder(folder)
+        check_folder(folder, is_adapter=base is not None)
         before = _version_before(access, full_name)
         model = _run(access, folder, full_name, settings)
     facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"

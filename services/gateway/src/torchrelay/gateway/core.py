@@ -80,6 +80,17 @@ class Version:
     file_digests: Mapping[str, str] = field(default_factory=dict)  # "tokenizer.json" -> BLAKE3
     embedding: EmbeddingSpec | None = None  # None: the model declares none
     has_no_head: bool = False  # it gives embeddings, but no tokens
+    base_version_id: str = ""  # of an adapter: the version that it changes, whose instances serve it
+
+    @property
+    def served_version_id(self) -> str:
+        """The version of the instances that serve this version."""
+        return self.base_version_id or self.version_id
+
+    @property
+    def adapter_id(self) -> str:
+        """The id of the adapter that the instances add; empty for a model."""
+        return self.version_id if self.base_version_id else ""
 
 
 LEAST_TARGET_S, MOST_TARGET_S = 0.001, 86_400.0
@@ -120,6 +131,7 @@ class PublishedModel:
     schedule: tuple[str, ...] = ()  # at times more of them: see ``catalog.schedules``
     targets: LatencyTargets = LatencyTargets()
     aliases: tuple[str, ...] = ()  # further names in its tenant, sorted
+    parent: str = ""  # of an adapter: the model that it changes
 
 
 class FinishCause(StrEnum):
