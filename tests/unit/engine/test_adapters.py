@@ -25,7 +25,7 @@ from tests.unit.engine.harness import (
 )
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.weights.adapter import Adapter
+from torchrelay.engine.kernels.low_rank import Adapter
 
 FORMS: dict[str, dict[str, Any]] = {
     "all": {},

@@ -8,7 +8,7 @@ import pytest
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.weights.adapter import Adapter
+from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.worker.attempts.hosted_adapters import HostedAdapters
 
 

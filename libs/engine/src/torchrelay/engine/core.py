@@ -65,7 +65,7 @@ class Grammar(Protocol):
 
 
 class GroupAdapter(Protocol):
-    """The adapter of a group. ``weights.adapter`` implements it."""
+    """The adapter of a group. ``kernels.low_rank`` implements it."""
 
     @property
     def adapter_id(self) -> str: ...

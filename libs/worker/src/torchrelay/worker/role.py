@@ -19,7 +19,7 @@ from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import NO_TOKEN, Embedding, Finish, NewToken, PromptProgress
-from torchrelay.engine.weights.adapter import Adapter
+from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.transport.interface import Transport

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk
 from torchrelay.engine.kernels.attention import AttentionBackend, Span
 from torchrelay.engine.kernels.layer import LayerView
+from torchrelay.engine.kernels.low_rank import AdaptedRows, Adapter
 from torchrelay.engine.model.rope import Rope
-from torchrelay.engine.weights.adapter import Adapter
 from torchrelay.modelspec.config import ModelConfig, RopeConfig
 
 
@@ -36,7 +36,7 @@ class Batch:
     views: tuple[LayerView, ...]  # by kind of layer
     num_outputs: int  # rows with logits: running choices, and the last row of each chunk that ends its context
     output_rows: Tensor | None = None  # int64: their indices; None: all rows
-    adapted: tuple[tuple[Adapter, Tensor | slice], ...] = ()  # each adapter of the batch, and its rows
+    adapted: AdaptedRows | None = None  # None: no row has an adapter
 
     @property
     def handed_over(self) -> Sequence[PrefillChunk]:
@@ -93,8 +93,8 @@ def make_batch(
     )
 
 
-def _adapted(plan: BatchPlan, device: torch.device) -> tuple[tuple[Adapter, Tensor | slice], ...]:
-    sizes = [(each.group.spec, 1) for each in plan.decoding]
+def _adapted(plan: BatchPlan, device: torch.device) -> AdaptedRows | None:
+    sizes = [(each.spec, 1) for each in plan.decoding]
     sizes += [(chunk.context.group.spec, chunk.num_tokens) for chunk in plan.chunks]
     rows: dict[Adapter, list[int]] = {}
     begin = 0
@@ -103,11 +103,4 @@ def _adapted(plan: BatchPlan, device: torch.device) -> tuple[tuple[Adapter, Tens
             assert isinstance(spec.adapter, Adapter), "the instance has read it"
             rows.setdefault(spec.adapter, []).extend(range(begin, begin + size))
         begin += size
-    return tuple((adapter, _indices(of_adapter, device)) for adapter, of_adapter in rows.items())
-
-
-def _indices(rows: list[int], device: torch.device) -> Tensor | slice:
-    """The rows, as a slice if they are adjacent, which is quicker to read."""
-    if rows[-1] - rows[0] + 1 == len(rows):
-        return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return AdaptedRows(tuple(rows.items()), begin, device) if rows else None

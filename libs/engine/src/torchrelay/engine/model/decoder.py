@@ -53,9 +53,12 @@ class Decoder:
 
         [rows, hidden] -> the same; writes the batch's KV.
         """
-        if self._whole_layers is not None and not batch.adapted:
+        adapters = None if batch.adapted is None else batch.adapted.address
+        if self._whole_layers is not None and (batch.adapted is None or adapters is not None):
             weights = self._weights.layers(begin, end)
-            hidden, num_done = self._whole_layers.run(begin, weights, self._kv, hidden, batch.write_slots, batch.views)
+            hidden, num_done = self._whole_layers.run(
+                begin, weights, self._kv, hidden, batch.write_slots, batch.views, adapters
+            )
             if num_done:
                 return hidden, begin + num_done
         return self.run_layer(begin, hidden, batch), begin + 1
@@ -65,9 +68,8 @@ class Decoder:
         weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
 
         def adapt(group: str, x: Tensor, out: Tensor) -> None:
-            for adapter, rows in batch.adapted:
-                for change in adapter.layers[layer].get(group, ()):
-                    change.add_to(out, rows, x)
+            if batch.adapted is not None:
+                batch.adapted.add_to(out, layer, group, x)
 
         inner = self._norm(hidden, weights.input_norm)
         attended = self._attention(weights, self._kv[layer], inner, batch.write_slots, view, adapt)

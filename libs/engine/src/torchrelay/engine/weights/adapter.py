@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,41 +11,13 @@ from torch import Tensor
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.buffers import as_tensor
+from torchrelay.engine.kernels.low_rank import Adapter, LowRank
 from torchrelay.engine.weights.pack_weights import TORCH_DTYPES
 from torchrelay.modelspec.adapter import AdaptedMatrix, adapted_matrices
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.errors import UnsupportedModel
 
 _METADATA = "__metadata__"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
-    """The change of a projection: ``scaling * b(a(x))``, added to its outputs from ``begin`` on."""
-
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
-    scaling: float
-    begin: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """fp32 [rows, out]: nothing is rounded before the sum with the projection's output."""
-        low = torch.mm(x.float(), self.a.float().t()) * self.scaling
-        return torch.mm(low, self.b.float().t())
-
-    def add_to(self, out: Tensor, rows: Tensor | slice, x: Tensor) -> None:
-        """Adds the change to these rows of a projection's output, of which ``x`` is the input."""
-        part = out[:, self.begin : self.begin + len(self.b)]
-        part[rows] = (part[rows].float() + self(x[rows])).to(out.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Adapter:
-    """The changes of one adapter, by layer and group of projections."""
-
-    adapter_id: str
-    layers: tuple[Mapping[str, tuple[LowRank, ...]], ...]
-    num_bytes: int
 
 
 def read_adapter(
@@ -66,7 +37,7 @@ def read_adapter(
         for matrix in matrices:
             a, b = (_tensor(header[name], shape, body).to(device, dtype) for name, shape in matrix.tensors.items())
             before = layers[matrix.layer].get(matrix.group, ())
-            layers[matrix.layer][matrix.group] = (*before, LowRank(a, b, matrix.scaling, matrix.begin))
+            layers[matrix.layer][matrix.group] = (*before, LowRank(a, b.t().contiguous(), matrix.scaling, matrix.begin))
     except (UnsupportedModel, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise DataCorrupted(f"the adapter's files cannot be used: {error}") from error
     return Adapter(adapter_id, tuple(layers), sum(_num_elements(each) for each in matrices) * dtype.itemsize)

@@ -27,7 +27,7 @@ from torchrelay.engine.core import (
     PromptProgress,
     SamplingParams,
 )
-from torchrelay.engine.weights.adapter import Adapter
+from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.worker.attempts.outbox import Outbox
 
 FINISH_REASONS = {

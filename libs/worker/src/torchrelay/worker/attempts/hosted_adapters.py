@@ -9,7 +9,7 @@ from typing import Final
 from cachetools import LRUCache
 
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.weights.adapter import Adapter
+from torchrelay.engine.kernels.low_rank import Adapter
 
 READ_TIMEOUT_S: Final = 60.0
 MAX_BYTES: Final = 1 << 30  # the largest adapter that a store accepts, widened to fp32
