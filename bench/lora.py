@@ -110,17 +110,17 @@ def first_token_s(instance: Instance, adapter: Adapter) -> float:
     return time.perf_counter() - begin_s
 
 
-def wake_ms(instance: Instance, file: bytes) -> float:
-    """From an adapter's files in memory to a first token, minus the time of a further first token."""
+def wake_s(instance: Instance, file: bytes) -> tuple[float, float]:
+    """The time from an adapter's files in memory to a first token, and that of a further first token."""
     begin_s = time.perf_counter()
     adapter = read(instance, file)
     cold_s = time.perf_counter() - begin_s + first_token_s(instance, adapter)
-    return (cold_s - first_token_s(instance, adapter)) * 1000
+    return cold_s, first_token_s(instance, adapter)
 
 
 def main() -> None:
     options = parser_of(__doc__, "a third of the layers and fewer steps, under 50 s").parse_args()
-    num_layers, num_steps, num_rounds = (8, 16, 5) if options.quick else (24, 32, 9)
+    num_layers, num_steps, num_rounds = (8, 12, 3) if options.quick else (24, 32, 9)
     progress(f"making the model of {num_layers} layers and {NUM_ADAPTERS} adapters")
     instance = make_instance(num_layers)
     files = [make_adapter_file(instance) for _ in range(NUM_ADAPTERS)]
@@ -132,15 +132,15 @@ def main() -> None:
         progress(
             f"a step of {NUM_ADAPTERS} rows: {base * 1000:.1f} ms of the base, {mixed * 1000:.1f} ms with adapters"
         )
-    wakes = [wake_ms(instance, file) for file in files]
+    cold, warm = (min(times) * 1000 for times in zip(*(wake_s(instance, file) for file in files), strict=True))
     base, mixed = (statistics.median(times) for times in zip(*pairs, strict=True))
     against = f"{NUM_ADAPTERS / mixed:.1f} over {NUM_ADAPTERS / base:.1f} tok/s; rank {RANK}, all projections"
-    size = f"{len(files[0]) / 1e6:.0f} MB of files; {min(wakes):.1f} to {max(wakes):.1f} ms"
+    size = f"{len(files[0]) / 1e6:.0f} MB of files; {cold:.1f} less {warm:.1f} ms, the fastest of {NUM_ADAPTERS}"
     conditions = {"layers": num_layers, "rank": RANK, "prompt_tokens": PROMPT_TOKENS, "quick": options.quick}
     ratio = statistics.median(base / mixed for base, mixed in pairs)
     checks = [
         Check("lora_over_base_c8", ratio, "ratio", 0.85, against, at_least=True),
-        Check("adapter_wake_ms", statistics.median(wakes), "ms", 30, size),
+        Check("adapter_wake_ms", cold - warm, "ms", 30, size),
     ]
     finish("lora", conditions, checks)
 
