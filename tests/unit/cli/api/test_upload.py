@@ -9,9 +9,10 @@ import pytest
 
 from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.model_folder import model_paths
+from torchrelay.cli.api.model_folder import adapter_paths, model_paths
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
+from torchrelay.common.errors import UploadRefused
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 
 
@@ -90,6 +91,22 @@ def test_cli_and_store_agree_on_model_files(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert {path.relative_to(tmp_path).as_posix() for path in model_paths(tmp_path)} == set(names)
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
+
+
+def test_cli_and_store_agree_on_the_files_of_an_adapter(tmp_path: Path) -> None:
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    for name in (*names, "README.md", "tokenizer.json"):
+        (tmp_path / name).touch()
+    assert [path.name for path in adapter_paths(tmp_path)] == names
+    check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
+    for wrong in (names[:1], [*names, "tokenizer.json"]):
+        with pytest.raises(UploadRefused):
+            check_declared([DeclaredFile(name, 10, "0" * 64) for name in wrong], 0, 1 << 40)
+    with pytest.raises(CliError, match="is a LoRA adapter"):
+        model_paths(tmp_path)
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(CliError, match=r"has no adapter_model\.safetensors"):
+        adapter_paths(tmp_path)
 
 
 def test_index_decides_which_weights_are_sent(model_folder: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.unit.gateway.conftest import PEPPER, AccountingRig
-from torchrelay.common.errors import NotFound
+from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.gateway.auth.api_keys import ADMIN, ApiKeys
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
@@ -220,3 +220,44 @@ async def test_targets_survive_a_new_version(parts: AccountingRig, caller: Princ
     assert [(model.version.version_id, model.targets) for model in resolved] == [
         ("v2", LatencyTargets(standard_ttft_s=0.5, tbt_target_s=0.05))
     ] * 2
+
+
+def adapter(base: str = "v1", name: str = "a1") -> Version:
+    return replace(version(name), pack_id=f"pack-{base}", base_version_id=base)
+
+
+async def test_adapter_names_its_base_as_parent(parts: AccountingRig, caller: Principal) -> None:
+    await publish(parts, "base", version())
+    await publish(parts, "tuned", adapter())
+    tuned = await parts.catalog.resolve(caller, "tuned")
+    assert (tuned.parent, tuned.version.served_version_id, tuned.version.adapter_id) == ("acme/base", "v1", "a1")
+    base = await parts.catalog.resolve(caller, "base")
+    assert (base.parent, base.version.served_version_id, base.version.adapter_id) == ("", "v1", "")
+    assert await parts.catalog.models(caller) == [base, tuned]
+
+
+async def test_base_is_neither_deleted_nor_replaced_while_adapters_need_it(
+    parts: AccountingRig, caller: Principal
+) -> None:
+    await publish(parts, "base", version())
+    await publish(parts, "tuned", adapter())
+    base = await parts.catalog.resolve(caller, "base")
+    with pytest.raises(Conflict, match="delete tuned first"):
+        await parts.catalog.delete(base)
+    with pytest.raises(Conflict, match="delete tuned first"):
+        await publish(parts, "base", version("v2"))
+    await publish(parts, "base", version())  # the same files again
+    await publish(parts, "copy", version())  # another model of the tenant has the version, too
+    await publish(parts, "base", version("v2"))
+    assert (await parts.catalog.resolve(caller, "tuned")).parent == "acme/copy"
+    await parts.catalog.delete(await parts.catalog.resolve(caller, "tuned"))
+    await parts.catalog.delete(await parts.catalog.resolve(caller, "copy"))
+    assert await retired(parts) == {"v1", "a1"}
+
+
+async def test_adapter_is_not_published_without_its_base(parts: AccountingRig) -> None:
+    with pytest.raises(Conflict, match="the base version"):
+        await publish(parts, "tuned", adapter())
+    await publish(parts, "base", version())
+    with pytest.raises(Conflict, match="the base version"):
+        await publish(parts, "base", adapter())

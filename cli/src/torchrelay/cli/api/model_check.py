@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from torchrelay.cli.api.model_folder import model_paths
+from torchrelay.cli.api.model_folder import adapter_paths, model_paths
 from torchrelay.cli.errors import CliError
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
@@ -34,10 +34,11 @@ def check_name(name: str) -> None:
             )
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, *, is_adapter: bool = False) -> None:
     """Reads the config and each header, but no weights. Raises ``CliError``."""
-    paths = model_paths(folder)
-    _check_config(folder / "config.json")
+    paths = adapter_paths(folder) if is_adapter else model_paths(folder)
+    if not is_adapter:
+        _check_config(folder / "config.json")
     for path in paths:
         if path.suffix == ".safetensors":
             _check_header(path)

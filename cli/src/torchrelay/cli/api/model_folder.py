@@ -29,6 +29,7 @@ _DOCUMENTS = frozenset(
     }
 )
 _POOLING = "1_Pooling/config.json"  # beside modules.json: how texts are embedded
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NEED_FOLDER = "give the folder of a Hugging Face model"
 
@@ -58,9 +59,9 @@ def _weights(folder: Path, present: set[str]) -> set[str]:
     return names
 
 
-def model_files(folder: Path, progress: ProgressCallback) -> list[LocalFile]:
-    """The model's files with their digests. Raises ``CliError`` when the folder is not a model."""
-    paths = model_paths(folder)
+def model_files(folder: Path, progress: ProgressCallback, *, is_adapter: bool = False) -> list[LocalFile]:
+    """The files of the model, or of the adapter, with their digests. Raises ``CliError`` when the folder is none."""
+    paths = adapter_paths(folder) if is_adapter else model_paths(folder)
     total, done = sum(path.stat().st_size for path in paths), 0
     files = []
     for path in paths:
@@ -75,8 +76,16 @@ def model_files(folder: Path, progress: ProgressCallback) -> list[LocalFile]:
     return files
 
 
-def model_paths(folder: Path) -> list[Path]:
-    """The model's files by name. Raises ``CliError`` when the folder is not a model."""
+def adapter_paths(folder: Path) -> list[Path]:
+    """The files of a LoRA adapter, as PEFT saves it. Raises ``CliError`` when the folder is not an adapter."""
+    _check_is_folder(folder)
+    paths = [folder / name for name in _ADAPTER]
+    if missing := next((path for path in paths if not path.is_file()), None):
+        raise CliError(f"{folder} has no {missing.name}", "give the folder of a LoRA adapter, or leave out --base")
+    return paths
+
+
+def _check_is_folder(folder: Path) -> None:
     if not folder.is_dir():
         if folder.exists():
             raise CliError(f"{folder} is not a folder", _NEED_FOLDER)
@@ -84,8 +93,15 @@ def model_paths(folder: Path) -> list[Path]:
         is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
         hint = f"; to download a model first: hf download {name} --local-dir DIR" if is_hub_name else ""
         raise CliError(f"{folder} does not exist", _NEED_FOLDER + hint)
+
+
+def model_paths(folder: Path) -> list[Path]:
+    """The model's files by name. Raises ``CliError`` when the folder is not a model."""
+    _check_is_folder(folder)
     present = sorted(path for path in folder.iterdir() if path.is_file())
     names = {path.name for path in present}
+    if "config.json" not in names and _ADAPTER[0] in names:
+        raise CliError(f"{folder} is a LoRA adapter", "name the model that it adapts: --base NAME")
     if "config.json" not in names:
         raise CliError(f"{folder} has no config.json", _folder_beneath(folder))
     if "tokenizer.json" not in names:

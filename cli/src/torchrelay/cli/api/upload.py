@@ -67,9 +67,10 @@ class ModelUpload:
     def run(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Hashes, sends and commits; returns the published model. Raises ``CliError``, also for Ctrl-C.
 
-        What is interrupted stays open at the gateway, to be resumed; what is refused has ended there.
+        The ``settings`` of an adapter name its ``base``. What is interrupted stays open at the gateway, to be resumed;
+        what is refused has ended there.
         """
-        files = model_files(self._folder, self._progress)
+        files = model_files(self._folder, self._progress, is_adapter="base" in settings)
         fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
         upload = self._begin(fingerprint, files)
         states = {str(state["path"]): state for state in upload["files"]}

@@ -89,6 +89,9 @@ def upload(
         Quantization | None,
         typer.Option(help="Send the weights of linear layers in 8 bits: about half the memory and time to load."),
     ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The folder is a LoRA adapter of this model, as PEFT saves it.")
+    ] = None,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
     engine: EngineOption = None,
@@ -98,19 +101,22 @@ def upload(
 ) -> None:
     """Upload a model folder and publish it under a name.
 
-    A GGUF file is converted on this machine first: weights in bf16, tokenizer and chat template.
+    A GGUF file is converted on this machine first: weights in bf16, tokenizer and chat template. A LoRA adapter becomes
+    a model of its own name with --base, and runs on the instances of its base.
 
     Run the same command again to resume an interrupted upload; `torchrelay uploads` lists and aborts those left open. A
     model that is refused ends its upload; what you send again within an hour is only what you changed. Uploading to an
     existing name publishes a new version; running requests finish on the old one.
     """
     access = tenant_access(home, url, key, name or "")
-    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine)
+    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine, base=base)
     full_name = _model_name(access, source, name)
     check_name(full_name)
+    if base is not None and quantize is not None:
+        raise CliError("--quantize is for models; an adapter keeps its dtype", "leave one of --base and --quantize out")
     conversion = _conversion(source)
     if conversion is None:
-        check_folder(source)
+        check_folder(source, is_adapter=base is not None)
     before = _version_before(access, full_name)  # also checks the key, before minutes of conversion
     with _model_folder(source, conversion, quantize) as folder:
         model = _run(access, folder, full_name, settings)

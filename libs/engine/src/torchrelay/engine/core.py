@@ -15,6 +15,7 @@ from typing import Final, Protocol
 from torchrelay.common.errors import Overloaded, Unavailable
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.common.sampling import SharedSampling
+from torchrelay.common.tokens.prefix_hashes import prefix_salt
 
 
 class KvPoolFull(Overloaded):
@@ -61,6 +62,13 @@ class Grammar(Protocol):
 
     def start(self, output: Sequence[int] = ()) -> GrammarState:
         """The state after ``output``."""
+
+
+class GroupAdapter(Protocol):
+    """The adapter of a group. ``kernels.low_rank`` implements it."""
+
+    @property
+    def adapter_id(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,12 @@ class GroupSpec:
     deadline_s: float | None = None  # by the instance's clock; the group ends then, without another token
     distinct_prompt_tokens: array[int] = field(default_factory=lambda: array("q"))  # only for a repetition penalty
     pooling: Pooling | None = None  # the group ends with an embedding of its prompt instead of tokens
+    adapter: GroupAdapter | None = None  # that changes the model for this group; None: the model alone
+
+    @property
+    def prefix_salt(self) -> str:
+        """The salt of the hashes of its prompt's beginnings."""
+        return prefix_salt(self.tenant_id, self.adapter.adapter_id if self.adapter else "")
 
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """(choices, forced output) of each distinct context, in the order of first appearance, as a hand-over numbers

@@ -19,6 +19,7 @@ from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import NO_TOKEN, Embedding, Finish, NewToken, PromptProgress
+from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.transport.interface import Transport
@@ -29,6 +30,7 @@ from torchrelay.worker.attempts.attempt import (
     group_id_of,
     no_token_error,
 )
+from torchrelay.worker.attempts.hosted_adapters import HostedAdapters
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
 from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
@@ -49,6 +51,7 @@ class RoleContext(Protocol):
     slot: Slot
     engine: EngineThread
     tokenizers: HostedTokenizer
+    adapters: HostedAdapters
     usage: UsagePublisher
     step_metrics: StepMetrics
     buffers: dict[str, Buffer]  # served by the data plane, by buffer id
@@ -218,6 +221,8 @@ class WorkerRole(ABC):
                     hosted.version.tokenizer_digest, start.sampling.grammar
                 )
             await hosted.settled.wait()  # a loading instance takes requests once it is mapped
+            if start.HasField("adapter"):
+                attempt.adapter = await self.worker.adapters.get(start.instance_id, start.adapter, self._read_adapter)
             if self.is_running(attempt):
                 attempt.is_started = True
                 awaited = self._awaited_starts.get(attempt.group_id)
@@ -228,6 +233,10 @@ class WorkerRole(ABC):
             self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
         except Exception as error:
             self.fail_unexpected(attempt, error)
+
+    async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes) -> Adapter:
+        engine = self.worker.engine
+        return await engine.call(lambda: engine.require_relay_instance().read_adapter(adapter_id, document, weights))
 
     def is_running(self, attempt: Attempt) -> bool:
         """Whether the attempt has not been cancelled, failed or ended; ask again after every await."""

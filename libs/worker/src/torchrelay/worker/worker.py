@@ -27,6 +27,7 @@ from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.interface import Transport
 from torchrelay.transfer.transport.local_first import LocalFirstTransport, open_local_listener
 from torchrelay.transfer.transport.tls import transport_for
+from torchrelay.worker.attempts.hosted_adapters import READ_TIMEOUT_S, HostedAdapters
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer, read_file
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
 from torchrelay.worker.metrics.step_metrics import StepMetrics
@@ -65,6 +66,7 @@ class Worker:
         self.step_metrics = StepMetrics(settings.token_budget)
         self.served_by: Engine = load_engine(settings)
         self.tokenizers = HostedTokenizer(partial(read_file, store))
+        self.adapters = HostedAdapters(partial(read_file, store, timeout_s=READ_TIMEOUT_S))
         self.usage = UsagePublisher(nats, Subjects(settings.nats_prefix))
         self.buffers: dict[str, Buffer] = {}
         node_key = bytes.fromhex(settings.node_key)

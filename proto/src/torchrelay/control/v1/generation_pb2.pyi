@@ -198,6 +198,7 @@ class AttemptStart(_message.Message):
     PROMPT_END_FIELD_NUMBER: _builtins.int
     DISTINCT_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """of the worker this is sent to; refused by any other"""
     tenant_id: _builtins.str
@@ -237,6 +238,10 @@ class AttemptStart(_message.Message):
     def distinct_prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """sorted; only where the repetition penalty needs them"""
 
+    @_builtins.property
+    def adapter(self) -> _types_pb2.Adapter:
+        """absent: the model of the instance alone"""
+
     def __init__(
         self,
         *,
@@ -255,10 +260,11 @@ class AttemptStart(_message.Message):
         prompt_end: _abc.Iterable[_builtins.int] | None = ...,
         distinct_prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
         pooling: _types_pb2.Pooling.ValueType = ...,
+        adapter: _types_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prompt_source", b"prompt_source", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prompt_source", b"prompt_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "distinct_prompt_tokens", b"distinct_prompt_tokens", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "distinct_prompt_tokens", b"distinct_prompt_tokens", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

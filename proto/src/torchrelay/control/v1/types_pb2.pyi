@@ -156,6 +156,36 @@ class ModelVersion(_message.Message):
 Global___ModelVersion: _TypeAlias = ModelVersion  # noqa: Y015
 
 @_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter that an instance of its base model adds for a request; both files are read by ParamStore.ReadFile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.str
+    """the version of the model that the adapter makes of its base"""
+    config_digest: _builtins.str
+    """BLAKE3 of adapter_config.json, hex"""
+    weights_digest: _builtins.str
+    """BLAKE3 of adapter_model.safetensors, hex"""
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.str = ...,
+        config_digest: _builtins.str = ...,
+        weights_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "config_digest", b"config_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
 class LatencyTargets(_message.Message):
     """Latency targets of a model's requests, in seconds; 0 takes the scheduler's setting of the same name."""
 

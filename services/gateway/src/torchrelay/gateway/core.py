@@ -88,6 +88,17 @@ class Version:
     file_digests: Mapping[str, str] = field(default_factory=dict)  # "tokenizer.json" -> BLAKE3
     embedding: EmbeddingSpec | None = None  # None: the model declares none
     has_no_head: bool = False  # it gives embeddings, but no tokens
+    base_version_id: str = ""  # of an adapter: the version that it changes, whose instances serve it
+
+    @property
+    def served_version_id(self) -> str:
+        """The version of the instances that serve this version."""
+        return self.base_version_id or self.version_id
+
+    @property
+    def adapter_id(self) -> str:
+        """The id of the adapter that the instances add; empty for a model."""
+        return self.version_id if self.base_version_id else ""
 
 
 ANY_ENGINE: Final = "auto"
@@ -130,6 +141,7 @@ class PublishedModel:
     targets: LatencyTargets = LatencyTargets()
     engine: str = ANY_ENGINE  # of its instances
     aliases: tuple[str, ...] = ()  # further names in its tenant, sorted
+    parent: str = ""  # of an adapter: the model that it changes
 
 
 class FinishCause(StrEnum):

@@ -103,7 +103,7 @@ class NatsEvents:
         """Publishes a history event; ``kind`` is "published" or "deleted"."""
         event = {"at_unix_us": now_unix_us(), "model": name}
         if model is not None:
-            event |= {"version_id": model.version.version_id, "pack_id": model.version.pack_id}
+            event |= {"version_id": model.version.served_version_id, "pack_id": model.version.pack_id}
             event |= {"pack_bytes": model.version.pack_bytes}
         self._queue(self._events, self._subjects.event(f"model.{kind}"), json.dumps(event).encode())
 

@@ -18,6 +18,9 @@ INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 MODULES, POOLING = "modules.json", "1_Pooling/config.json"  # of sentence-transformers: how texts are embedded
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's, uploaded without others
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+MAX_ADAPTER_BYTES = 512 << 20
 PASSED_ON = (GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
 MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
     **dict.fromkeys((CONFIG, GENERATION), 1 << 20),
@@ -25,6 +28,8 @@ MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
     **dict.fromkeys((INDEX_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS), 4 << 20),
     **dict.fromkeys((TOKENIZER, "vocab.json", "merges.txt"), 64 << 20),
     TEMPLATE: 256 << 10,
+    ADAPTER_CONFIG: 64 << 10,
+    ADAPTER_WEIGHTS: MAX_ADAPTER_BYTES,
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from tests.unit.engine.harness import Model, group_of, prompt_of, run
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kernels import linear
+from torchrelay.engine.kernels import linear, low_rank
 from torchrelay.engine.kernels.backends import Backends
 from torchrelay.engine.kernels.cpu import linear as cpu_linear
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
@@ -43,8 +44,10 @@ class Counted(CpuLayers):
         return hidden, num_layers
 
 
-def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
-    """The logits of every step, with prompts of several lengths that exceed windows and pages."""
+def logits_of(instance: Instance, num_groups: int, adapters: Sequence[Path] = ()) -> list[Tensor]:
+    """The logits of every step, with prompts of several lengths that exceed windows and pages. The first groups have an
+    adapter each.
+    """
     actual: list[Tensor] = []
     logits = instance.model.transformer.logits
 
@@ -54,15 +57,19 @@ def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
 
     instance.model.transformer.logits = spy  # type: ignore[method-assign]
     for number in range(num_groups):
-        instance.prefill(group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING))
+        group = group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING)
+        for folder in adapters[number : number + 1]:
+            files = [(folder / f"adapter_{name}").read_bytes() for name in ("config.json", "model.safetensors")]
+            group = replace(group, adapter=instance.read_adapter(folder.name, files[0], files[1]))
+        instance.prefill(group)
     run(instance)
     instance.model.transformer.logits = logits  # type: ignore[method-assign]
     return actual
 
 
-def assert_same_logits(plain: Instance, whole: Instance, num_groups: int) -> None:
+def assert_same_logits(plain: Instance, whole: Instance, num_groups: int, adapters: Sequence[Path] = ()) -> None:
     """Checks that both instances compute the same bits."""
-    expected, actual = logits_of(plain, num_groups), logits_of(whole, num_groups)
+    expected, actual = logits_of(plain, num_groups, adapters), logits_of(whole, num_groups, adapters)
     assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
@@ -81,7 +88,8 @@ def instances(
 
     ``layers`` replaces the kernel of whole layers; ``processes`` and ``limits`` are passed to ``CpuLayers``.
     """
-    monkeypatch.setattr(linear, "kernels", lambda: built)
+    for module in linear, low_rank:
+        monkeypatch.setattr(module, "kernels", lambda: built)
     # On a CPU with arithmetic of the dtype torch computes all but a few rows.
     for module in linear, cpu_linear:
         monkeypatch.setattr(module, "has_arithmetic", lambda dtype: False)

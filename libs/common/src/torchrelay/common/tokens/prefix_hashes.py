@@ -7,7 +7,8 @@ page, so the scheduler, which remembers routing blocks, and the engines share on
     page hashes      h1  h2  h3  h4  h5  ...     h1 = hash(hash(salt), page 1), h2 = hash(hash(salt), pages 1-2), ...
     routing hashes               h4              h5 = hash(h4, page 5), ...
 
-The salt is the tenant: the time to first token of a prompt reveals nothing about another tenant's prompts.
+The salt is the tenant: the time to first token of a prompt reveals nothing about another tenant's prompts. Prompts of
+different adapters of a model have different salts, since their KV differs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ HASH_BYTES: Final = 16
 PAGE_TOKENS: Final = 16
 ROUTING_PAGES: Final = 4
 ROUTING_TOKENS: Final = ROUTING_PAGES * PAGE_TOKENS
+
+
+def prefix_salt(tenant_id: str, adapter_id: str = "") -> str:
+    """The salt of a tenant's prompts; ``adapter_id`` is empty for a model without an adapter."""
+    return f"{tenant_id}/{adapter_id}" if adapter_id else tenant_id
 
 
 def page_hashes(salt: str, token_ids: Sequence[int], page_tokens: int = PAGE_TOKENS) -> Iterator[bytes]:

@@ -196,7 +196,7 @@ class BatchScheduler:
         """Ends a computed context: choices with a first token start to decode, the others end."""
         group, spec, size = context.group, context.group.spec, self._pages.page_tokens
         if context.tables:
-            self._prefixes.keep(spec.tenant_id, context.tokens, context.tables[0])
+            self._prefixes.keep(spec.prefix_salt, context.tokens, context.tables[0])
         runs = [choice for choice in context.choices if choice in first_tokens]
         tables, spare = context.tables[: len(runs)], context.tables[len(runs) :]
         partial = context.num_tokens // size
@@ -257,7 +257,7 @@ class BatchScheduler:
         left = group.contexts_left()
         for decoding in group.decodings:
             tokens = (*group.spec.prompt, *decoding.output)
-            self._prefixes.keep(group.spec.tenant_id, tokens[: decoding.num_computed], decoding.table)
+            self._prefixes.keep(group.spec.prefix_salt, tokens[: decoding.num_computed], decoding.table)
             del self._decoding[decoding]
             self._release([decoding.table])
         for context in group.contexts:
@@ -265,7 +265,7 @@ class BatchScheduler:
             self._prefilling.remove(group.spec.tenant_id, context)
             if context.tables:
                 computed = context.tokens[: context.num_computed]
-                self._prefixes.keep(group.spec.tenant_id, computed, context.tables[0])
+                self._prefixes.keep(group.spec.prefix_salt, computed, context.tables[0])
             self._release(context.tables)
         self._by_layer.pop(group, None)
         self._held -= Counter({group.spec.tenant_id: group.num_pages})

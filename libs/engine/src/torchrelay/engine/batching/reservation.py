@@ -47,7 +47,7 @@ class Reservations:
         for context in group.contexts:
             # A prompt that runs layer by layer needs the hidden state of every position: the cache cannot give it.
             tokens = () if group.by_layer else context.tokens
-            known = self._prefixes.find(group.spec.tenant_id, tokens)
+            known = self._prefixes.find(group.spec.prefix_salt, tokens)
             context.tables = self._pages.reserve(*_need(context), known)
             context.num_cached = context.num_computed = len(known) * self._pages.page_tokens
             context.slots = slots_of(context.tables[0], self._pages.page_tokens)

@@ -64,7 +64,7 @@ class DecodeGraphs:
         """Logits [rows, vocab], valid until the next run. None: this batch is computed without a recording."""
         plan = batch.plan
         size = batch_size_for(len(plan.decoding), len(plan.chunks), plan.layer)
-        if size is None or not self._is_loaded():
+        if size is None or batch.adapted is not None or not self._is_loaded():
             return None
         if size not in self._recorded:
             self._recorded[size] = self._record(size, batch)

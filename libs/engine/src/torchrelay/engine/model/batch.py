@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk
 from torchrelay.engine.kernels.attention import AttentionBackend, Span
 from torchrelay.engine.kernels.layer import LayerView
+from torchrelay.engine.kernels.low_rank import AdaptedRows, Adapter
 from torchrelay.engine.model.rope import Rope
 from torchrelay.modelspec.config import ModelConfig, RopeConfig
 
@@ -35,6 +36,7 @@ class Batch:
     views: tuple[LayerView, ...]  # by kind of layer
     num_outputs: int  # rows with logits: running choices, and the last row of each chunk that ends its context
     output_rows: Tensor | None = None  # int64: their indices; None: all rows
+    adapted: AdaptedRows | None = None  # None: no row has an adapter
 
     @property
     def handed_over(self) -> Sequence[PrefillChunk]:
@@ -87,4 +89,18 @@ def make_batch(
         views=views,
         num_outputs=len(output_rows),
         output_rows=None if is_every_row else torch.tensor(output_rows, dtype=torch.int64, device=device),
+        adapted=_adapted(plan, device),
     )
+
+
+def _adapted(plan: BatchPlan, device: torch.device) -> AdaptedRows | None:
+    sizes = [(each.spec, 1) for each in plan.decoding]
+    sizes += [(chunk.context.group.spec, chunk.num_tokens) for chunk in plan.chunks]
+    rows: dict[Adapter, list[int]] = {}
+    begin = 0
+    for spec, size in sizes:
+        if spec.adapter is not None:
+            assert isinstance(spec.adapter, Adapter), "the instance has read it"
+            rows.setdefault(spec.adapter, []).extend(range(begin, begin + size))
+        begin += size
+    return AdaptedRows(tuple(rows.items()), begin, device) if rows else None

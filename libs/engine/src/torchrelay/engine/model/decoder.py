@@ -18,7 +18,7 @@ from torchrelay.engine.kernels.fused_ops import FusedOps
 from torchrelay.engine.kernels.layer import LayerView, LayerWeights
 from torchrelay.engine.kernels.linear import linear
 from torchrelay.engine.model.batch import Batch
-from torchrelay.engine.model.mlp import feed_forward
+from torchrelay.engine.model.mlp import Adapt, feed_forward
 from torchrelay.engine.model.rope import rotate
 from torchrelay.engine.weights.pack_weights import PackWeights
 from torchrelay.modelspec.config import ModelConfig
@@ -53,9 +53,12 @@ class Decoder:
 
         [rows, hidden] -> the same; writes the batch's KV.
         """
-        if self._whole_layers is not None:
+        adapters = None if batch.adapted is None else batch.adapted.address
+        if self._whole_layers is not None and (batch.adapted is None or adapters is not None):
             weights = self._weights.layers(begin, end)
-            hidden, num_done = self._whole_layers.run(begin, weights, self._kv, hidden, batch.write_slots, batch.views)
+            hidden, num_done = self._whole_layers.run(
+                begin, weights, self._kv, hidden, batch.write_slots, batch.views, adapters
+            )
             if num_done:
                 return hidden, begin + num_done
         return self.run_layer(begin, hidden, batch), begin + 1
@@ -63,13 +66,18 @@ class Decoder:
     def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
         """Runs one layer, [rows, hidden] -> the same; writes the batch's KV."""
         weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
+
+        def adapt(group: str, x: Tensor, out: Tensor) -> None:
+            if batch.adapted is not None:
+                batch.adapted.add_to(out, layer, group, x)
+
         normed = hidden if weights.input_norm is None else self._norm(hidden, weights.input_norm)
-        attended = self._attention(weights, self._kv[layer], normed, batch, view)
+        attended = self._attention(weights, self._kv[layer], normed, batch.write_slots, view, adapt)
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)
         residual = self._config.multipliers.residual
         hidden, inner = self._add_norm(hidden, _times(attended, residual), weights.post_norm)
-        fed_forward = feed_forward(inner, weights, self._config.activation, self._config.experts, self.fused_ops)
+        fed_forward = feed_forward(inner, weights, self._config.activation, self._config.experts, self.fused_ops, adapt)
         if weights.mlp_out_norm is not None:
             fed_forward = self._norm(fed_forward, weights.mlp_out_norm)
         return hidden + _times(fed_forward, residual)
@@ -86,25 +94,37 @@ class Decoder:
         cap = self._config.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch, view: LayerView) -> Tensor:
-        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+    def _attention(
+        self, weights: LayerWeights, kv: Tensor, hidden: Tensor, write_slots: Tensor, view: LayerView, adapt: Adapt
+    ) -> Tensor:
         projected = linear(hidden, weights.qkv, weights.qkv_bias)
+        adapt("qkv", hidden, projected)
+        queries = self._place_heads(weights, kv, projected, write_slots, view)
+        attended = self._backend.attend(queries, kv, view.attention, self._scoring)
+        out = linear(attended, weights.o, weights.o_bias)
+        adapt("o", attended, out)
+        return out
+
+    def _place_heads(
+        self, weights: LayerWeights, kv: Tensor, projected: Tensor, write_slots: Tensor, view: LayerView
+    ) -> Tensor:
+        """Writes keys and values to their slots; returns the queries."""
+        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         if weights.wide_qk_norm is not None:
             projected = self._wide_qk_norm(projected, *weights.wide_qk_norm)
-        heads = projected.view(hidden.shape[0], -1, self._config.head_dim)
+        heads = projected.view(len(projected), -1, self._config.head_dim)
         if self.fused_ops is not None:
-            queries = self.fused_ops.place_heads(
-                heads, weights.qk_norm, self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
+            return self.fused_ops.place_heads(
+                heads, weights.qk_norm, self._norm_kind, (view.cos, view.sin), kv, write_slots
             )
-            return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o, weights.o_bias)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if weights.qk_norm is not None:
             queries_keys = self._norm(queries_keys, weights.qk_norm)
         queries_keys = rotate(queries_keys, view.cos, view.sin)
         queries, keys = queries_keys[:, :num_heads], queries_keys[:, num_heads:]
-        kv[0].index_copy_(0, batch.write_slots, keys)
-        kv[1].index_copy_(0, batch.write_slots, values)
-        return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o, weights.o_bias)
+        kv[0].index_copy_(0, write_slots, keys)
+        kv[1].index_copy_(0, write_slots, values)
+        return queries
 
     def _wide_qk_norm(self, projected: Tensor, of_queries: Tensor, of_keys: Tensor) -> Tensor:
         """[rows, queries + keys + values] with the queries of a row normalised together, and so its keys."""

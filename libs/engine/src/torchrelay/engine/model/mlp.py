@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,14 +13,22 @@ from torchrelay.engine.kernels.layer import Int8Matrix, LayerWeights, Matrix
 from torchrelay.engine.kernels.linear import linear
 from torchrelay.modelspec.config import ExpertConfig
 
+# Adds the changes of adapters to a projection's output: called with its group, its input and its output.
+Adapt = Callable[[str, Tensor, Tensor], None]
+
 
 def feed_forward(
-    hidden: Tensor, weights: LayerWeights, activation: str, experts: ExpertConfig | None, ops: FusedOps | None
+    hidden: Tensor,
+    weights: LayerWeights,
+    activation: str,
+    experts: ExpertConfig | None,
+    ops: FusedOps | None,
+    adapt: Adapt,
 ) -> Tensor:
-    """[rows, hidden] -> the same; with fused ``ops`` if the device has them."""
+    """[rows, hidden] -> the same; with fused ``ops`` if the device has them. Adapters change no experts."""
     if experts is None or weights.router is None:
         biases = weights.gate_up_bias, weights.down_bias
-        return gated_mlp(hidden, weights.gate_up, weights.down, activation, ops, biases)
+        return gated_mlp(hidden, weights.gate_up, weights.down, activation, ops, biases, adapt)
     gate_up, down = weights.gate_up, weights.down
     assert isinstance(gate_up, Tensor | Int8Matrix) and isinstance(down, Tensor | Int8Matrix), "never reordered"
     chosen, shares = route(hidden, weights.router, experts)
@@ -41,11 +51,15 @@ def gated_mlp(
     activation: str,
     ops: FusedOps | None = None,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    adapt: Adapt = lambda group, x, out: None,
 ) -> Tensor:
     """down(activation(gate(x)) * up(x)); gate and up are the halves of one projection."""
     both = linear(hidden, gate_up, biases[0])
+    adapt("gate_up", hidden, both)
     gated = activate_and_multiply(both, activation) if ops is None else ops.gate(both, activation)
-    return linear(gated, down, biases[1])
+    out = linear(gated, down, biases[1])
+    adapt("down", gated, out)
+    return out
 
 
 def activate_and_multiply(gate_up: Tensor, activation: str) -> Tensor:

@@ -27,6 +27,7 @@ from torchrelay.engine.core import (
     PromptProgress,
     SamplingParams,
 )
+from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.worker.attempts.outbox import Outbox
 
 FINISH_REASONS = {
@@ -56,6 +57,7 @@ class Attempt:
     outbox: Outbox
     stops: dict[int, StopChecker]
     grammar: Grammar | None = None
+    adapter: Adapter | None = None
     began_us: int = field(default_factory=now_unix_us)
     open_choices: set[int] = field(default_factory=set)
     phases: list[types_pb2.Phase] = field(default_factory=list)
@@ -95,6 +97,7 @@ class Attempt:
             deadline_s=None if (left_s := self.left_s()) is None else time.monotonic() + left_s,
             distinct_prompt_tokens=array("q", self.start.distinct_prompt_tokens),
             pooling=_POOLINGS[self.start.pooling],
+            adapter=self.adapter,
         )
 
     def left_s(self) -> float | None:

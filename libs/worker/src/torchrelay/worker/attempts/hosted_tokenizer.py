@@ -95,13 +95,13 @@ class HostedTokenizer:
             return refused
 
 
-async def read_file(store: ParamStoreAsyncStub, digest: str) -> bytes:
-    """A tokenizer's file from this host's store, verified. Raises ``TorchrelayError``."""
+async def read_file(store: ParamStoreAsyncStub, digest: str, timeout_s: float = READ_TIMEOUT_S) -> bytes:
+    """A file of a version from this host's store, verified. Raises ``TorchrelayError``."""
     try:
         request = pb.ReadFileRequest(digest=digest)
-        encoded = b"".join([part.data async for part in store.ReadFile(request, timeout=READ_TIMEOUT_S)])
+        encoded = b"".join([part.data async for part in store.ReadFile(request, timeout=timeout_s)])
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from error
     if blake3(encoded).hexdigest() != digest:
-        raise DataCorrupted("the store's tokenizer does not match its digest", field="tokenizer.json")
+        raise DataCorrupted(f"the file that the store gives for {digest} does not match this digest")
     return encoded

@@ -107,8 +107,9 @@ class Catalog:
             if row is None:
                 return None
             named = await _aliases(connection, models.c.tenant_id == row.tenant_id)
+            parents = await _parents(connection, [row])
         price = await self._prices.current(f"{tenant}/{row.name}")
-        return _published(row, price, named)
+        return _published(row, price, named, parents)
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """The models of the principal's tenant (all models for the admin), by name."""
@@ -124,8 +125,9 @@ class Catalog:
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
             named = await _aliases(connection, condition)
+            parents = await _parents(connection, rows)
         now = now_unix_us()
-        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now), named) for row in rows]
+        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now), named, parents) for row in rows]
 
     async def set_aliases(self, model: PublishedModel, names: Collection[str]) -> None:
         """Replaces the model's aliases. Raises ``Conflict`` for a name that the tenant uses otherwise, and
@@ -165,7 +167,9 @@ class Catalog:
         self._table_versions.invalidate()
 
     async def delete(self, model: PublishedModel) -> None:
-        """Deletes the model; its version is retired unless another model uses it."""
+        """Deletes the model; its version is retired unless another model uses it. Raises ``Conflict`` for a model that
+        adapters need.
+        """
         async with self._database.write() as connection:
             await bump_version(connection, "catalog")  # first: see publish_in
             gone = await connection.execute(delete(models).where(*_is(model)).returning(models.c.version_id))
@@ -173,6 +177,7 @@ class Catalog:
             if version_id is None:
                 raise _not_found(model.name)
             own_name = model.name.partition("/")[2]
+            await _check_has_no_adapters(connection, model.tenant_id, own_name, version_id)
             for table in (aliases, replaced_versions):
                 of_model = table.c.tenant_id == model.tenant_id, table.c.model == own_name
                 await connection.execute(delete(table).where(*of_model))
@@ -221,12 +226,14 @@ class Catalog:
     ) -> None:
         """Within the caller's transaction: makes this the model's version and retires the previous one.
 
-        The caller calls ``published()`` after the commit.
+        The caller calls ``published()`` after the commit. Raises ``Conflict`` if adapters need the previous version, or
+        if the base of an adapter is no longer a model of the tenant.
         """
         # First, because it locks a row: changes to the catalog are serialized, so that each sees the versions that
         # the others reference or retire.
         await bump_version(connection, "catalog")
         await _check_is_no_alias(connection, tenant_id, name)
+        await _check_has_base(connection, tenant_id, name, version)
         now = now_unix_us()
         await self._keep(connection, version)
         await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
@@ -237,6 +244,8 @@ class Catalog:
             defaults = {"idle_timeout_s": 0.0, "max_instances": 0, "created_unix_us": now}
             await connection.execute(insert(models).values(defaults | values | {"tenant_id": tenant_id, "name": name}))
         else:
+            if previous != version.version_id:
+                await _check_has_no_adapters(connection, tenant_id, name, previous)
             await connection.execute(update(models).where(*same_model).values(values))
             await _retire(self._database, connection, previous, tenant_id)
             await self._note_replaced(connection, tenant_id, name, previous, version.version_id)
@@ -281,6 +290,49 @@ async def _retire(database: Database, connection: SqlConnection, version_id: str
         await connection.execute(row.on_conflict_do_nothing())
 
 
+class _Description(msgspec.Struct):
+    """The part of a version's description that names its base."""
+
+    base_version_id: str = ""
+
+
+def _base_of(description: str) -> str:
+    return msgspec.json.decode(description, type=_Description).base_version_id
+
+
+async def _check_has_no_adapters(connection: SqlConnection, tenant_id: str, name: str, version_id: str) -> None:
+    """Raises ``Conflict`` if adapters of the tenant change a version that none of its other models has.
+
+    So the pack that an adapter shares is always that of a model, whose size counts in the tenant's quota.
+    """
+    query = select(models.c.name, models.c.version_id, versions.c.description).join_from(models, versions)
+    rows = (await connection.execute(query.where(models.c.tenant_id == tenant_id, models.c.name != name))).all()
+    adapters = sorted(row.name for row in rows if _base_of(row.description) == version_id)
+    if adapters and all(row.version_id != version_id for row in rows):
+        raise Conflict(f"adapters of {name!r} need it: delete {', '.join(adapters)} first", field="model")
+
+
+async def _check_has_base(connection: SqlConnection, tenant_id: str, name: str, version: Version) -> None:
+    if not version.base_version_id:
+        return
+    same = models.c.tenant_id == tenant_id, models.c.version_id == version.base_version_id, models.c.name != name
+    if not (await connection.execute(select(exists().where(*same)))).scalar_one():
+        message = (
+            f"no model but {name!r} itself has the base version: it was replaced, deleted, or has the adapter's name"
+        )
+        raise Conflict(message, field="base")
+
+
+async def _parents(connection: SqlConnection, rows: Sequence[Row[tuple[object, ...]]]) -> dict[tuple[str, str], str]:
+    """The first models that have the bases of these models' versions, by (tenant, version)."""
+    bases = {base for row in rows if (base := _base_of(row.description))}
+    if not bases:
+        return {}
+    query = select(models.c.tenant_id, models.c.version_id, tenants.c.name.label("tenant"), models.c.name)
+    query = query.join_from(models, tenants).where(models.c.version_id.in_(bases)).order_by(models.c.name.desc())
+    return {(row.tenant_id, row.version_id): f"{row.tenant}/{row.name}" for row in await connection.execute(query)}
+
+
 def _joined() -> Select[tuple[object, ...]]:
     query = select(models, tenants.c.name.label("tenant"), versions.c.description)
     return query.join_from(models, tenants).join(versions)
@@ -302,12 +354,16 @@ async def _check_is_no_alias(connection: SqlConnection, tenant_id: str, name: st
 
 
 def _published(
-    row: Row[tuple[object, ...]], price: Price, named: Mapping[tuple[str, str], Sequence[str]]
+    row: Row[tuple[object, ...]],
+    price: Price,
+    named: Mapping[tuple[str, str], Sequence[str]],
+    parents: Mapping[tuple[str, str], str],
 ) -> PublishedModel:
+    version = msgspec.json.decode(row.description, type=Version)
     return PublishedModel(
         name=f"{row.tenant}/{row.name}",
         tenant_id=row.tenant_id,
-        version=msgspec.json.decode(row.description, type=Version),
+        version=version,
         price=price,
         idle_timeout_s=row.idle_timeout_s,
         max_instances=row.max_instances,
@@ -317,6 +373,7 @@ def _published(
         targets=LatencyTargets(row.interactive_ttft_s, row.standard_ttft_s, row.batch_ttft_s, row.tbt_target_s),
         engine=row.engine,
         aliases=tuple(named.get((row.tenant_id, row.name), ())),
+        parent=parents.get((row.tenant_id, version.base_version_id), ""),
     )
 
 

@@ -91,12 +91,17 @@ class StoreClient:
         await call.done_writing()
         return limit_s
 
-    async def commit(self, upload_id: str, largest_slot_bytes: int) -> AsyncGenerator[param_store_pb2.CommitProgress]:
+    async def commit(
+        self, upload_id: str, largest_slot_bytes: int, base_version_id: str = ""
+    ) -> AsyncGenerator[param_store_pb2.CommitProgress]:
         """The steps of a commit as they happen, the last one with its version; closing the iterator cancels the commit.
 
-        Raises ``Unavailable`` also if the store falls silent.
+        ``base_version_id`` is that of the model that an adapter changes. Raises ``Unavailable`` also if the store falls
+        silent.
         """
-        request = param_store_pb2.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes)
+        request = param_store_pb2.CommitRequest(
+            upload_id=upload_id, largest_slot_bytes=largest_slot_bytes, base_version_id=base_version_id
+        )
         call: Any = self._stub.Commit(request)
         try:
             with self._endpoint.mapped_errors():
@@ -157,6 +162,7 @@ def version_of(description: param_store_pb2.VersionDescription) -> Version:
         eos_token_ids=tuple(description.eos_token_ids),
         file_digests=dict(description.file_digests),
         has_no_head=description.has_no_head,
+        base_version_id=description.base_version_id,
         embedding=_embedding_of(description.embedding) if description.HasField("embedding") else None,
     )
 

@@ -55,6 +55,7 @@ def version_description(version: Version) -> pb.VersionDescription:
         eos_token_ids=version.eos_token_ids,
         stored_bytes=version.stored_bytes,
         has_no_head=not version.config.has_head,
+        base_version_id=version.document.base_id,
         embedding=None if version.embedding is None else _embedding(version.embedding),
     )
 

@@ -81,6 +81,9 @@ class UploadRpcs:
             version = await asyncio.to_thread(self.store.versions.describe, upload.record.version_id)
             yield pb.CommitProgress(stage="publish", version=version_description(version))
             return
+        if upload.is_adapter != bool(request.base_version_id):
+            hint = "needs a base model" if upload.is_adapter else "has no base model: it is not an adapter"
+            raise InvalidRequest(f"this upload {hint}", field="base")
         begin_unix_ns = time.time_ns()
         await acquire_on_thread(upload.begin_commit, lambda _: upload.end_commit())
         turn, packed, notes = Turn(upload.record.tenant_id), False, tuple[str, ...]()
@@ -103,7 +106,7 @@ class UploadRpcs:
         # Once publishing has begun it must end and be recorded, even if the client is gone: cancelling this call
         # cancels only its wait.
         loop, threads, num_bytes = asyncio.get_running_loop(), self.store.publish_threads, upload.num_bytes
-        publishing = loop.run_in_executor(threads, self._publish, upload, begin_unix_ns)
+        publishing = loop.run_in_executor(threads, self._publish, upload, request.base_version_id, begin_unix_ns)
         limit_s = self.store.settings.commit_stall_s + num_bytes / _LEAST_PUBLISH_BYTES_PER_S
         limit = loop.call_later(limit_s, self.store.publish_queue.give_up, turn)
         publishing.add_done_callback(lambda ended: ended.exception())  # retrieved even if this call ends first
@@ -126,7 +129,15 @@ class UploadRpcs:
         """Waits for its turn to pack, validates and packs, then waits for its ``turn`` to publish."""
         tenant_id = upload.record.tenant_id
         settings, files = self.store.settings, upload.files.absolute()
-        job = PackJob(files, upload.pack_path.absolute(), request.largest_slot_bytes, settings.packer_memory_bytes)
+        base_config = None
+        if request.base_version_id:
+            base = await asyncio.to_thread(self.store.versions.describe, request.base_version_id)
+            if base.document.base_id:
+                raise UploadRefused("the base is an adapter itself; name the model that it adapts", field="base")
+            base_config = base.manifest.config
+        job = PackJob(
+            files, upload.pack_path.absolute(), request.largest_slot_bytes, settings.packer_memory_bytes, base_config
+        )
         async with self.store.packer_queue.acquired(tenant_id) as packer_turn:
             self.store.publish_queue.check_stuck(tenant_id)  # before it packs in vain
             packer = run_packer(job, settings.commit_stall_s, packer_turn)
@@ -140,10 +151,13 @@ class UploadRpcs:
         log.info("upload_aborted", upload_id=request.upload_id)
         return pb.AbortUploadReply()
 
-    def _publish(self, upload: StagedUpload, begin_unix_ns: int) -> Version:
-        version_id = ""
+    def _publish(self, upload: StagedUpload, base: str, begin_unix_ns: int) -> Version:
+        version_id, versions, files = "", self.store.versions, upload.published_files()
         try:
-            version = self.store.versions.publish(upload.pack_path, upload.published_files(), upload.claim)
+            if base:
+                version = versions.publish_adapter(base, files, upload.claim)
+            else:
+                version = versions.publish(upload.pack_path, files, upload.claim)
             version_id = version.version_id
         except OSError as error:
             raise write_error(error, "the version cannot be published", self.store.settings.remote_folder) from error

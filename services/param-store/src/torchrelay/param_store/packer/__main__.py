@@ -1,14 +1,15 @@
 """``python -m torchrelay.param_store.packer``: reads a job from standard input, writes JSON lines to standard output.
 
-    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes"}
+    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config"}
     out  {"stage", "done", "total"} ...   then one of the following; stage "validate" also has "notes", sentences about
                                          weights that are converted or left out
          {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest; files that
                                                  replace those of the upload lie beside the pack
+         {"checked": {"num_matrices"}}           an adapter of base_config, of which nothing is written
          {"refused": {"file", "detail"}}         the upload is invalid
          {"failed": {"errno", "detail"}}         the machine is at fault, such as a full disk
 
-The exit status is 0 in all three cases.
+The exit status is 0 in all cases.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.modelspec.config import declared_dtype, read_config
+from torchrelay.param_store.packer.adapter import check_adapter
 from torchrelay.param_store.packer.checkpoint import read_checkpoint
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.documents import (
@@ -86,7 +88,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (job["memory_bytes"], job["memory_bytes"]))
     try:
-        emit(packed=pack(Path(job["folder"]), Path(job["pack_path"]), job["largest_slot_bytes"]))
+        if job["base_config"] is not None:
+            emit(checked={"num_matrices": check_adapter(Path(job["folder"]), job["base_config"])})
+        else:
+            emit(packed=pack(Path(job["folder"]), Path(job["pack_path"]), job["largest_slot_bytes"]))
     except PackRefused as refused:
         emit(refused={"file": refused.file, "detail": refused.detail})
     except MemoryError:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from blake3 import blake3
+from msgspec import UNSET, UnsetType
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, TorchrelayError, Unavailable
@@ -17,7 +18,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
 from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.param_store.embedding import EmbeddingSpec, declared_embedding
-from torchrelay.param_store.model_files import eos_token_ids
+from torchrelay.param_store.model_files import ADAPTER_FILES, eos_token_ids
 from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, version_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.transfer.manifest import Manifest, decode_manifest, pack_id_of
@@ -26,12 +27,21 @@ log = get_logger(__name__)
 
 
 class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """The packs and files of a version. ``encode()`` is canonical; its BLAKE3 digest is the version's id."""
+    """The packs and files of a version. ``encode()`` is canonical; its BLAKE3 digest is the version's id.
+
+    An adapter names the packs and files of its base, and two files more.
+    """
 
     format_version: int = 1
     weights: dict[str, str]  # variant, such as "BF16/tp1/rank0" -> pack id
     files: dict[str, str]  # name -> BLAKE3
     routing_block_tokens: int = ROUTING_TOKENS
+    base: str | UnsetType = UNSET  # the version that an adapter changes
+
+    @property
+    def base_id(self) -> str:
+        """``base``, or empty."""
+        return "" if isinstance(self.base, UnsetType) else self.base
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
@@ -86,14 +96,35 @@ class Versions:
         digests = {name: file_digest(path) for name, path in files.items()}
         variant = f"{decode_manifest(manifest).dtype}/tp1/rank0"
         document = VersionDocument(weights={variant: pack_id}, files=digests)
+
+        def put_pack() -> None:
+            self._remote.put_file(pack_key(pack_id), pack_path)
+            self._remote.put_bytes(manifest_key(pack_id), manifest)
+
+        return self._publish(document, files, put_pack, on_visible)
+
+    def publish_adapter(self, base: str, files: dict[str, Path], on_visible: Callable[[str], None]) -> Version:
+        """Publishes the files of an adapter of the version ``base``, as ``publish`` does. Also raises ``NotFound``."""
+        of_base = self._document(base)
+        digests = {**of_base.files, **{name: file_digest(path) for name, path in files.items()}}
+        document = msgspec.structs.replace(of_base, files=digests, base=base)
+        # Once its keys are spared, either the base is gone or its pack stays.
+        return self._publish(document, files, lambda: self._remote.size(version_key(base)), on_visible)
+
+    def _publish(
+        self,
+        document: VersionDocument,
+        files: dict[str, Path],
+        put_pack: Callable[[], object],
+        on_visible: Callable[[str], None],
+    ) -> Version:
         encoded, keys = document.encode(), _keys(document)
         version_id = blake3(encoded).hexdigest()
         try:
             with self._spared(keys):
+                put_pack()
                 for name, path in files.items():
-                    self._remote.put_file(file_key(digests[name]), path)
-                self._remote.put_file(pack_key(pack_id), pack_path)
-                self._remote.put_bytes(manifest_key(pack_id), manifest)
+                    self._remote.put_file(file_key(document.files[name]), path)
                 with self._lock:
                     on_visible(version_id)
                     self._remote.put_bytes(version_key(version_id), encoded)
@@ -142,10 +173,14 @@ class Versions:
             config=config,
             eos_token_ids=tuple(eos_token_ids(read, manifest.config)),
             embedding=declared_embedding(read, config.hidden_size, config.encoder is not None),
-            stored_bytes=manifest.num_bytes
-            + len(encoded)
-            + sum(self._remote.size(file_key(digest)) for digest in document.files.values()),
+            stored_bytes=self._stored_bytes(document, manifest.num_bytes + len(encoded)),
         )
+
+    def _stored_bytes(self, document: VersionDocument, pack_bytes: int) -> int:
+        """The size of a version's pack and files; of an adapter, which shares those of its base, its own files'."""
+        own = ADAPTER_FILES if document.base_id else document.files
+        num_bytes = sum(self._remote.size(file_key(document.files[name])) for name in own)
+        return num_bytes if document.base_id else num_bytes + pack_bytes
 
     def read_file(self, digest: str) -> bytes:
         """The verified content of a version's small file. Raises ``NotFound``, ``DataCorrupted``."""

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 import msgspec
 
 from torchrelay.common.errors import QuotaExceeded, UploadRefused
-from torchrelay.param_store.model_files import CONFIG, INDEX_FILE, MAX_FILE_BYTES, TOKENIZER, is_weights_file
+from torchrelay.param_store.model_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILES,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    INDEX_FILE,
+    MAX_FILE_BYTES,
+    TOKENIZER,
+    is_weights_file,
+)
 from torchrelay.param_store.packer.checkpoint import check_weight_files
 from torchrelay.param_store.packer.core import PackRefused, quoted
 from torchrelay.param_store.remote.keys import is_digest
@@ -27,7 +36,7 @@ class DeclaredFile(msgspec.Struct, frozen=True):
 
 def is_weights(path: str) -> bool:
     """Whether the file becomes part of the pack; all other files are published unchanged."""
-    return is_weights_file(path) or path == INDEX_FILE
+    return (is_weights_file(path) or path == INDEX_FILE) and path != ADAPTER_WEIGHTS
 
 
 def check_declared(files: Sequence[DeclaredFile], quota_bytes: int, max_upload_bytes: int) -> None:
@@ -40,13 +49,19 @@ def check_declared(files: Sequence[DeclaredFile], quota_bytes: int, max_upload_b
     names = [file.path for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UploadRefused(f"{twice}: it is declared twice", field=twice)
-    for needed in (CONFIG, TOKENIZER):
+    is_adapter = ADAPTER_CONFIG in names
+    for needed in ADAPTER_FILES if is_adapter else (CONFIG, TOKENIZER):
         if needed not in names:
             raise UploadRefused(f"{needed}: it is missing from the upload", field=needed)
-    try:
-        check_weight_files(names)
-    except PackRefused as refused:
-        raise UploadRefused(str(refused), field=refused.file) from None
+    if is_adapter:
+        if others := [name for name in names if name not in ADAPTER_FILES]:
+            detail = f"an adapter consists of {' and '.join(ADAPTER_FILES)} alone"
+            raise UploadRefused(f"{quoted(others[0])}: {detail}", field=others[0])
+    else:
+        try:
+            check_weight_files(names)
+        except PackRefused as refused:
+            raise UploadRefused(str(refused), field=refused.file) from None
     total = sum(file.num_bytes for file in files)
     if total > max_upload_bytes:
         raise UploadRefused(f"the upload has {total:,} bytes; at most {max_upload_bytes:,} are accepted", field="files")

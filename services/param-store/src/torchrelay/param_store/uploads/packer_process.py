@@ -34,12 +34,16 @@ class PackProgress:
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """A job: the packer writes the pack to ``pack_path`` and its manifest to the same path with suffix .manifest."""
+    """A job: the packer writes the pack to ``pack_path`` and its manifest to the same path with suffix .manifest.
+
+    With ``base_config``, the config.json of a base model, the folder holds an adapter of it, which is only checked.
+    """
 
     folder: Path
     pack_path: Path
     largest_slot_bytes: int
     memory_bytes: int
+    base_config: dict[str, Any] | None = None
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), default=str).encode()

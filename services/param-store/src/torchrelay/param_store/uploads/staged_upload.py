@@ -14,7 +14,7 @@ import msgspec
 
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.param_store.durable_files import write_durably
-from torchrelay.param_store.model_files import TOKENIZER, TOKENIZER_CONFIG
+from torchrelay.param_store.model_files import ADAPTER_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights
 from torchrelay.param_store.uploads.file_writer import FileDigest, FileWriter
 
@@ -87,6 +87,10 @@ class StagedUpload:
     def claimed_version(self) -> str:
         """The version that it has published or is publishing; empty: none."""
         return self.record.version_id or self.record.publishing
+
+    @property
+    def is_adapter(self) -> bool:
+        return any(file.path == ADAPTER_CONFIG for file in self.record.files)
 
     @property
     def num_bytes(self) -> int:

@@ -7,6 +7,7 @@
  * Called from library.py, which declares the arguments. The OpenMP team is torch's: both load libgomp.so.1.
  */
 #include "attention.h"
+#include "low_rank.h"
 #include "matmul.h"
 #include "ops.h"
 
@@ -46,6 +47,7 @@ struct batch {
     char *memory;
     const int64_t *change; /* NULL, or a number that changes when the cores must be divided again */
     int64_t change_seen;
+    const struct changes *const *adapters; /* NULL, or as torchrelay_adapt takes them */
 };
 
 /* Intermediate results. */
@@ -66,7 +68,7 @@ INLINE void add_row(int D, const void *x, const void *added, long size, void *ou
 }
 
 INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, const struct batch *b,
-                          const struct view *v, const struct steps *t, void *kv, struct taken *const taken[2]) {
+                          const struct view *v, const struct steps *t, void *kv, struct taken *const taken[2], long layer) {
     long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim, own = all * s->head_dim;
     long in_kv = s->kv_heads * s->head_dim, half = s->head_dim / 2, inner = s->intermediate, hidden = s->hidden;
     struct heads heads = {v->rows,     v->slots,    v->num_slots, b->num_rows, s->heads,
@@ -85,9 +87,16 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
                    &(struct linear){in, num_out, w->weights, w->weights##_scales, bias, t->out, taken[turn],           \
                                     taken[1 - turn]});                                                                 \
     _Pragma("omp barrier")
+#define ADAPT(group, in, size, out, num_out)                                                                           \
+    if (b->adapters) {                                                                                                 \
+        _Pragma("omp for schedule(static)") for (long r = 0; r < b->num_rows; r++)                                     \
+            if (b->adapters[r])                                                                                        \
+                adapt_row(D, b->adapters[r] + layer * GROUPS + group, ROW(in, size), size, ROW(out, num_out));         \
+    }
 
     ROWS_OF(normed, hidden, qkv, NORM(HIDDEN, NULL, w->input_norm, NULL, ROW(normed, hidden)))
     LINEAR(0, hidden, own, qkv, w->qkv_bias, heads)
+    ADAPT(QKV, normed, hidden, heads, own)
 #pragma omp for
     for (long r = 0; r < b->num_rows; r++)
         place_row(D, ROW(heads, own), w->qk_norm, s->eps, s->unit_offset, at(D, v->cos, r * half), at(D, v->sin, r * half),
@@ -96,14 +105,17 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
     attend_by_team(D, &heads, t->queries, kv, b->plane, t->attended);
     ROWS_OF(attended, across, o, {})
     LINEAR(1, across, hidden, o, NULL, given)
+    ADAPT(O, attended, across, given, hidden)
     ROWS_OF(normed, hidden, gate_up, {
         if (w->attention_out_norm) NORM(ROW(given, hidden), NULL, w->attention_out_norm, NULL, ROW(given, hidden));
         NORM(HIDDEN, ROW(given, hidden), w->post_norm, ROW(sum, hidden), ROW(normed, hidden));
     })
     LINEAR(0, hidden, 2 * inner, gate_up, NULL, gate_up)
+    ADAPT(GATE_UP, normed, hidden, gate_up, 2 * inner)
     ROWS_OF(gated, inner, down, gate_row(D, ROW(gate_up, 2 * inner), at(D, ROW(gate_up, 2 * inner), inner), inner, s->is_silu,
                                    ROW(gated, inner)))
     LINEAR(1, inner, hidden, down, NULL, given)
+    ADAPT(DOWN, gated, inner, given, hidden)
 #pragma omp for schedule(static)
     for (long r = 0; r < b->num_rows; r++) {
         if (w->mlp_out_norm) NORM(ROW(given, hidden), NULL, w->mlp_out_norm, NULL, ROW(given, hidden));
@@ -114,6 +126,7 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
 #undef HIDDEN
 #undef ROWS_OF
 #undef LINEAR
+#undef ADAPT
 }
 
 /* Computes `num_layers` layers from `first` on, or fewer if `change` changes meanwhile; returns their number. `kinds`
@@ -141,7 +154,7 @@ long torchrelay_layers(const struct layer *layers, const int64_t *kinds, long fi
         if (b->change && __atomic_load_n(b->change, __ATOMIC_RELAXED) != b->change_seen)
             __atomic_store_n(&num_layers, layer - first + 1, __ATOMIC_RELAXED);
         BY_HALF(s->dtype, layer_by_team(D, &layers[layer], s, b, &b->views[kinds[layer]], &t,
-                                        place(D, b->kv, layer * b->layer_stride), taken));
+                                        place(D, b->kv, layer * b->layer_stride), taken, layer));
     }
     return num_layers;
 }

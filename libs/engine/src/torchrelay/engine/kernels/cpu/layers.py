@@ -58,6 +58,7 @@ class _Batch(Structure):
         *((name, c_long) for name in ("layer_stride", "plane")),
         *((name, c_void_p) for name in ("wide", "memory", "change")),
         ("change_seen", c_int64),
+        ("adapters", c_void_p),
     ]
 
 
@@ -115,13 +116,15 @@ class CpuLayers:
         hidden: Tensor,
         write_slots: Tensor,
         views: Sequence[LayerView],
+        adapters: int | None = None,
     ) -> tuple[Tensor, int]:
         """Runs layers from ``first`` on; returns the hidden states, bit-equal to op by op, and the number of layers
         run.
 
         Stops before a layer that is not computed here, after as many layers as one call should take, or when the cores
         must be divided again. ``kv`` is [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden].
-        The caller keeps ``weights`` alive meanwhile: the reorder thread may replace them.
+        ``adapters``: the address of each row's adapter. The caller keeps ``weights`` alive meanwhile: the reorder
+        thread may replace them.
         """
         num_rows = hidden.shape[0]
         applies = num_rows <= self._max_rows and all(_is_all_on_cpu_kernels(view, num_rows) for view in views)
@@ -143,6 +146,7 @@ class CpuLayers:
             address(_memory.of((num_rows * self._numbers_per_row + _PADDING) // 2)),
             active_processes.change_address if active_processes else None,
             active_processes.change_seen if active_processes else 0,
+            adapters,
         )
         done = self._kernels.layers(self._layers, self._kinds, first, num_layers, byref(self._shape), byref(rows))
         return hidden, done

@@ -25,6 +25,7 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "place_heads": [c_int, c_void_p, c_void_p, c_float, c_int, *[c_void_p] * 4, c_long, c_void_p, *[c_long] * 4],
     "gate": [c_int, c_void_p, c_long, c_long, c_int, c_void_p],
     "attend": [c_int, c_void_p, c_void_p, c_long, *[c_void_p] * 3, *[c_long] * 4, c_float, c_float, c_void_p],
+    "adapt": [c_int, c_void_p, c_long, c_long, c_void_p, c_long, c_long, c_void_p, c_long],
     "layers": [c_void_p, c_void_p, c_long, c_long, c_void_p, c_void_p],
 }
 
@@ -63,7 +64,7 @@ class Kernels:
         self.level = level
         # NOTE: loaded after torch, to share its OpenMP: two thread teams would spin against each other.
         library = ctypes.CDLL(str(level.file))
-        self.linear, self.norm, self.place_heads, self.gate, self.attend, self.layers = (
+        self.linear, self.norm, self.place_heads, self.gate, self.attend, self.adapt, self.layers = (
             _function(library, name, arguments) for name, arguments in _ARGUMENTS.items()
         )
 

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
@@ -38,6 +38,12 @@ class NewUpload(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     files: list[FileBody] = Field(min_length=1, max_length=MAX_FILES)
+
+
+class CommitBody(ScalingSettingsBody):
+    """``base``: the model that the uploaded LoRA adapter changes; None: the upload is a model."""
+
+    base: str | None = Field(default=None, max_length=200)
 
 
 @router.post("", status_code=201)
@@ -103,15 +109,17 @@ async def commit(
     services: ServicesOf,
     caller: Caller,
     upload_id: str,
-    body: ScalingSettingsBody | None = None,
+    body: CommitBody | None = None,
     accept: Annotated[str, Header()] = "",
 ) -> Response:
     """Publishes the model. With ``Accept: application/x-ndjson`` each step is a line, and the last line the result."""
     upload = await services.uploads.find(caller, upload_id)
-    scaling, slots = (body or ScalingSettingsBody()).scaling(), await services.scheduler.slots()
+    settings, slots = body or CommitBody(), await services.scheduler.slots()
+    scaling = settings.scaling()
     if scaling.engine is not None:
         slots.check_engine(scaling.engine)
-    steps = services.uploads.commit(upload, scaling, slots.largest_bytes)
+    base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
+    steps = services.uploads.commit(upload, scaling, slots.largest_bytes, base_version_id)
     if NDJSON in accept:
         return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
     notes: list[str] = []
@@ -119,6 +127,17 @@ async def commit(
         async for step in steps:
             notes += step.notes
     return JSONResponse(await _published(services, caller, upload, notes))
+
+
+async def _base_version_id(services: Services, caller: Caller, upload: Upload, name: str) -> str:
+    """The version of an adapter's base model, which must be of the same tenant."""
+    full_name = name if "/" in name else f"{upload.tenant}/{name}"
+    base = await services.catalog.resolve(caller, full_name)
+    if base.tenant_id != upload.tenant_id:
+        raise InvalidRequest("the base model must be of the same tenant", field="base")
+    if base.version.base_version_id:
+        raise InvalidRequest(f"{base.name} is an adapter itself; name the model that it adapts", field="base")
+    return base.version.version_id
 
 
 async def _lines(

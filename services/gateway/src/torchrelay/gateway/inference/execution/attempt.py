@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS, routing_hashes
+from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS, prefix_salt, routing_hashes
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
-from torchrelay.gateway.core import ANY_ENGINE, PublishedModel
+from torchrelay.gateway.core import ANY_ENGINE, PublishedModel, Version
 from torchrelay.gateway.inference.core import ResolvedRequest
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream, Listener
 from torchrelay.gateway.inference.execution.generation import FIRST_ATTEMPT, AttemptPlan
@@ -28,10 +28,10 @@ class Upstreams:
 
 
 def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
-    """The scheduler's description of a model's version."""
+    """The scheduler's description of a model's version. To the scheduler an adapter is another name of its base."""
     version = model.version
     return types_pb2.ModelVersion(
-        version_id=version.version_id,
+        version_id=version.served_version_id,
         model=model.name,
         tenant_id=model.tenant_id,
         pack_id=version.pack_id,
@@ -53,6 +53,7 @@ def admit_request(
 ) -> scheduler_pb2.AdmitRequest:
     """The admission of an attempt; a resumed attempt also has forced tokens."""
     has_routing_keys = resolved.model.version.routing_block_tokens == ROUTING_TOKENS
+    salt = prefix_salt(resolved.principal.tenant_id, resolved.model.version.adapter_id)
     return scheduler_pb2.AdmitRequest(
         key=types_pb2.AttemptKey(request_id=resolved.request_id, attempt=plan.attempt),
         version=model_version(resolved.model),
@@ -60,11 +61,21 @@ def admit_request(
         num_forced_tokens=plan.num_forced_tokens,
         max_tokens=resolved.sampling.max_tokens,
         num_choices=len(plan.forced),
-        block_hashes=routing_hashes(resolved.principal.tenant_id, resolved.prompt) if has_routing_keys else (),
+        block_hashes=routing_hashes(salt, resolved.prompt) if has_routing_keys else (),
         lost_workers=lost_workers,
         traceparent=traceparent,
         service_class=scheduler_pb2.ServiceClass.ValueType(resolved.service_class),
         age_ms=max(now_unix_us() - resolved.arrived_unix_us, 0) // 1000,
+    )
+
+
+def _adapter(version: Version) -> types_pb2.Adapter | None:
+    if not version.adapter_id:
+        return None
+    return types_pb2.Adapter(
+        adapter_id=version.adapter_id,
+        config_digest=version.file_digests["adapter_config.json"],
+        weights_digest=version.file_digests["adapter_model.safetensors"],
     )
 
 
@@ -119,6 +130,7 @@ class Attempt:
             prompt_end=self.resolved.prompt_end,
             distinct_prompt_tokens=self.resolved.distinct_prompt_tokens,
             pooling=types_pb2.Pooling.ValueType(self.resolved.pooling),
+            adapter=_adapter(self.resolved.model.version),
         )
         if role == "prefill":
             start.prompt.extend(self.resolved.prompt)

@@ -149,7 +149,7 @@ class RunningRequest:
         if self.ttft_s is not None:
             return "waiting"
         model = self.resolved.model
-        return self._upstreams.admissions.load_text(model.version.version_id, model.name) or "waiting"
+        return self._upstreams.admissions.load_text(model.version.served_version_id, model.name) or "waiting"
 
     def _next_keep_alive_s(self) -> float:
         is_loading = self.waits_for != "waiting"
