@@ -53,7 +53,7 @@ DOCUMENT: Final = {
 def make_instance(num_layers: int) -> Instance:
     """The mid model with random weights, all of them there."""
     document: dict[str, Any] = {**LLAMA, **MID, "num_hidden_layers": num_layers, "dtype": "bfloat16"}
-    layout = PackLayout.of(tensors_by_segment(read_config(document)), "BF16", 2)
+    layout = PackLayout.of(tensors_by_segment(read_config(document)), "BF16")
     data = bytearray(layout.num_bytes)
     for entry in layout.tensors:
         place = as_tensor(memoryview(data)[entry.offset : entry.offset + entry.num_bytes]).view(torch.bfloat16)

@@ -213,17 +213,13 @@ class Comparison:
         best, places = exact.max(dim=-1)
         gaps = best - exact.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
         error = (rounded.gather(1, places[:, None])[:, 0] - best).abs().max()
-        is_right = len(token_ids) == NUM_TOKENS and bool(
-            gaps.max() <= 2 * error
-        )  # the chosen and the best are both off
+        is_close = bool(gaps.max() <= 2 * error)  # both the chosen and the best token may be off
+        is_right = len(token_ids) == NUM_TOKENS and is_close
         self.num_different += not is_right
-        others = (
-            f", the others at most {gaps.max():.2f} below it; bf16 is off by up to {error:.2f}" if gaps.any() else ""
-        )
-        num_best = int((gaps == 0).sum())
-        print(
-            f"  {'right' if is_right else 'WRONG'}  {num_best} of {NUM_TOKENS} tokens best{others}  {what}", flush=True
-        )
+        below = f", the others at most {gaps.max():.2f} below it; bf16 is off by up to {error:.2f}"
+        num_best, others = int((gaps == 0).sum()), below if gaps.any() else ""
+        verdict = "right" if is_right else "WRONG"
+        print(f"  {verdict}  {num_best} of {NUM_TOKENS} tokens best{others}  {what}", flush=True)
 
 
 def check_roles_and_kill(folder: Path, comparison: Comparison) -> None:
