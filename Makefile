@@ -50,7 +50,7 @@ check: .venv/.installed ## Format, lint, strict types, import contracts and plai
 	$(BIN)/python tools/prose.py
 
 docs: .venv/.installed ## Build the documentation as a site, in build/site/, with every link checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "docs: build/site/index.html"
 
 # Bytecode is kept even where the environment forbids it: tests start hundreds of processes.

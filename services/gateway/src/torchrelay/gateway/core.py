@@ -101,7 +101,8 @@ class Version:
         return self.version_id if self.base_version_id else ""
 
 
-ANY_ENGINE: Final = "auto"
+ANY_ENGINE, OWN_ENGINE = "auto", "torchrelay"
+_INT8: Final = "I8"
 LEAST_TARGET_S, MOST_TARGET_S = 0.001, 86_400.0
 
 
@@ -142,6 +143,13 @@ class PublishedModel:
     engine: str = ANY_ENGINE  # of its instances
     aliases: tuple[str, ...] = ()  # further names in its tenant, sorted
     parent: str = ""  # of an adapter: the model that it changes
+
+    @property
+    def needed_engine(self) -> str:
+        """The engine that the model's instances must have; empty: any. Only Torchrelay's own has adapters and int8."""
+        if self.engine != ANY_ENGINE:
+            return self.engine
+        return OWN_ENGINE if self.version.base_version_id or self.version.dtype == _INT8 else ""
 
 
 class FinishCause(StrEnum):

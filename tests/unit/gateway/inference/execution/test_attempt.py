@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import pytest
+
 from tests.support.gateway_ports import PRINCIPAL, published_model
 from tests.unit.gateway.token_path_rig import TokenPathRig
 from torchrelay.common.tokens.prefix_hashes import page_hashes
@@ -36,6 +38,21 @@ def test_model_version_carries_the_latency_targets() -> None:
     targets = model_version(replace(model, targets=LatencyTargets(0.2, 0.5, 60.0, 0.05))).targets
     assert (targets.interactive_ttft_s, targets.standard_ttft_s, targets.batch_ttft_s) == (0.2, 0.5, 60.0)
     assert targets.tbt_target_s == 0.05
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "needed"),
+    [
+        ("auto", {}, ""),
+        ("vllm", {}, "vllm"),
+        ("auto", {"dtype": "I8"}, "torchrelay"),
+        ("auto", {"base_version_id": "v-base"}, "torchrelay"),
+    ],
+)
+def test_adapters_and_int8_need_own_engine(engine: str, changes: dict[str, str], needed: str) -> None:
+    model = published_model("acme/m", file_digests={})
+    version = replace(model.version, **changes)  # type: ignore[arg-type]
+    assert model_version(replace(model, engine=engine, version=version)).scaling.engine == needed
 
 
 def test_service_class_numbers_match_the_protocol() -> None:

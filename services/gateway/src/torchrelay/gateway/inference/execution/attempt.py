@@ -11,7 +11,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS, prefix_salt, routing_hashes
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
-from torchrelay.gateway.core import ANY_ENGINE, PublishedModel, Version
+from torchrelay.gateway.core import PublishedModel, Version
 from torchrelay.gateway.inference.core import ResolvedRequest
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream, Listener
 from torchrelay.gateway.inference.execution.generation import FIRST_ATTEMPT, AttemptPlan
@@ -42,7 +42,7 @@ def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
         scaling=types_pb2.ScalingSettings(
             idle_timeout_s=model.idle_timeout_s,
             max_instances=model.max_instances,
-            engine="" if model.engine == ANY_ENGINE else model.engine,
+            engine=model.needed_engine,
         ),
         targets=types_pb2.LatencyTargets(**msgspec.to_builtins(model.targets)),
     )
