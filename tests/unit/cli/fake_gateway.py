@@ -27,6 +27,7 @@ MODEL = {
     "effective_max_instances": 2,
     "created": 1_790_000_000,
     "min_instances": 0,
+    "engine": "auto",
     "schedule": [],
     "aliases": [],
     "interactive_ttft_s": 0.0,

@@ -31,8 +31,8 @@ def explain(
 
     Time zero is when the gateway received the request, before it checked key and prompt.
     """
-    access = tenant_access(home, url, key)
     is_request = subject.startswith(_REQUEST_PREFIXES)
+    access = tenant_access(home, url, key, "" if is_request else subject)
     if not is_request:
         subject = _full_model_name(access, subject)
     if access.home is not None:

@@ -54,7 +54,7 @@ def settings(
     with tenant_access(home, url, key, name).client() as client:
         model = client.call("GET", f"/v1/models/{quote(name)}")
     if as_json:
-        fields = ("idle_timeout_s", "max_instances", "min_instances", "schedule", *TARGETS)
+        fields = ("idle_timeout_s", "max_instances", "min_instances", "schedule", "engine", *TARGETS)
         console.print_json({field: model[field] for field in fields})
     else:
         console.out().print(_lines(settings_texts(model)))
@@ -83,7 +83,14 @@ def settings_texts(model: dict[str, Any]) -> dict[str, str]:
         for field, what in TARGETS.items()
     }
     schedule = "\n".join(model["schedule"]) or "none"
-    return {"idle timeout": idle, "maximum": most, "minimum": least, "schedule": schedule, **targets}
+    return {
+        "idle timeout": idle,
+        "maximum": most,
+        "minimum": least,
+        "schedule": schedule,
+        "engine": model["engine"],
+        **targets,
+    }
 
 
 def _lines(texts: dict[str, str]) -> Table:

@@ -236,6 +236,9 @@ class WorkerRole(ABC):
 
     async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes) -> Adapter:
         engine = self.worker.engine
+        engine.require_instance()
+        if engine.relay_instance is None:
+            raise InvalidRequest("the engine that runs this adapter's base serves no adapters", field="model")
         return await engine.call(lambda: engine.require_relay_instance().read_adapter(adapter_id, document, weights))
 
     def is_running(self, attempt: Attempt) -> bool:

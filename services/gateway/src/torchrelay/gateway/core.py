@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+ANY_ENGINE, OWN_ENGINE = "auto", "torchrelay"
+_INT8: Final = "I8"
 ServiceClassName: TypeAlias = Literal["interactive", "standard", "batch"]
 
 
@@ -96,13 +98,16 @@ class Version:
         return self.base_version_id or self.version_id
 
     @property
+    def needs_own_engine(self) -> bool:
+        """Whether only Torchrelay's own engine serves it: adapters and weights in int8."""
+        return bool(self.base_version_id) or self.dtype == _INT8
+
+    @property
     def adapter_id(self) -> str:
         """The id of the adapter that the instances add; empty for a model."""
         return self.version_id if self.base_version_id else ""
 
 
-ANY_ENGINE, OWN_ENGINE = "auto", "torchrelay"
-_INT8: Final = "I8"
 LEAST_TARGET_S, MOST_TARGET_S = 0.001, 86_400.0
 
 
@@ -146,10 +151,10 @@ class PublishedModel:
 
     @property
     def needed_engine(self) -> str:
-        """The engine that the model's instances must have; empty: any. Only Torchrelay's own has adapters and int8."""
-        if self.engine != ANY_ENGINE:
-            return self.engine
-        return OWN_ENGINE if self.version.base_version_id or self.version.dtype == _INT8 else ""
+        """The engine that the model's instances must have; empty: any."""
+        if self.version.needs_own_engine:
+            return OWN_ENGINE
+        return "" if self.engine == ANY_ENGINE else self.engine
 
 
 class FinishCause(StrEnum):

@@ -21,7 +21,9 @@ def a_change(num_in: int, num_out: int, rank: int, begin: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rank", "num_in", "num_out"), [(1, 32, 5), (4, 64, 64), (7, 96, 100), (16, 64, 33)])
+@pytest.mark.parametrize(
+    ("rank", "num_in", "num_out"), [(1, 32, 5), (4, 64, 64), (7, 96, 100), (16, 64, 33), (5, 32, 8200)]
+)
 def test_kernel_adds_what_torch_adds(
     monkeypatch: pytest.MonkeyPatch, built: Kernels, dtype: torch.dtype, rank: int, num_in: int, num_out: int
 ) -> None:

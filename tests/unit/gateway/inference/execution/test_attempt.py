@@ -46,7 +46,7 @@ def test_model_version_carries_the_latency_targets() -> None:
         ("auto", {}, ""),
         ("vllm", {}, "vllm"),
         ("auto", {"dtype": "I8"}, "torchrelay"),
-        ("auto", {"base_version_id": "v-base"}, "torchrelay"),
+        ("vllm", {"base_version_id": "v-base"}, "torchrelay"),
     ],
 )
 def test_adapters_and_int8_need_own_engine(engine: str, changes: dict[str, str], needed: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.scheduler.policy.paper_cluster import (
     PaperCluster,
     a_model,
@@ -285,3 +287,20 @@ def test_names_are_bounded() -> None:
     for number in range(20_000):
         names.note(replace(ACME, version_id=f"v{number}"), 60.0, 0.1, 0.0)
     assert len(list(names)) == MAX_VERSIONS and names.of("v") == ()
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ({"acme/m": "vllm"}, "vllm"),
+        ({"acme/m": "", "acme/adapter": "torchrelay"}, "torchrelay"),
+        ({"acme/m": "vllm", "acme/n": "torchrelay"}, ""),
+        ({"acme/m": "vllm", "birch/m": "vllm"}, "vllm"),
+        ({"acme/m": "", "birch/m": "vllm"}, ""),
+    ],
+)
+def test_engine_of_a_tenant_restricts_no_other_tenant(engines: dict[str, str], expected: str) -> None:
+    aliases = VersionAliases()
+    for name, engine in engines.items():
+        aliases.note(replace(a_model(name), version_id="v", engine=engine), 60.0, 0.1, now=1.0)
+    assert aliases.engine("v", now=2.0) == expected

@@ -24,7 +24,7 @@ class HostedAdapters:
         self._max_bytes = max_bytes
         self._instance_id = ""
         self._adapters = self._empty()
-        self._reading: dict[tuple[str, str], asyncio.Lock] = {}
+        self._reading = asyncio.Lock()  # the files of one adapter at a time are in memory, beside the adapters
 
     def _empty(self) -> LRUCache[str, Adapter]:
         return LRUCache(self._max_bytes, getsizeof=lambda adapter: adapter.num_bytes)
@@ -41,19 +41,13 @@ class HostedAdapters:
         """
         if instance_id != self._instance_id:
             self._instance_id, self._adapters = instance_id, self._empty()
-        key = instance_id, wanted.adapter_id
-        lock = self._reading.setdefault(key, asyncio.Lock())
-        try:
-            async with lock:
-                if (adapter := self._adapters.get(wanted.adapter_id)) is not None:
-                    return adapter
-                document, weights = await asyncio.gather(
-                    self._read(wanted.config_digest), self._read(wanted.weights_digest)
-                )
-                adapter = await make(wanted.adapter_id, document, weights)
-                if instance_id == self._instance_id and adapter.num_bytes <= self._max_bytes:
-                    self._adapters[wanted.adapter_id] = adapter
+        if (adapter := self._adapters.get(wanted.adapter_id)) is not None:
+            return adapter
+        async with self._reading:
+            if instance_id == self._instance_id and (adapter := self._adapters.get(wanted.adapter_id)) is not None:
                 return adapter
-        finally:
-            if not lock.locked():
-                self._reading.pop(key, None)
+            document, weights = await self._read(wanted.config_digest), await self._read(wanted.weights_digest)
+            adapter = await make(wanted.adapter_id, document, weights)
+            if instance_id == self._instance_id and adapter.num_bytes <= self._max_bytes:
+                self._adapters[wanted.adapter_id] = adapter
+            return adapter

@@ -296,6 +296,11 @@ class _Description(msgspec.Struct):
     base_version_id: str = ""
 
 
+def served_version_id(description: str, version_id: str) -> str:
+    """The version of the instances that serve a version with this description."""
+    return _base_of(description) or version_id
+
+
 def _base_of(description: str) -> str:
     return msgspec.json.decode(description, type=_Description).base_version_id
 
@@ -312,6 +317,10 @@ async def _check_has_no_adapters(connection: SqlConnection, tenant_id: str, name
         raise Conflict(f"adapters of {name!r} need it: delete {', '.join(adapters)} first", field="model")
 
 
+class BaseLost(Conflict):
+    """The base of an adapter was replaced or deleted while the adapter was uploaded."""
+
+
 async def _check_has_base(connection: SqlConnection, tenant_id: str, name: str, version: Version) -> None:
     if not version.base_version_id:
         return
@@ -320,7 +329,7 @@ async def _check_has_base(connection: SqlConnection, tenant_id: str, name: str, 
         message = (
             f"no model but {name!r} itself has the base version: it was replaced, deleted, or has the adapter's name"
         )
-        raise Conflict(message, field="base")
+        raise BaseLost(message, field="base")
 
 
 async def _parents(connection: SqlConnection, rows: Sequence[Row[tuple[object, ...]]]) -> dict[tuple[str, str], str]:

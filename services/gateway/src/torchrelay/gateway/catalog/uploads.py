@@ -33,7 +33,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.auth.tenants import Tenant
-from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.catalog.catalog import BaseLost, Catalog, ScalingSettings
 from torchrelay.gateway.clients.param_store import StoreClient, version_of
 from torchrelay.gateway.core import Principal, Version
 from torchrelay.gateway.sql.database import Database, SqlConnection
@@ -175,7 +175,7 @@ class Uploads:
                 await self._catalog.publish_in(connection, upload.tenant_id, upload.model, version, scaling)
                 if quota is not None:
                     await _check_quota(connection, upload.tenant_id, quota, 0)
-        except QuotaExceeded:
+        except (QuotaExceeded, BaseLost):  # a repeated commit would publish the same version
             await self._retire(upload, version)
             raise
         finally:

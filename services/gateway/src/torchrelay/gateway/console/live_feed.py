@@ -12,11 +12,12 @@ import msgspec
 from sqlalchemy import func, select
 
 from torchrelay.common.clock import now_unix_us
+from torchrelay.gateway.catalog.catalog import served_version_id
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.console.sample import RATES_OVER_S, Listed, Sample, seen_by
 from torchrelay.gateway.core import FirstToken, Principal
 from torchrelay.gateway.sql.database import Database
-from torchrelay.gateway.sql.tables import ledger, models, tenants
+from torchrelay.gateway.sql.tables import ledger, models, tenants, versions
 
 EVERY_S = 1.0
 TTFT_OVER_S = 60
@@ -76,15 +77,18 @@ class LiveFeed:
             .where(ledger.c.tenant_id.in_(select(tenants.c.tenant_id)), ledger.c.settled_unix_us >= since)
             .group_by(ledger.c.tenant_id)
         )
-        named = select(tenants.c.name, models.c.name, models.c.tenant_id, models.c.version_id)
+        named = select(tenants.c.name, models.c.name, models.c.tenant_id, models.c.version_id, versions.c.description)
         async with self._database.read() as connection:
             sums = (await connection.execute(settled)).all()
-            listed = (await connection.execute(named.join_from(models, tenants))).all()
+            listed = (await connection.execute(named.join_from(models, tenants).join(versions))).all()
         oldest = time.monotonic() - TTFT_OVER_S
         return Sample(
             time.time(),
             {tenant_id: (int(num_requests), int(num_tokens)) for tenant_id, num_requests, num_tokens in sums},
-            [Listed(f"{tenant}/{name}", tenant_id, version_id) for tenant, name, tenant_id, version_id in listed],
+            [
+                Listed(f"{tenant}/{name}", tenant_id, served_version_id(description, version_id))
+                for tenant, name, tenant_id, version_id, description in listed
+            ],
             [each for each in self._first_tokens if each.at_s >= oldest],
             await self._scheduler.cluster(),
         )

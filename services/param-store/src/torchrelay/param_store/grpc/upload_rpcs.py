@@ -79,6 +79,8 @@ class UploadRpcs:
         upload = self.store.uploads.get(request.upload_id)
         if upload.record.version_id:  # committed earlier; the reply was lost
             version = await asyncio.to_thread(self.store.versions.describe, upload.record.version_id)
+            if version.document.base_id != request.base_version_id:
+                raise InvalidRequest("this upload was committed with another base: upload again", field="base")
             yield pb.CommitProgress(stage="publish", version=version_description(version))
             return
         if upload.is_adapter != bool(request.base_version_id):

@@ -54,13 +54,12 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     check_other_documents(folder)
     completed_files = check_tokenizer(folder, config.vocab_size)
     checkpoint = read_checkpoint(folder)
-    tensors = tensors_of_text(document, checkpoint.tensors)
+    tensors = unpacked_int8(config, tensors_of_text(document, checkpoint.tensors))
     if embeds:
         tensors = served_tensors(config, tensors)
         document = without_missing_head(document, config, tensors)
         config = read_config(document)
-    checkpoint = replace(checkpoint, tensors=unpacked_int8(config, tensors))
-    plan = plan_pack(config, checkpoint, declared_dtype(document))
+    plan = plan_pack(config, replace(checkpoint, tensors=tensors), declared_dtype(document))
     num_bytes = plan.layout.num_bytes
     if largest_slot_bytes and num_bytes > largest_slot_bytes:
         detail = f"the weights need {num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"

@@ -38,9 +38,11 @@ INLINE void shrink(int D, const void *x, long size, const void *a, int count, fl
     for (int j = 0; j < count; j++) low[j] = total(sums[j]) * scaling;
 }
 
-/* Adds the products of `count` of the numbers between a and b to the sums of all whole steps of outputs. */
-INLINE void expand(int D, const float *low, const void *b, long num_out, int count, floats *sums) {
-    for (long o = 0; o + STEP <= num_out; o += STEP, sums += 2)
+enum { BLOCK = 4096 }; /* outputs whose sums are on the stack at once: uploads decide how many there are in all */
+
+/* Adds the products of `count` of the numbers between a and b to the sums of `size` outputs of `num_out`. */
+INLINE void expand(int D, const float *low, const void *b, long num_out, long size, int count, floats *sums) {
+    for (long o = 0; o < size; o += STEP, sums += 2)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++)
 #pragma GCC unroll 4
@@ -49,23 +51,24 @@ INLINE void expand(int D, const float *low, const void *b, long num_out, int cou
 
 INLINE void any_change(int D, const struct change *c, const void *x, long size, void *out) {
     long whole = c->num_out / STEP * STEP, j = 0;
-    floats sums[2 * (whole / STEP) + 1];
     float low[MOST_RANKS];
-    memset(sums, 0, sizeof sums);
-    for (; j + 4 <= c->rank; j += 4) {
-        shrink(D, x, size, at(D, c->a, j * size), 4, c->scaling, low + j);
-        expand(D, low + j, at(D, c->b, j * c->num_out), c->num_out, 4, sums);
-    }
-    for (; j < c->rank; j++) {
-        shrink(D, x, size, at(D, c->a, j * size), 1, c->scaling, low + j);
-        expand(D, low + j, at(D, c->b, j * c->num_out), c->num_out, 1, sums);
-    }
+    for (; j + 4 <= c->rank; j += 4) shrink(D, x, size, at(D, c->a, j * size), 4, c->scaling, low + j);
+    for (; j < c->rank; j++) shrink(D, x, size, at(D, c->a, j * size), 1, c->scaling, low + j);
     out = place(D, out, c->begin);
-    for (long o = 0; o < whole; o += STEP)
-        for (int i = 0; i < STEP; i++) { /* of bf16, take gives the even numbers, then the odd ones */
-            float sum = D == BF16 ? sums[o / LANES + i % 2][i / 2] : sums[o / LANES + i / LANES][i % LANES];
-            put(D, out, o + i, get(D, out, o + i) + sum);
-        }
+    for (long begin = 0; begin < whole; begin += BLOCK) {
+        long count = whole - begin < BLOCK ? whole - begin : BLOCK;
+        floats sums[2 * BLOCK / STEP];
+        memset(sums, 0, sizeof sums);
+        for (j = 0; j + 4 <= c->rank; j += 4)
+            expand(D, low + j, at(D, c->b, j * c->num_out + begin), c->num_out, count, 4, sums);
+        for (; j < c->rank; j++)
+            expand(D, low + j, at(D, c->b, j * c->num_out + begin), c->num_out, count, 1, sums);
+        for (long o = 0; o < count; o += STEP)
+            for (int i = 0; i < STEP; i++) { /* of bf16, take gives the even numbers, then the odd ones */
+                float sum = D == BF16 ? sums[o / LANES + i % 2][i / 2] : sums[o / LANES + i / LANES][i % LANES];
+                put(D, out, begin + o + i, get(D, out, begin + o + i) + sum);
+            }
+    }
     for (long o = whole; o < c->num_out; o++) {
         float sum = 0.0f;
         for (j = 0; j < c->rank; j++) sum += get(D, c->b, j * c->num_out + o) * low[j];

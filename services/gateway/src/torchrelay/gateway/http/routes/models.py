@@ -13,7 +13,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torchrelay.common.errors import InvalidRequest, NotFound, PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
-from torchrelay.gateway.core import MOST_TARGET_S, Principal, PublishedModel, Version, checked_target_s
+from torchrelay.gateway.core import (
+    ANY_ENGINE,
+    MOST_TARGET_S,
+    OWN_ENGINE,
+    Principal,
+    PublishedModel,
+    Version,
+    checked_target_s,
+)
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 from torchrelay.gateway.http.whole_number import WholeNumber
 from torchrelay.gateway.resource_names import check_name
@@ -157,9 +165,12 @@ async def change(services: ServicesOf, caller: Caller, name: str, body: Settings
     for field in _OPERATORS_FIELDS:
         if getattr(body, field) is not None and not caller.is_admin:
             raise PermissionDenied(f"{field} requires the admin key", field=field)
+    model = await services.catalog.resolve(caller, name)
     if body.engine is not None:
+        if body.engine not in (ANY_ENGINE, OWN_ENGINE) and model.version.needs_own_engine:
+            raise InvalidRequest(f"adapters and weights in int8 need the engine {OWN_ENGINE}", field="engine")
         (await services.scheduler.slots()).check_engine(body.engine)
-    await services.catalog.set_scaling(await services.catalog.resolve(caller, name), body.scaling())
+    await services.catalog.set_scaling(model, body.scaling())
     return shown(services, await services.catalog.resolve(caller, name))
 
 

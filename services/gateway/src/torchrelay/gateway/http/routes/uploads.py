@@ -16,6 +16,7 @@ from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
+from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
 from torchrelay.gateway.http.whole_number import WholeNumber
@@ -117,6 +118,8 @@ async def commit(
     settings, slots = body or CommitBody(), await services.scheduler.slots()
     scaling = settings.scaling()
     if scaling.engine is not None:
+        if settings.base is not None and scaling.engine not in (ANY_ENGINE, OWN_ENGINE):
+            raise InvalidRequest(f"an adapter needs the engine {OWN_ENGINE}", field="engine")
         slots.check_engine(scaling.engine)
     base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
     steps = services.uploads.commit(upload, scaling, slots.largest_bytes, base_version_id)
@@ -135,6 +138,8 @@ async def _base_version_id(services: Services, caller: Caller, upload: Upload, n
     base = await services.catalog.resolve(caller, full_name)
     if base.tenant_id != upload.tenant_id:
         raise InvalidRequest("the base model must be of the same tenant", field="base")
+    if base.engine not in (ANY_ENGINE, OWN_ENGINE):
+        raise InvalidRequest(f"{base.name} runs with {base.engine}, which serves no adapters", field="base")
     if base.version.base_version_id:
         raise InvalidRequest(f"{base.name} is an adapter itself; name the model that it adapts", field="base")
     return base.version.version_id

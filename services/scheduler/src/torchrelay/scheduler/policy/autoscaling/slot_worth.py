@@ -106,7 +106,8 @@ def _ask(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig
     if turn_left_s := _turn_left_s(cheapest, autoscaler_input, config):
         text += f"; its own time slice goes on for {format_duration(turn_left_s)}"
     yield WorthLine("ask", text)
-    if not cheapest.busy and cheapest.instance.accepted and not demand.num_waiting:
+    is_idle = not cheapest.busy and cheapest.instance.accepted and not demand.num_waiting
+    if is_idle and not demand.by_tenant:  # it would tell when the other tenants used it
         idle_s = autoscaler_input.now - cheapest.unused_since
         yield WorthLine("idle", f"for {format_duration(idle_s)}; kept for {format_duration(demand.keep_s)}")
 
