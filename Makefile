@@ -94,7 +94,7 @@ wheels: .venv/.installed ## Build the wheels of all packages, in dist/
 	@rm -rf $(DIST)
 	@find libs/engine/build -name '*.py' -delete 2>/dev/null || true
 	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-		--wheel-dir $(DIST) $(addprefix ./,$(PACKAGES))
+		--wheel-dir $(DIST) $(addprefix ./,$(PACKAGES) libs/vllm)
 	@ls $(DIST)
 
 stubs: .venv/.installed ## Regenerate the gRPC stubs after a change in proto/

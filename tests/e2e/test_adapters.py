@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import Tenant
 from tests.support.adapters import ATTENTION, make_adapter, with_adapter
-from tests.support.checkpoints import greedy_reference, reference_model
+from tests.support.checkpoints import greedy_reference, make_checkpoint, reference_model
 from tests.support.completions import complete, headers
 from tests.support.http import http
 from torchrelay.cli.errors import ApiError
@@ -24,7 +24,8 @@ def call(tenant: Tenant, model: str, prompt: list[int]) -> dict[str, Any]:
 
 
 def test_adapters_answer_as_models_on_the_instances_of_their_base(tenant: Tenant, tmp_path: Path) -> None:
-    base, folder = tenant.model("qwen3"), tenant.checkpoint("qwen3")
+    folder = make_checkpoint(tmp_path / "base", "qwen3", seed=77)  # no other model has its version
+    base = tenant.platform.upload(tenant.key, folder, "base")
     reference, prompt = reference_model(folder), list(range(40))
     models, expected = [base], {base: greedy_reference(reference, prompt, NUM_TOKENS)}
     with tenant.platform.admin() as admin:  # before the gateway knows the model with another price
@@ -32,7 +33,7 @@ def test_adapters_answer_as_models_on_the_instances_of_their_base(tenant: Tenant
         admin.call("PUT", "/v1/prices", json=price)
     for number in range(2):
         adapter = make_adapter(tmp_path / f"adapter-{number}", reference, seed=number, targets=ATTENTION, rank=8)
-        name = tenant.platform.upload(tenant.key, adapter, f"adapter-{number}", base="qwen3")
+        name = tenant.platform.upload(tenant.key, adapter, f"adapter-{number}", base="base")
         models.append(name)
         expected[name] = greedy_reference(with_adapter(reference, adapter), prompt, NUM_TOKENS)
     assert len({tuple(tokens) for tokens in expected.values()}) == 3

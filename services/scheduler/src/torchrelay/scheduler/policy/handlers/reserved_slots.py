@@ -75,16 +75,16 @@ class _ReservedSlots:
                     yield admission
 
     def holders(self, model: Model) -> list[Instance]:
-        """Minimum instances of other models whose slots have the size that the model needs."""
-        return [
-            instance
-            for slot_class, instances in self._holders.items()
-            for instance in instances
-            if model.slot_class.fits(slot_class) and instance.version_id != model.version_id
-        ]
+        """Minimum instances of other models in slots that the model could use."""
+        return list(self._others(model))
+
+    def _others(self, model: Model) -> Iterator[Instance]:
+        for slot_class, instances in self._holders.items():
+            if model.slot_class.fits(slot_class):
+                yield from (instance for instance in instances if instance.version_id != model.version_id)
 
     def _has_holder(self, model: Model) -> bool:
-        return bool(self.holders(model))
+        return next(self._others(model), None) is not None
 
     def _lacks_slot(self, model: Model, kv_bytes: int) -> bool:
         """Whether requests with ``kv_bytes`` of KV could be served, but only with reserved slots."""
