@@ -27,7 +27,7 @@ from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.rpc.channels import open_blocking_channel
 from torchrelay.control.v1 import scheduler_pb2
 
-START_S = 180
+START_S = 90
 SCRIPTS = Path(sys.executable).parent
 BROKERS = {"redis": "redis-server", "nats": "nats-server"}
 

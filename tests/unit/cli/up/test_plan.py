@@ -63,6 +63,16 @@ def test_running_brokers_are_used(home: Home, ports: Ports, monkeypatch: pytest.
     assert envs(stack)["scheduler"]["TORCHRELAY_NATS_URL"] == "nats://elsewhere:4222"
 
 
+@pytest.mark.parametrize(("engine", "expected"), [("torchrelay", 60.0), ("vllm", 180.0)])
+def test_workers_of_another_engine_may_start_longer(
+    home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch, engine: str, expected: float
+) -> None:
+    monkeypatch.setenv("TORCHRELAY_ENGINE", engine)
+    stack = StackPlan(home, UpOptions(num_both_workers=1), ports).stack()
+    ready_s = {spec.name: spec.ready_s for group in stack.groups for spec in group}
+    assert (ready_s["worker-0"], ready_s["gateway"]) == (expected, 60.0)
+
+
 def test_remote_is_below_home_by_default(home: Home, ports: Ports, tmp_path: Path) -> None:
     def told(remote: str) -> str:
         return envs(StackPlan(home, UpOptions(remote=remote), ports).stack())["param-store"]["TORCHRELAY_REMOTE_URL"]

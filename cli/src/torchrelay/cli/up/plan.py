@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -53,6 +53,7 @@ LOOPBACK = "127.0.0.1"
 NODE_SCOPE = "node-"  # the ids of nodes that join begin with it, so none is a node of `up`
 _SCHEDULER_PORT, _STORE_PORT, _NATS_PORT = 7101, 7103, 4222
 JOIN_TOKEN_LIFE_S = 365 * 86400
+_OTHER_ENGINE_READY_S = 180.0  # to import vLLM takes half a minute on an idle machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +355,9 @@ class StackPlan:
         }
         if self._options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
-        return self._service(name, "torchrelay-worker", env, name, name)
+        spec = self._service(name, "torchrelay-worker", env, name, name)
+        has_own_engine = os.environ.get("TORCHRELAY_ENGINE", "torchrelay") == "torchrelay"
+        return spec if has_own_engine else replace(spec, ready_s=_OTHER_ENGINE_READY_S)
 
     def _gateway(self) -> ChildSpec:
         env = {

@@ -42,7 +42,7 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     ready_file: Path | None = None
     broker_url: str = ""
-    ready_s: float = 180.0  # a worker may import vLLM, for half a minute on an idle machine
+    ready_s: float = 60.0
     stop_s: float = STOP_TIMEOUT_S  # it is killed this long after SIGTERM
     tls: Tls | None = None
     inherited: Mapping[str, str] = field(default_factory=lambda: plain_environment(os.environ))
