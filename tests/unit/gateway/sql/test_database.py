@@ -277,6 +277,10 @@ async def test_full_disk_is_named_and_commits_are_kept(tmp_path: Path, is_new_pr
             async with database.write() as connection:
                 await connection.execute(rows)
         disk.free()
+        disk.fill(num_free=512 << 10)  # enough for this row, not for the bills of the requests to come
+        with pytest.raises(DiskFull):
+            await database.transact(lambda connection: connection.execute(rows).rowcount)
+        disk.free()
         await database.transact(lambda connection: connection.execute(rows).rowcount)
         async with database.read() as connection:
             num_kept = (await connection.execute(text("SELECT count(*) FROM t"))).scalar_one()

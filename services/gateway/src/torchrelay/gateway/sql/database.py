@@ -44,6 +44,8 @@ _POSTGRES_DISK_FULL = "53100"
 # Classes of SQLSTATE: no connection, no resources (such as connections), and an operator's action (such as a start).
 _POSTGRES_AWAY = ("08", "53", "57")
 _SMALLEST_WRITE_BYTES = 64 << 10  # SQLite's shared memory file and a page
+# On SQLite's disk before it is written again: a single freed page would admit a request whose bill has no room.
+_SPACE_AFTER_FULL_BYTES = 1 << 20
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
 TIME_LIMIT_S = 5.0
 ANSWER_LIMIT_S = 2.5  # of queries that every request waits for
@@ -121,6 +123,7 @@ class Database:
         parsed = driver_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._folder = Path(parsed.database or ".").absolute().parent if self.is_sqlite else None
+        self._was_full = False
         self._thread: ThreadPoolExecutor | None = None
         if self.is_sqlite:
             self._engine = _sqlite_engine(parsed, 2)  # a writer and a reader, each with a thread and a page cache
@@ -187,9 +190,13 @@ class Database:
         return await loop.run_in_executor(self._thread, _in_transaction, self._transact_engine, work)
 
     async def _begin_writing(self) -> None:
-        """SQLite has one writer at a time."""
-        if self.is_sqlite:
-            await self._writing.acquire()
+        """SQLite has one writer at a time. Raises ``DiskFull`` while its disk, once full, has little space."""
+        if self._folder is None:
+            return
+        if self._was_full and free_bytes(self._folder) < _SPACE_AFTER_FULL_BYTES:
+            raise disk_full(self._folder)
+        self._was_full = False
+        await self._writing.acquire()
 
     def _end_writing(self) -> None:
         if self.is_sqlite:
@@ -232,6 +239,7 @@ class Database:
                 yield limit
         except (OperationalError, InterfaceError, PoolTimeout, OSError) as error:
             if is_disk_full(error, self._folder):
+                self._was_full = True
                 full = DiskFull(_FULL) if self._folder is None else disk_full(self._folder)
                 log.warning("ledger_disk_full", error=full.message)
                 raise full from error
@@ -241,6 +249,7 @@ class Database:
             raise Unavailable(f"the database {what}; try again") from error
         except DBAPIError as error:
             if is_disk_full(error, self._folder):
+                self._was_full = True
                 raise DiskFull(_FULL) from error
             if error.connection_invalidated:
                 raise Unavailable("the database connection was lost; try again") from error
