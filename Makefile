@@ -46,7 +46,7 @@ check: .venv/.installed ## Format, lint, strict types, import contracts and plai
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(wildcard $(SOURCES))
-	$(BIN)/lint-imports
+	PYTHONPATH=libs/vllm/src $(BIN)/lint-imports  # torchrelay-vllm is installed beside vLLM alone
 	$(BIN)/python tools/prose.py
 
 docs: .venv/.installed ## Build the documentation as a site, in build/site/, with every link checked
