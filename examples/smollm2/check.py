@@ -6,8 +6,8 @@ GGUF is the file that download.py wrote; it is converted as an upload converts i
 compares (a) answers of a cold start, (b) a stream whose decode worker is killed, (c) a stream that a drain cuts off,
 and (d) answers whose prompts are computed by one worker and continued by another. Weights and computations of these
 are fp32: in bf16 the best two tokens often have the same logit, and then either is right. So (e) of the weights as they
-are uploaded, in bf16, each token must have transformers' highest logit for the answer before it, or one that rounding
-may make equal to it. The exit status is 1 if an answer differs.
+are uploaded, computed in bf16, each token must have the highest of transformers' fp32 logits for the answer before it,
+or one that rounding to bf16 may make equal to it. The exit status is 1 if an answer differs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ QUESTIONS = (
 )
 NUM_TOKENS, NUM_BEFORE_FAULT = 64, 12
 LIMIT_S = 120
-MAX_STEPS = 2  # of bf16 at the highest logit: each of the two sides rounds it, by up to one
+MAX_STEPS = 2  # of bf16 at the highest logit: the best and the chosen logit are each rounded, by up to one
 UP = ("--arena-mb", "1024", "--threads", "1", "--idle-timeout-s", "600", "--quiet")
 
 
@@ -60,13 +60,13 @@ class Answer:
 
 
 class Reference:
-    """The model in transformers."""
+    """The model in transformers, computed in fp32."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model.generation_config.eos_token_id = None
 
     def prompt(self, question: str) -> list[int]:
@@ -83,16 +83,16 @@ class Reference:
         return token_ids
 
     @torch.no_grad()
-    def steps_below_best(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    def steps_below_best(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
         """The steps of bf16 by which each token's logit is below the highest, given the tokens before it."""
         logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].float()
         best = logits.max(dim=-1).values
         gaps = best - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        steps: list[int] = (gaps / 2.0 ** (best.abs().log2().floor() - 7)).round().int().tolist()
+        steps: list[float] = (gaps / 2.0 ** (best.abs().log2().floor() - 7)).tolist()
         return steps
 
     def save(self, folder: Path) -> None:
-        """Writes the model in its dtype; fp32 holds bf16 weights exactly."""
+        """Writes the model in fp32, which holds bf16 weights exactly."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -212,10 +212,10 @@ class Comparison:
         note = "" if proof else "; the request was NOT computed in this way"
         print(f"  {'equal' if is_equal else 'DIFFERENT'}  {num_equal} of {NUM_TOKENS} tokens  {what}{note}", flush=True)
 
-    def check_steps(self, what: str, steps: Sequence[int]) -> None:
+    def check_steps(self, what: str, steps: Sequence[float]) -> None:
         is_right = len(steps) == NUM_TOKENS and max(steps) <= MAX_STEPS
         self.num_different += not is_right
-        others = f", the others within {max(steps)} steps of bf16" if any(steps) else ""
+        others = f", the others within {max(steps):.1f} steps of bf16" if any(steps) else ""
         print(f"  {'right' if is_right else 'WRONG'}  {steps.count(0)} of {NUM_TOKENS} tokens best{others}  {what}")
 
 
@@ -252,8 +252,7 @@ def check_drain(folder: Path, comparison: Comparison) -> None:
         comparison.check(f"(c) cut off after {num_seen} tokens: {QUESTIONS[3]}", 3, answer, len(places) > 1)
 
 
-def check_bf16(folder: Path, comparison: Comparison) -> None:
-    reference = Reference(folder, torch.bfloat16)
+def check_bf16(folder: Path, reference: Reference, comparison: Comparison) -> None:
     with platform(folder) as running:
         for number, prompt in enumerate(comparison.prompts):
             steps = reference.steps_below_best(prompt, running.answer(prompt).token_ids)
@@ -268,7 +267,7 @@ def main() -> None:
         folder, widened = Path(name) / "bf16", Path(name) / "fp32"
         folder.mkdir()
         plan_conversion(gguf).write(folder, lambda *_: None)
-        reference = Reference(folder, torch.float32)
+        reference = Reference(folder)
         reference.save(widened)
         comparison = Comparison(reference)
         print("A platform with a worker for prefill and one for decode:")
@@ -276,7 +275,7 @@ def main() -> None:
         print("A platform with two workers for both:")
         check_drain(widened, comparison)
         print("A platform with the weights as they are uploaded:")
-        check_bf16(folder, comparison)
+        check_bf16(folder, reference, comparison)
     print(f"{comparison.num_different} differences")
     sys.exit(comparison.num_different > 0)
 

@@ -26,13 +26,13 @@ def comparison() -> Comparison:
 
 def test_equal_answer_is_no_difference(comparison: Comparison, capsys: pytest.CaptureFixture[str]) -> None:
     comparison.check("cold", 0, Answer("r", list(range(NUM_TOKENS))), True)
-    comparison.check_steps("bf16", [0] * NUM_TOKENS)
-    comparison.check_steps("bf16", [MAX_STEPS] + [0] * (NUM_TOKENS - 1))
+    comparison.check_steps("bf16", [0.0] * NUM_TOKENS)
+    comparison.check_steps("bf16", [float(MAX_STEPS)] + [0.0] * (NUM_TOKENS - 1))
     assert comparison.num_different == 0
     equal, best, close = capsys.readouterr().out.splitlines()
     assert equal == "  equal  64 of 64 tokens  cold"
     assert best == "  right  64 of 64 tokens best  bf16"
-    assert close == "  right  63 of 64 tokens best, the others within 2 steps of bf16  bf16"
+    assert close == "  right  63 of 64 tokens best, the others within 2.0 steps of bf16  bf16"
 
 
 @pytest.mark.parametrize(

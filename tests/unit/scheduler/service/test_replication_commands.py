@@ -12,6 +12,11 @@ from torchrelay.control.v1 import param_store_pb2, scheduler_pb2
 PACK = a_version().pack_id
 
 
+def num_copies(view: scheduler_pb2.ClusterView) -> int:
+    """How many stores have the whole pack, as the scheduler knows."""
+    return sum(copy.relay_end_unix_us > 0 for store in view.stores for copy in store.copies if copy.pack_id == PACK)
+
+
 async def test_woken_model_gets_retained_second_copy(nats_url: str) -> None:
     async with scripted_cluster(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2)]
@@ -60,6 +65,7 @@ async def test_killed_store_causes_urgent_copy(nats_url: str) -> None:
             second = next(store for store in others if store.relays)
             await second.finish_relay(PACK, time.time_ns() // 1000)
             third = next(store for store in others if store is not second)
+            await cluster(address, lambda view: num_copies(view) == 2)  # the scheduler has read the second's report
             await eventually(lambda: bool(second.retains))
             await second.kill()
             await eventually(lambda: bool(third.relays))
