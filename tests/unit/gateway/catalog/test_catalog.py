@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.unit.gateway.conftest import PEPPER, AccountingRig
-from torchrelay.common.errors import Conflict, NotFound
+from torchrelay.common.errors import Conflict, NotFound, QuotaExceeded
 from torchrelay.gateway.auth.api_keys import ADMIN, ApiKeys
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
@@ -114,6 +114,24 @@ async def test_model_is_rolled_back_to_a_replaced_version(parts: AccountingRig, 
         await parts.catalog.roll_back(after, "v2")
     await publish(parts, "glossary", version("v1"))
     assert await parts.catalog.replaced(await parts.catalog.resolve(caller, "glossary")) == []
+
+
+async def test_rollback_that_needs_more_storage_keeps_to_the_quota(parts: AccountingRig, caller: Principal) -> None:
+    zoo = await parts.tenants.create("zoo")
+    async with parts.database.write() as connection:
+        await parts.catalog.publish_in(connection, zoo.tenant_id, "same", version("v1"), ScalingSettings())
+    for name in ("v1", "v2", "v3"):
+        await publish(parts, "glossary", version(name))
+    model = await parts.catalog.resolve(caller, "glossary")
+    await parts.tenants.change("acme", {"storage_quota_bytes": 200})  # v2 is retired: v2 and v3 have 220 bytes
+    with pytest.raises(QuotaExceeded) as refused:
+        await parts.catalog.roll_back(model, "v1")  # which counts for zoo only
+    assert refused.value.field == "version"
+    assert (await parts.catalog.resolve(caller, "glossary")).version.version_id == "v3"
+    await parts.catalog.roll_back(model, "v2")  # which counts already
+    await parts.tenants.change("acme", {"storage_quota_bytes": 330})
+    await parts.catalog.roll_back(model, "v1")
+    assert (await parts.catalog.resolve(caller, "glossary")).version.version_id == "v1"
 
 
 async def test_versions_to_be_freed_are_no_target_of_a_rollback(parts: AccountingRig, caller: Principal) -> None:

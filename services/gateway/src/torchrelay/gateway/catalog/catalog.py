@@ -16,6 +16,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
 from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.billing.prices import Prices
+from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota, used_bytes
 from torchrelay.gateway.core import LatencyTargets, Price, Principal, PublishedModel, Version
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
@@ -208,17 +209,21 @@ class Catalog:
 
     async def roll_back(self, model: PublishedModel, version_id: str) -> None:
         """Makes a replaced version the model's version again; its settings stay. Raises ``NotFound`` if it is not kept,
-        and ``ModelNotFound`` if the model was deleted meanwhile.
+        ``ModelNotFound`` if the model was deleted meanwhile, and ``QuotaExceeded`` if the version counts for other
+        tenants only and has no place in this tenant's quota.
         """
         async with self._database.write() as connection:
+            quota = await locked_quota(connection, model.tenant_id)
             await bump_version(connection, "catalog")  # first: see publish_in
             if (await connection.execute(select(models.c.name).where(*_is(model)))).one_or_none() is None:
                 raise _not_found(model.name)
             kept = {each.version.version_id: each.version for each in await self._replaced_in(connection, model)}
             if version_id not in kept:
                 raise NotFound(f"{model.name} has no replaced version {version_id[:100]!r} any more", field="version")
-            own_name = model.name.partition("/")[2]
+            own_name, used_before = model.name.partition("/")[2], await used_bytes(connection, model.tenant_id)
             await self.publish_in(connection, model.tenant_id, own_name, kept[version_id], ScalingSettings())
+            if quota is not None and await used_bytes(connection, model.tenant_id) > used_before:
+                await check_quota(connection, model.tenant_id, quota, 0, "version")
         self._table_versions.invalidate()
 
     async def publish_in(
