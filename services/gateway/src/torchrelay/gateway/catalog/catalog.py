@@ -152,10 +152,14 @@ class Catalog:
                 await connection.execute(insert(aliases), rows)
         self._table_versions.invalidate()
 
-    async def check_is_no_alias(self, tenant_id: str, name: str) -> None:
-        """Raises ``Conflict`` if the name of a new model is an alias of another model."""
+    async def check_takes_upload(self, tenant_id: str, name: str) -> None:
+        """Raises ``Conflict`` if the name is an alias of a model, or that of a model that adapters need."""
+        same_model = models.c.tenant_id == tenant_id, models.c.name == name
         async with self._database.read() as connection:
             await _check_is_no_alias(connection, tenant_id, name)
+            current = (await connection.execute(select(models.c.version_id).where(*same_model))).scalar_one_or_none()
+            if current is not None:
+                await _check_has_no_adapters(connection, tenant_id, name, current)
 
     async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
         """Changes a model's settings without a new version. Raises ``ModelNotFound`` if it was deleted meanwhile."""

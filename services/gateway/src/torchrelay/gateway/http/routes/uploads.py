@@ -52,7 +52,7 @@ async def begin(services: ServicesOf, caller: Caller, body: NewUpload) -> dict[s
     named, slash, model = body.model.rpartition("/")
     tenant = await tenant_of(services, caller, named if slash else None)
     check_name(model, "model")
-    await services.catalog.check_is_no_alias(tenant.tenant_id, model)
+    await services.catalog.check_takes_upload(tenant.tenant_id, model)
     files = [
         param_store_pb2.DeclaredFile(path=file.path, num_bytes=file.size, sha256=file.sha256.lower())
         for file in body.files
