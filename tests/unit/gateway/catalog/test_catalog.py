@@ -254,6 +254,26 @@ async def test_adapter_names_its_base_as_parent(parts: AccountingRig, caller: Pr
     assert await parts.catalog.models(caller) == [base, tuned]
 
 
+async def test_base_with_adapters_needs_their_engine(parts: AccountingRig, caller: Principal) -> None:
+    for name in ("base", "other"):
+        await publish(parts, name, version(name), ScalingSettings(min_instances=1))
+
+    async def needed() -> list[str]:
+        listed = {model.name: model for model in await parts.catalog.with_minimum()}
+        resolved = [await parts.catalog.resolve(caller, name) for name in ("base", "other")]
+        assert [listed[model.name] for model in resolved] == resolved
+        return [model.needed_engine for model in resolved]
+
+    assert await needed() == ["", ""]
+    await publish(parts, "tuned", adapter("base"))
+    assert await needed() == ["torchrelay", ""]
+    await publish(parts, "base", version("base"), ScalingSettings(engine="vllm"))
+    assert await needed() == ["vllm", ""], "its own calls follow its setting"
+    await publish(parts, "base", version("base"), ScalingSettings(engine="auto"))
+    await parts.catalog.delete(await parts.catalog.resolve(caller, "tuned"))
+    assert await needed() == ["", ""]
+
+
 async def test_base_is_neither_deleted_nor_replaced_while_adapters_need_it(
     parts: AccountingRig, caller: Principal
 ) -> None:

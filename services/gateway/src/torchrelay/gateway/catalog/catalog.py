@@ -25,6 +25,7 @@ from torchrelay.gateway.sql.tables import aliases, models, replaced_versions, re
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 _ROLLBACK_S = 60.0
+_NO_BASE = '"base_version_id":""'  # in the description of a version
 _ALIAS_OF_MODEL = (aliases.c.tenant_id == models.c.tenant_id, aliases.c.model == models.c.name)
 
 
@@ -109,8 +110,9 @@ class Catalog:
                 return None
             named = await _aliases(connection, models.c.tenant_id == row.tenant_id)
             parents = await _parents(connection, [row])
+            adapted = await _adapted(connection, models.c.tenant_id == row.tenant_id)
         price = await self._prices.current(f"{tenant}/{row.name}")
-        return _published(row, price, named, parents)
+        return _published(row, price, named, parents, adapted)
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """The models of the principal's tenant (all models for the admin), by name."""
@@ -127,8 +129,12 @@ class Catalog:
             rows = (await connection.execute(query)).all()
             named = await _aliases(connection, condition)
             parents = await _parents(connection, rows)
+            adapted = await _adapted(connection, condition)
         now = now_unix_us()
-        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now), named, parents) for row in rows]
+        return [
+            _published(row, price_at(price_list, f"{row.tenant}/{row.name}", now), named, parents, adapted)
+            for row in rows
+        ]
 
     async def set_aliases(self, model: PublishedModel, names: Collection[str]) -> None:
         """Replaces the model's aliases. Raises ``Conflict`` for a name that the tenant uses otherwise, and
@@ -351,6 +357,17 @@ async def _parents(connection: SqlConnection, rows: Sequence[Row[tuple[object, .
     return {(row.tenant_id, row.version_id): f"{row.tenant}/{row.name}" for row in await connection.execute(query)}
 
 
+async def _adapted(connection: SqlConnection, condition: ColumnElement[bool]) -> set[tuple[str, str]]:
+    """The bases of all adapters of the tenants of models that fulfil a condition, by (tenant, version)."""
+    adapters, text = models.alias(), versions.c.description
+    query = select(adapters.c.tenant_id, text).join_from(
+        adapters, versions, adapters.c.version_id == versions.c.version_id
+    )
+    query = query.where(adapters.c.tenant_id.in_(select(models.c.tenant_id).where(condition)))
+    rows = await connection.execute(query.where(text.contains("base_version_id"), ~text.contains(_NO_BASE)))
+    return {(row.tenant_id, base) for row in rows if (base := _base_of(row.description))}
+
+
 def _joined() -> Select[tuple[object, ...]]:
     query = select(models, tenants.c.name.label("tenant"), versions.c.description)
     return query.join_from(models, tenants).join(versions)
@@ -376,6 +393,7 @@ def _published(
     price: Price,
     named: Mapping[tuple[str, str], Sequence[str]],
     parents: Mapping[tuple[str, str], str],
+    adapted: Collection[tuple[str, str]],
 ) -> PublishedModel:
     version = msgspec.json.decode(row.description, type=Version)
     return PublishedModel(
@@ -392,6 +410,7 @@ def _published(
         engine=row.engine,
         aliases=tuple(named.get((row.tenant_id, row.name), ())),
         parent=parents.get((row.tenant_id, version.base_version_id), ""),
+        has_adapters=(row.tenant_id, version.version_id) in adapted,
     )
 
 

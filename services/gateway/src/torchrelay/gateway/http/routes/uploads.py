@@ -117,9 +117,11 @@ async def commit(
     upload = await services.uploads.find(caller, upload_id)
     settings, slots = body or CommitBody(), await services.scheduler.slots()
     scaling = settings.scaling()
-    if scaling.engine is not None:
-        if settings.base is not None and scaling.engine not in (ANY_ENGINE, OWN_ENGINE):
+    if settings.base is not None:
+        if scaling.engine not in (None, ANY_ENGINE, OWN_ENGINE):
             raise InvalidRequest(f"an adapter needs the engine {OWN_ENGINE}", field="engine")
+        slots.check_engine(OWN_ENGINE)
+    elif scaling.engine is not None:
         slots.check_engine(scaling.engine)
     base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
     steps = services.uploads.commit(upload, scaling, slots.largest_bytes, base_version_id)
