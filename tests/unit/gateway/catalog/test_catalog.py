@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.unit.gateway.conftest import PEPPER, AccountingRig
-from torchrelay.common.errors import Conflict, NotFound
+from torchrelay.common.errors import Conflict, NotFound, QuotaExceeded
 from torchrelay.gateway.auth.api_keys import ADMIN, ApiKeys
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
@@ -114,6 +114,24 @@ async def test_model_is_rolled_back_to_a_replaced_version(parts: AccountingRig, 
         await parts.catalog.roll_back(after, "v2")
     await publish(parts, "glossary", version("v1"))
     assert await parts.catalog.replaced(await parts.catalog.resolve(caller, "glossary")) == []
+
+
+async def test_rollback_that_needs_more_storage_keeps_to_the_quota(parts: AccountingRig, caller: Principal) -> None:
+    zoo = await parts.tenants.create("zoo")
+    async with parts.database.write() as connection:
+        await parts.catalog.publish_in(connection, zoo.tenant_id, "same", version("v1"), ScalingSettings())
+    for name in ("v1", "v2", "v3"):
+        await publish(parts, "glossary", version(name))
+    model = await parts.catalog.resolve(caller, "glossary")
+    await parts.tenants.change("acme", {"storage_quota_bytes": 200})  # v2 is retired: v2 and v3 have 220 bytes
+    with pytest.raises(QuotaExceeded) as refused:
+        await parts.catalog.roll_back(model, "v1")  # which counts for zoo only
+    assert refused.value.field == "version"
+    assert (await parts.catalog.resolve(caller, "glossary")).version.version_id == "v3"
+    await parts.catalog.roll_back(model, "v2")  # which counts already
+    await parts.tenants.change("acme", {"storage_quota_bytes": 330})
+    await parts.catalog.roll_back(model, "v1")
+    assert (await parts.catalog.resolve(caller, "glossary")).version.version_id == "v1"
 
 
 async def test_versions_to_be_freed_are_no_target_of_a_rollback(parts: AccountingRig, caller: Principal) -> None:
@@ -234,6 +252,26 @@ async def test_adapter_names_its_base_as_parent(parts: AccountingRig, caller: Pr
     base = await parts.catalog.resolve(caller, "base")
     assert (base.parent, base.version.served_version_id, base.version.adapter_id) == ("", "v1", "")
     assert await parts.catalog.models(caller) == [base, tuned]
+
+
+async def test_base_with_adapters_needs_their_engine(parts: AccountingRig, caller: Principal) -> None:
+    for name in ("base", "other"):
+        await publish(parts, name, version(name), ScalingSettings(min_instances=1))
+
+    async def needed() -> list[str]:
+        listed = {model.name: model for model in await parts.catalog.with_minimum()}
+        resolved = [await parts.catalog.resolve(caller, name) for name in ("base", "other")]
+        assert [listed[model.name] for model in resolved] == resolved
+        return [model.needed_engine for model in resolved]
+
+    assert await needed() == ["", ""]
+    await publish(parts, "tuned", adapter("base"))
+    assert await needed() == ["torchrelay", ""]
+    await publish(parts, "base", version("base"), ScalingSettings(engine="vllm"))
+    assert await needed() == ["vllm", ""], "its own calls follow its setting"
+    await publish(parts, "base", version("base"), ScalingSettings(engine="auto"))
+    await parts.catalog.delete(await parts.catalog.resolve(caller, "tuned"))
+    assert await needed() == ["", ""]
 
 
 async def test_base_is_neither_deleted_nor_replaced_while_adapters_need_it(

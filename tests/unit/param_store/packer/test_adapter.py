@@ -60,19 +60,21 @@ def write(folder: Path, tensors: Tensors | None = None, **changes: Any) -> Path:
     return folder
 
 
-def refusal(folder: Path) -> tuple[str, str]:
+def refusal(folder: Path, base_dtype: str = "BF16") -> tuple[str, str]:
     with pytest.raises(PackRefused) as refused:
-        check_adapter(folder, BASE)
+        check_adapter(folder, BASE, base_dtype)
     return refused.value.file, refused.value.detail
 
 
 def test_every_form_that_peft_saves_is_accepted(tmp_path: Path) -> None:
-    assert check_adapter(write(tmp_path / "list"), BASE) == 6
-    assert check_adapter(write(tmp_path / "pattern", target_modules=r".*\.(q_proj|v_proj|down_proj)$"), BASE) == 6
+    assert check_adapter(write(tmp_path / "list"), BASE, "BF16") == 6
+    assert (
+        check_adapter(write(tmp_path / "pattern", target_modules=r".*\.(q_proj|v_proj|down_proj)$"), BASE, "BF16") == 6
+    )
     long = ["self_attn.q_proj", "layers.0.self_attn.v_proj", "layers.1.self_attn.v_proj", "mlp.down_proj"]
-    assert check_adapter(write(tmp_path / "long", target_modules=long), BASE) == 6
+    assert check_adapter(write(tmp_path / "long", target_modules=long), BASE, "BF16") == 6
     one_layer = Tensors({name: each for name, each in adapter_tensors().by_name.items() if ".layers.1." in name})
-    assert check_adapter(write(tmp_path / "layer", one_layer, layers_to_transform=[1]), BASE) == 3
+    assert check_adapter(write(tmp_path / "layer", one_layer, layers_to_transform=[1]), BASE, "BF16") == 3
 
 
 CONFIG_FAULTS: dict[str, Any] = {
@@ -148,7 +150,7 @@ def test_ranks_by_pattern_are_compared_with_the_shapes(tmp_path: Path) -> None:
     assert "rank 8" in refusal(folder)[1]
     tensors = adapter_tensors()
     tensors.by_name |= {QUERY: a_tensor(8, 64), QUERY_B: a_tensor(64, 8)}
-    assert check_adapter(write(folder, tensors, rank_pattern={"layers.1.self_attn.q_proj": 8}), BASE) == 6
+    assert check_adapter(write(folder, tensors, rank_pattern={"layers.1.self_attn.q_proj": 8}), BASE, "BF16") == 6
 
 
 def test_broken_files_are_refused(tmp_path: Path) -> None:
@@ -159,4 +161,32 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     (folder / CONFIG).write_text('{"r": 4, "r": 5}')
     assert refusal(folder) == (CONFIG, "the key 'r' appears twice in one object")
     with pytest.raises(PackRefused, match=r"self_attn\.q_proj"):
-        check_adapter(write(folder), config_of(hidden_size=128, num_attention_heads=8))
+        check_adapter(write(folder), config_of(hidden_size=128, num_attention_heads=8), "BF16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "base_dtype", "is_refused"),
+    [
+        ("F32", struct.pack("<f", 65519.0), "F16", False),  # rounds to the largest number of F16
+        ("F32", struct.pack("<f", -65520.0), "F16", True),
+        ("BF16", struct.pack("<H", 0x4780), "F16", True),
+        ("F32", struct.pack("<f", 65520.0), "BF16", False),
+        ("F32", struct.pack("<f", 3.4e38), "BF16", True),
+    ],
+)
+def test_number_beyond_the_range_of_the_base_is_refused(
+    tmp_path: Path, dtype: str, value: bytes, base_dtype: str, is_refused: bool
+) -> None:
+    tensors = adapter_tensors()
+    name = name_of(0, "mlp.down_proj")
+    kind, shape, data = a_tensor(4, 96, dtype=dtype, value=bytes(len(value)))
+    tensors.by_name[name] = kind, shape, data[: -len(value)] + value
+    folder = write(tmp_path / "adapter", tensors)
+    if is_refused:
+        file, detail = refusal(folder, base_dtype)
+        assert file == WEIGHTS
+        assert (
+            detail == f"tensor {name!r}: element 383 is beyond the range of {base_dtype}, the dtype of the base model"
+        )
+    else:
+        assert check_adapter(folder, BASE, base_dtype) == 6

@@ -173,3 +173,25 @@ def test_a_request_for_an_absent_engine_is_refused_with_its_name() -> None:
     refusal = scene.refusal("r1")
     assert refusal is not None
     assert refusal.message == "acme/tiny needs a worker with the engine vllm; no worker has it"
+
+
+def test_an_adapter_gets_an_instance_on_its_engine_while_its_base_runs_on_another() -> None:
+    """It was placed on the base's instance, and its worker refused it."""
+    scene = PaperCluster(PolicyConfig())
+    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a", "host-1")))
+    base = a_model("acme/base")
+    scene.admit(base, "r1")
+    scene.finish_loads()
+    scene.settle(a_worker("w-b", "host-1"))
+    scene.admit(replace(base, name="acme/adapter", engine="torchrelay"), "r2")
+    scene.pass_time(1.0)
+    scene.finish_loads()
+    placement, running = scene.placement("r2"), scene.placement("r1")
+    assert placement is not None and placement.prefill.worker_id == placement.decode.worker_id == "w-b"
+    assert running is not None and running.decode.worker_id == "w-a" and scene.refusal("r1") is None
+    scene.release("r1")
+    scene.admit(base, "r3")
+    scene.pass_time(1.0)
+    again = scene.placement("r3")
+    assert again is not None and again.decode.worker_id == "w-b"
+    scene.check()

@@ -148,11 +148,12 @@ class PublishedModel:
     engine: str = ANY_ENGINE  # of its instances
     aliases: tuple[str, ...] = ()  # further names in its tenant, sorted
     parent: str = ""  # of an adapter: the model that it changes
+    has_adapters: bool = False  # of its tenant
 
     @property
     def needed_engine(self) -> str:
         """The engine that the model's instances must have; empty: any."""
-        if self.version.needs_own_engine:
+        if self.version.needs_own_engine or (self.has_adapters and self.engine == ANY_ENGINE):
             return OWN_ENGINE
         return "" if self.engine == ANY_ENGINE else self.engine
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import httpx
@@ -10,6 +11,8 @@ from sqlalchemy import select
 
 from tests.unit.gateway.http.conftest import RestRig
 from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, Unavailable, UploadRefused
+from torchrelay.gateway.auth.api_keys import ADMIN
+from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.garbage_collection import free_retired_versions
 from torchrelay.gateway.sql.tables import models, retired_versions, uploads
 
@@ -69,6 +72,23 @@ async def test_commit_takes_an_engine_that_a_worker_has(rig: RestRig) -> None:
     change = await rig.acme.patch("/v1/models/acme/glossary", json={"engine": "vllm"})
     assert (change.status_code, change.json()["error"]["param"]) == (400, "engine")
     assert (await rig.acme.patch("/v1/models/acme/glossary", json={"engine": "auto"})).json()["engine"] == "auto"
+
+
+async def test_upload_that_would_replace_the_base_of_adapters_is_refused_at_once(rig: RestRig) -> None:
+    await published(rig.acme)
+    base = await rig.services.catalog.resolve(ADMIN, "acme/glossary")
+    async with rig.parts.database.write() as connection:
+        adapter = replace(base.version, version_id="version-two", base_version_id="version-one")
+        await rig.services.catalog.publish_in(connection, base.tenant_id, "tuned", adapter, ScalingSettings())
+    rig.services.catalog.published()
+    body = {"model": "glossary", "files": declared({"w": WEIGHTS})}
+    refused = await rig.acme.post("/v1/uploads", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "model")
+    assert "delete tuned first" in refused.json()["error"]["message"]
+    assert (await rig.acme.get("/v1/uploads")).json()["data"] == []
+    await begun(rig.acme, "tuned")
+    await rig.acme.delete("/v1/models/tuned")
+    await begun(rig.acme)
 
 
 async def test_interrupted_upload_is_resumed(rig: RestRig) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.inputs import MinimumsSet
 from torchrelay.scheduler.policy.types import Role
 
 ADVISE = PolicyConfig(pool_mode=PoolMode.ADVISE)
@@ -144,3 +147,16 @@ def test_advice_changes_no_decision() -> None:
 
     (advised, num_advised), (plain, num_plain) = kinds(ADVISE), kinds(PolicyConfig())
     assert advised == plain and num_advised > 0 and num_plain == 0
+
+
+def test_minimum_of_a_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() -> None:
+    """A launcher started slots of its own engine for it, and never enough."""
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW))
+    scene.settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.apply(MinimumsSet((a_model("acme/other", engine="vllm", min_instances=1),)))
+    scene.admit(FIRST, "r1")
+    scene.pass_time(2.0)
+    assert targets(scene) == {1: (1, 1)}
+    scene.settle(replace(a_worker("w-b"), engine="vllm"))
+    scene.pass_time(2.0)
+    assert targets(scene) == {1: (2, 2)}, "a slot of the pool has the engine now"

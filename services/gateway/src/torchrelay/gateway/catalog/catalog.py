@@ -16,6 +16,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
 from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.billing.prices import Prices
+from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota, used_bytes
 from torchrelay.gateway.core import LatencyTargets, Price, Principal, PublishedModel, Version
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
@@ -24,6 +25,7 @@ from torchrelay.gateway.sql.tables import aliases, models, replaced_versions, re
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 _ROLLBACK_S = 60.0
+_NO_BASE = '"base_version_id":""'  # in the description of a version
 _ALIAS_OF_MODEL = (aliases.c.tenant_id == models.c.tenant_id, aliases.c.model == models.c.name)
 
 
@@ -108,8 +110,9 @@ class Catalog:
                 return None
             named = await _aliases(connection, models.c.tenant_id == row.tenant_id)
             parents = await _parents(connection, [row])
+            adapted = await _adapted(connection, models.c.tenant_id == row.tenant_id)
         price = await self._prices.current(f"{tenant}/{row.name}")
-        return _published(row, price, named, parents)
+        return _published(row, price, named, parents, adapted)
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """The models of the principal's tenant (all models for the admin), by name."""
@@ -126,8 +129,12 @@ class Catalog:
             rows = (await connection.execute(query)).all()
             named = await _aliases(connection, condition)
             parents = await _parents(connection, rows)
+            adapted = await _adapted(connection, condition)
         now = now_unix_us()
-        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now), named, parents) for row in rows]
+        return [
+            _published(row, price_at(price_list, f"{row.tenant}/{row.name}", now), named, parents, adapted)
+            for row in rows
+        ]
 
     async def set_aliases(self, model: PublishedModel, names: Collection[str]) -> None:
         """Replaces the model's aliases. Raises ``Conflict`` for a name that the tenant uses otherwise, and
@@ -151,10 +158,14 @@ class Catalog:
                 await connection.execute(insert(aliases), rows)
         self._table_versions.invalidate()
 
-    async def check_is_no_alias(self, tenant_id: str, name: str) -> None:
-        """Raises ``Conflict`` if the name of a new model is an alias of another model."""
+    async def check_takes_upload(self, tenant_id: str, name: str) -> None:
+        """Raises ``Conflict`` if the name is an alias of a model, or that of a model that adapters need."""
+        same_model = models.c.tenant_id == tenant_id, models.c.name == name
         async with self._database.read() as connection:
             await _check_is_no_alias(connection, tenant_id, name)
+            current = (await connection.execute(select(models.c.version_id).where(*same_model))).scalar_one_or_none()
+            if current is not None:
+                await _check_has_no_adapters(connection, tenant_id, name, current)
 
     async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
         """Changes a model's settings without a new version. Raises ``ModelNotFound`` if it was deleted meanwhile."""
@@ -208,17 +219,21 @@ class Catalog:
 
     async def roll_back(self, model: PublishedModel, version_id: str) -> None:
         """Makes a replaced version the model's version again; its settings stay. Raises ``NotFound`` if it is not kept,
-        and ``ModelNotFound`` if the model was deleted meanwhile.
+        ``ModelNotFound`` if the model was deleted meanwhile, and ``QuotaExceeded`` if the version counts for other
+        tenants only and has no place in this tenant's quota.
         """
         async with self._database.write() as connection:
+            quota = await locked_quota(connection, model.tenant_id)
             await bump_version(connection, "catalog")  # first: see publish_in
             if (await connection.execute(select(models.c.name).where(*_is(model)))).one_or_none() is None:
                 raise _not_found(model.name)
             kept = {each.version.version_id: each.version for each in await self._replaced_in(connection, model)}
             if version_id not in kept:
                 raise NotFound(f"{model.name} has no replaced version {version_id[:100]!r} any more", field="version")
-            own_name = model.name.partition("/")[2]
+            own_name, used_before = model.name.partition("/")[2], await used_bytes(connection, model.tenant_id)
             await self.publish_in(connection, model.tenant_id, own_name, kept[version_id], ScalingSettings())
+            if quota is not None and await used_bytes(connection, model.tenant_id) > used_before:
+                await check_quota(connection, model.tenant_id, quota, 0, "version")
         self._table_versions.invalidate()
 
     async def publish_in(
@@ -342,6 +357,17 @@ async def _parents(connection: SqlConnection, rows: Sequence[Row[tuple[object, .
     return {(row.tenant_id, row.version_id): f"{row.tenant}/{row.name}" for row in await connection.execute(query)}
 
 
+async def _adapted(connection: SqlConnection, condition: ColumnElement[bool]) -> set[tuple[str, str]]:
+    """The bases of all adapters of the tenants of models that fulfil a condition, by (tenant, version)."""
+    adapters, text = models.alias(), versions.c.description
+    query = select(adapters.c.tenant_id, text).join_from(
+        adapters, versions, adapters.c.version_id == versions.c.version_id
+    )
+    query = query.where(adapters.c.tenant_id.in_(select(models.c.tenant_id).where(condition)))
+    rows = await connection.execute(query.where(text.contains("base_version_id"), ~text.contains(_NO_BASE)))
+    return {(row.tenant_id, base) for row in rows if (base := _base_of(row.description))}
+
+
 def _joined() -> Select[tuple[object, ...]]:
     query = select(models, tenants.c.name.label("tenant"), versions.c.description)
     return query.join_from(models, tenants).join(versions)
@@ -367,6 +393,7 @@ def _published(
     price: Price,
     named: Mapping[tuple[str, str], Sequence[str]],
     parents: Mapping[tuple[str, str], str],
+    adapted: Collection[tuple[str, str]],
 ) -> PublishedModel:
     version = msgspec.json.decode(row.description, type=Version)
     return PublishedModel(
@@ -383,6 +410,7 @@ def _published(
         engine=row.engine,
         aliases=tuple(named.get((row.tenant_id, row.name), ())),
         parent=parents.get((row.tenant_id, version.base_version_id), ""),
+        has_adapters=(row.tenant_id, version.version_id) in adapted,
     )
 
 

@@ -34,10 +34,11 @@ from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.auth.tenants import Tenant
 from torchrelay.gateway.catalog.catalog import BaseLost, Catalog, ScalingSettings
+from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota
 from torchrelay.gateway.clients.param_store import StoreClient, version_of
 from torchrelay.gateway.core import Principal, Version
 from torchrelay.gateway.sql.database import Database, SqlConnection
-from torchrelay.gateway.sql.tables import models, retired_versions, tenants, uploads, versions
+from torchrelay.gateway.sql.tables import tenants, uploads
 
 log = get_logger(__name__)
 Files = Sequence[param_store_pb2.FileState]
@@ -87,10 +88,10 @@ class Uploads:
         declared_bytes = sum(file.num_bytes for file in files)
         upload = Upload(new_id("upl"), tenant.tenant_id, tenant.name, model, declared_bytes, now_unix_us())
         async with self._database.write() as connection:
-            quota = await _locked_quota(connection, tenant.tenant_id)
+            quota = await locked_quota(connection, tenant.tenant_id)
             await self._check_open(connection, tenant.tenant_id, declared_bytes)
             if quota is not None:
-                await _check_quota(connection, tenant.tenant_id, quota, declared_bytes)
+                await check_quota(connection, tenant.tenant_id, quota, declared_bytes)
             await connection.execute(
                 insert(uploads).values(
                     upload_id=upload.upload_id,
@@ -170,11 +171,11 @@ class Uploads:
     async def _publish(self, upload: Upload, version: Version, scaling: ScalingSettings) -> None:
         try:
             async with self._database.write() as connection:
-                quota = await _locked_quota(connection, upload.tenant_id)
+                quota = await locked_quota(connection, upload.tenant_id)
                 await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
                 await self._catalog.publish_in(connection, upload.tenant_id, upload.model, version, scaling)
                 if quota is not None:
-                    await _check_quota(connection, upload.tenant_id, quota, 0)
+                    await check_quota(connection, upload.tenant_id, quota, 0)
         except (QuotaExceeded, BaseLost):  # a repeated commit would publish the same version
             await self._retire(upload, version)
             raise
@@ -224,28 +225,3 @@ def _all_uploads() -> Select[Any]:
 def _visible_to(principal: Principal) -> Select[Any]:
     query = _all_uploads()
     return query if principal.is_admin else query.where(uploads.c.tenant_id == principal.tenant_id)
-
-
-async def _locked_quota(connection: SqlConnection, tenant_id: str) -> int | None:
-    """The tenant's quota. Locks its row against other uploads, but not against the ledger's foreign keys."""
-    query = (
-        select(tenants.c.storage_quota_bytes).where(tenants.c.tenant_id == tenant_id).with_for_update(key_share=True)
-    )
-    quota: int | None = (await connection.execute(query)).scalar_one()
-    return quota
-
-
-async def _check_quota(connection: SqlConnection, tenant_id: str, quota_bytes: int, more_bytes: int) -> None:
-    own = select(models.c.version_id).where(models.c.tenant_id == tenant_id)
-    retired = select(retired_versions.c.version_id).where(retired_versions.c.tenant_id == tenant_id)
-    ids = versions.c.version_id
-    stored = select(func.coalesce(func.sum(versions.c.stored_bytes), 0)).where(ids.in_(own) | ids.in_(retired))
-    declared = select(func.coalesce(func.sum(uploads.c.declared_bytes), 0)).where(uploads.c.tenant_id == tenant_id)
-    used = sum([int((await connection.execute(query)).scalar_one()) for query in (stored, declared)])
-    if used + more_bytes > quota_bytes:
-        raise QuotaExceeded(
-            f"storage quota of {quota_bytes} bytes exceeded: models, open uploads and versions not freed yet use "
-            f"{used} bytes, this needs {more_bytes} more; abort an upload, delete a model (its bytes are freed some "
-            "minutes later) or ask the admin to raise the quota (torchrelay tenant set)",
-            field="files",
-        )

@@ -131,14 +131,19 @@ class UploadRpcs:
         """Waits for its turn to pack, validates and packs, then waits for its ``turn`` to publish."""
         tenant_id = upload.record.tenant_id
         settings, files = self.store.settings, upload.files.absolute()
-        base_config = None
+        base_config, base_dtype = None, ""
         if request.base_version_id:
             base = await asyncio.to_thread(self.store.versions.describe, request.base_version_id)
             if base.document.base_id:
                 raise UploadRefused("the base is an adapter itself; name the model that it adapts", field="base")
-            base_config = base.manifest.config
+            base_config, base_dtype = base.manifest.config, base.manifest.dtype
         job = PackJob(
-            files, upload.pack_path.absolute(), request.largest_slot_bytes, settings.packer_memory_bytes, base_config
+            files,
+            upload.pack_path.absolute(),
+            request.largest_slot_bytes,
+            settings.packer_memory_bytes,
+            base_config,
+            base_dtype,
         )
         async with self.store.packer_queue.acquired(tenant_id) as packer_turn:
             self.store.publish_queue.check_stuck(tenant_id)  # before it packs in vain

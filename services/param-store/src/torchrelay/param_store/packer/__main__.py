@@ -1,6 +1,6 @@
 """``python -m torchrelay.param_store.packer``: reads a job from standard input, writes JSON lines to standard output.
 
-    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config"}
+    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config", "base_dtype"}
     out  {"stage", "done", "total"} ...   then one of the following; stage "validate" also has "notes", sentences about
                                          weights that are converted or left out
          {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest; files that
@@ -88,7 +88,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (job["memory_bytes"], job["memory_bytes"]))
     try:
         if job["base_config"] is not None:
-            emit(checked={"num_matrices": check_adapter(Path(job["folder"]), job["base_config"])})
+            num_matrices = check_adapter(Path(job["folder"]), job["base_config"], job["base_dtype"])
+            emit(checked={"num_matrices": num_matrices})
         else:
             emit(packed=pack(Path(job["folder"]), Path(job["pack_path"]), job["largest_slot_bytes"]))
     except PackRefused as refused:

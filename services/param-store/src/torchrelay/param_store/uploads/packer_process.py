@@ -36,7 +36,8 @@ class PackProgress:
 class PackJob:
     """A job: the packer writes the pack to ``pack_path`` and its manifest to the same path with suffix .manifest.
 
-    With ``base_config``, the config.json of a base model, the folder holds an adapter of it, which is only checked.
+    With ``base_config``, the config.json of a base model with weights in ``base_dtype``, the folder holds an adapter of
+    it, which is only checked.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class PackJob:
     largest_slot_bytes: int
     memory_bytes: int
     base_config: dict[str, Any] | None = None
+    base_dtype: str = ""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), default=str).encode()

@@ -52,7 +52,7 @@ async def begin(services: ServicesOf, caller: Caller, body: NewUpload) -> dict[s
     named, slash, model = body.model.rpartition("/")
     tenant = await tenant_of(services, caller, named if slash else None)
     check_name(model, "model")
-    await services.catalog.check_is_no_alias(tenant.tenant_id, model)
+    await services.catalog.check_takes_upload(tenant.tenant_id, model)
     files = [
         param_store_pb2.DeclaredFile(path=file.path, num_bytes=file.size, sha256=file.sha256.lower())
         for file in body.files
@@ -117,9 +117,11 @@ async def commit(
     upload = await services.uploads.find(caller, upload_id)
     settings, slots = body or CommitBody(), await services.scheduler.slots()
     scaling = settings.scaling()
-    if scaling.engine is not None:
-        if settings.base is not None and scaling.engine not in (ANY_ENGINE, OWN_ENGINE):
+    if settings.base is not None:
+        if scaling.engine not in (None, ANY_ENGINE, OWN_ENGINE):
             raise InvalidRequest(f"an adapter needs the engine {OWN_ENGINE}", field="engine")
+        slots.check_engine(OWN_ENGINE)
+    elif scaling.engine is not None:
         slots.check_engine(scaling.engine)
     base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
     steps = services.uploads.commit(upload, scaling, slots.largest_bytes, base_version_id)

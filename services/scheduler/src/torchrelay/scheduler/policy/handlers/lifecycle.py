@@ -14,7 +14,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.handlers import backlogs, dispatch
+from torchrelay.scheduler.policy.handlers import backlogs, dispatch, scaling
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import (
@@ -41,7 +41,7 @@ def admit(
     opened = state.attempts.get(key)
     is_known = opened is not None or key in state.queues
     is_new_call = key.attempt == 1 and current is None and not is_known
-    state.note_model(model, now, is_new_call=is_new_call)
+    scaling.note_model(state, model, now, is_new_call=is_new_call)
     state.shared_versions.note(admission.version_id, admission.tenant, now)
     _suspect_failed_workers(state, admission, now)
     if opened is not None:

@@ -21,7 +21,9 @@ from torchrelay.scheduler.policy.config import PoolMode
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.handlers import demands
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import ROLES, Model, Role
+from torchrelay.scheduler.policy.types import ROLES, Model, Role, SlotClass
+
+_SEEN_S = 600.0  # until an empty pool may have got workers of another engine
 
 
 def request_waits(state: State, model: Model, now: float) -> None:
@@ -47,6 +49,12 @@ def request_waits(state: State, model: Model, now: float) -> None:
 def _is_on(state: State, now: float) -> bool:
     """Whether targets are computed: in the settling time of a start, not all slots are known."""
     return state.config.pool_mode is not PoolMode.OFF and now - state.started_at >= state.config.settle_s
+
+
+def _has_engine(state: State, model: Model, now: float) -> bool:
+    """Whether the slots of the model's pool have its engine, as far as any slots were seen lately."""
+    seen = state.membership.sizes.since(now - _SEEN_S, SlotClass(model.num_devices))
+    return not seen or any(model.slot_class.fits(size.slot_class) for size in seen)
 
 
 def evaluate_pools(state: State, now: float) -> None:
@@ -115,7 +123,7 @@ def _shortages(state: State, version_ids: Iterable[str], now: float) -> Mapping[
     shortages = defaultdict[_Pool, list[SlotShortage]](list)
     for version_id in version_ids:
         model = state.models.get(version_id)
-        if model is None:
+        if model is None or not _has_engine(state, model, now):
             continue
         demand = demands.demand_of(state, model, state.idle_timeout_s(version_id, now), now)
         missing = _missing(state, model, demand)

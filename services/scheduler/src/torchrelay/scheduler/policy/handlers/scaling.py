@@ -123,10 +123,27 @@ def idle_versions(state: State, now: float) -> list[str]:
     return idle
 
 
+def note_model(state: State, model: Model, now: float, *, is_new_call: bool) -> None:
+    """Stores the newest settings of a version. Once it needs an engine that a slot has, its instances on other engines
+    are drained. ``is_new_call``: see ``VersionAliases.note``.
+    """
+    before = state.models.get(model.version_id)
+    state.note_model(model, now, is_new_call=is_new_call)
+    noted = state.models[model.version_id]
+    is_changed = before is None or before.engine != noted.engine
+    if not noted.engine or not is_changed or not state.membership.sizes.present(noted.slot_class):
+        return
+    for instance in list(state.instances.of_version(noted.version_id)):
+        worker = state.membership.workers.get(instance.worker_id)
+        if instance.staying and worker is not None and worker.engine != noted.engine:
+            text = f"it runs with {worker.engine}, and its model needs {noted.engine} now"
+            drain(state, instance, Reason("other_engine", text), now)
+
+
 def set_minimums(state: State, models: Sequence[Model], now: float) -> None:
     """Sets the models that have a minimum of instances, always or at times; no other model has one."""
     for model in models:
-        state.note_model(model, now, is_new_call=False)
+        note_model(state, model, now, is_new_call=False)
     state.minimums.set(models)
     evaluate_minimums(state, now)
 
