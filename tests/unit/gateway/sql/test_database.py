@@ -276,7 +276,11 @@ async def test_full_disk_is_named_and_commits_are_kept(tmp_path: Path, is_new_pr
         with pytest.raises(DiskFull):
             async with database.write() as connection:
                 await connection.execute(rows)
+        assert database.disk_fault == full.value.message
         disk.free()
+        async with database.write() as connection:
+            await connection.execute(text("DELETE FROM t WHERE false"))
+        assert database.disk_fault == ""
         await database.transact(lambda connection: connection.execute(rows).rowcount)
         async with database.read() as connection:
             num_kept = (await connection.execute(text("SELECT count(*) FROM t"))).scalar_one()

@@ -131,6 +131,7 @@ class Database:
             self._engine = _postgresql_engine(parsed, time_limit_s)
             self._transact_engine = self._engine
         self._writing = asyncio.Lock()
+        self.disk_fault = ""  # why the last write failed, if the disk was full
 
     @asynccontextmanager
     async def read(self, time_limit_s: float | None = None) -> AsyncIterator[SqlConnection]:
@@ -151,6 +152,7 @@ class Database:
                     await connection.begin_writing()
                     yield connection
                     await connection.commit()
+                    self.disk_fault = ""
             finally:
                 self._end_writing()
 
@@ -234,6 +236,7 @@ class Database:
             if is_disk_full(error, self._folder):
                 full = DiskFull(_FULL) if self._folder is None else disk_full(self._folder)
                 log.warning("ledger_disk_full", error=full.message)
+                self.disk_fault = full.message
                 raise full from error
             log.warning("database_away", error=f"{type(error).__name__}: {error}"[:300])
             is_silent = limit.expired() or isinstance(error, TimeoutError)
@@ -241,6 +244,7 @@ class Database:
             raise Unavailable(f"the database {what}; try again") from error
         except DBAPIError as error:
             if is_disk_full(error, self._folder):
+                self.disk_fault = _FULL
                 raise DiskFull(_FULL) from error
             if error.connection_invalidated:
                 raise Unavailable("the database connection was lost; try again") from error
