@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.gateway.console.sample import Listed, Sample, seen_by
+from torchrelay.gateway.console.core import Alert, Listed
+from torchrelay.gateway.console.sample import Sample, seen_by
 from torchrelay.gateway.core import FirstToken, Principal
 
 ACME = Principal("t-1", "acme", "k-1")
@@ -107,6 +109,22 @@ def test_admin_sees_the_models_of_all_tenants() -> None:
     assert seen["instances"][0]["models"] == ["acme/a", "zoo/same"]
 
 
-def test_absent_scheduler_is_told() -> None:
+def test_models_count_as_at_zero_without_a_scheduler() -> None:
     seen = seen_by(ACME, Sample(models=[Listed("acme/a", "t-1", "v-1")]))
-    assert (seen["is_scheduler_away"], seen["num_models"], seen["num_awake"]) == (True, 1, 0)
+    assert (seen["num_models"], seen["num_awake"]) == (1, 0)
+
+
+def test_tenant_sees_alerts_of_its_models_and_of_the_platform() -> None:
+    alerts = [
+        Alert(
+            "workers", "There is no worker of host-1.", "Start host-1.", is_critical=True, public="There is no worker."
+        ),
+        Alert("load", "w-1 failed", "Look at w-1."),
+        Alert("wait", "Requests wait.", "Add host-1.", models=("acme/b",), public="Requests wait."),
+    ]
+    seen = {caller.tenant: seen_by(caller, replace(sample(), alerts=alerts))["alerts"] for caller in (ACME, ZOO, ADMIN)}
+    of_all = {"text": "There is no worker.", "advice": "", "models": [], "is_critical": True}
+    own = {"text": "Requests wait.", "advice": "", "models": ["acme/b"], "is_critical": False}
+    assert seen["acme"] == [of_all, own]
+    assert seen["zoo"] == [of_all]
+    assert [(each["text"], each["advice"]) for each in seen[""]] == [(each.text, each.advice) for each in alerts]

@@ -276,11 +276,15 @@ async def test_full_disk_is_named_and_commits_are_kept(tmp_path: Path, is_new_pr
         with pytest.raises(DiskFull):
             async with database.write() as connection:
                 await connection.execute(rows)
+        assert database.disk_fault == full.value.message
         disk.free()
         disk.fill(num_free=512 << 10)  # enough for this row, not for the bills of the requests to come
         with pytest.raises(DiskFull):
             await database.transact(lambda connection: connection.execute(rows).rowcount)
         disk.free()
+        async with database.write() as connection:
+            await connection.execute(text("DELETE FROM t WHERE false"))
+        assert database.disk_fault == ""
         await database.transact(lambda connection: connection.execute(rows).rowcount)
         async with database.read() as connection:
             num_kept = (await connection.execute(text("SELECT count(*) FROM t"))).scalar_one()

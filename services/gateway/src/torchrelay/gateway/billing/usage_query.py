@@ -15,7 +15,7 @@ from torchrelay.gateway.billing.bills import BilledSum
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import ledger, prices
 
-_TIME_LIMIT_S = 30.0  # sums over millions of rows
+TIME_LIMIT_S = 30.0  # sums over millions of rows
 GroupBy = Literal["key", "model", "day", "minute"]
 _UNESCAPED_OFFSET = re.compile(r"(:\d\d(?:\.\d+)?) (\d\d:?\d\d)$")
 _DAY_US = 86_400_000_000
@@ -33,8 +33,8 @@ class UsageFilter:
     from_unix_us: int | None = None
     to_unix_us: int | None = None
 
-    def conditions(self) -> list[ColumnElement[bool]]:
-        row = ledger.c
+    def conditions(self, row: Any = ledger.c) -> list[ColumnElement[bool]]:
+        """``row``: the columns of the ledger, or of another table with the same names."""
         equal = ((row.tenant_id, self.tenant_id), (row.key_id, self.key_id), (row.model, self.model))
         conditions = [column == value for column, value in equal if value is not None]
         if self.from_unix_us is not None:
@@ -96,7 +96,7 @@ async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy
     if group_by is not None:
         group = groups[group_by]
         query = query.add_columns(group.label("group")).group_by(group).order_by(group)
-    async with database.read(_TIME_LIMIT_S) as connection:
+    async with database.read(TIME_LIMIT_S) as connection:
         rows = (await connection.execute(query)).all()
     return [UsageSum(_label(row.group, group_by) if group_by else "", **_totals(row)) for row in rows]
 
@@ -109,7 +109,7 @@ async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSu
     query = query.join_from(ledger, prices).where(*filter_.conditions())
     query = query.group_by(ledger.c.model, ledger.c.price_id, *query.selected_columns[-3:])
     query = query.order_by(ledger.c.model, func.min(prices.c.valid_from_unix_us))
-    async with database.read(_TIME_LIMIT_S) as connection:
+    async with database.read(TIME_LIMIT_S) as connection:
         rows = (await connection.execute(query)).all()
     return [BilledSum(row.model, row.prompt_nano, row.cached_nano, row.output_nano, **_totals(row)) for row in rows]
 

@@ -306,18 +306,20 @@ async def _retire(database: Database, connection: SqlConnection, version_id: str
 
 
 class _Description(msgspec.Struct):
-    """The part of a version's description that names its base."""
+    """The part of a version's description that names its base, and the size of its pack."""
 
     base_version_id: str = ""
+    pack_bytes: int = 0
 
 
-def served_version_id(description: str, version_id: str) -> str:
-    """The version of the instances that serve a version with this description."""
-    return _base_of(description) or version_id
+def served_version(description: str, version_id: str) -> tuple[str, int]:
+    """The version of the instances that serve a version with this description, and the bytes of its pack."""
+    described = _described(description)
+    return described.base_version_id or version_id, described.pack_bytes
 
 
-def _base_of(description: str) -> str:
-    return msgspec.json.decode(description, type=_Description).base_version_id
+def _described(description: str) -> _Description:
+    return msgspec.json.decode(description, type=_Description)
 
 
 async def _check_has_no_adapters(connection: SqlConnection, tenant_id: str, name: str, version_id: str) -> None:
@@ -327,7 +329,7 @@ async def _check_has_no_adapters(connection: SqlConnection, tenant_id: str, name
     """
     query = select(models.c.name, models.c.version_id, versions.c.description).join_from(models, versions)
     rows = (await connection.execute(query.where(models.c.tenant_id == tenant_id, models.c.name != name))).all()
-    adapters = sorted(row.name for row in rows if _base_of(row.description) == version_id)
+    adapters = sorted(row.name for row in rows if _described(row.description).base_version_id == version_id)
     if adapters and all(row.version_id != version_id for row in rows):
         raise Conflict(f"adapters of {name!r} need it: delete {', '.join(adapters)} first", field="model")
 
@@ -349,7 +351,7 @@ async def _check_has_base(connection: SqlConnection, tenant_id: str, name: str, 
 
 async def _parents(connection: SqlConnection, rows: Sequence[Row[tuple[object, ...]]]) -> dict[tuple[str, str], str]:
     """The first models that have the bases of these models' versions, by (tenant, version)."""
-    bases = {base for row in rows if (base := _base_of(row.description))}
+    bases = {base for row in rows if (base := _described(row.description).base_version_id)}
     if not bases:
         return {}
     query = select(models.c.tenant_id, models.c.version_id, tenants.c.name.label("tenant"), models.c.name)
@@ -365,7 +367,7 @@ async def _adapted(connection: SqlConnection, condition: ColumnElement[bool]) ->
     )
     query = query.where(adapters.c.tenant_id.in_(select(models.c.tenant_id).where(condition)))
     rows = await connection.execute(query.where(text.contains("base_version_id"), ~text.contains(_NO_BASE)))
-    return {(row.tenant_id, base) for row in rows if (base := _base_of(row.description))}
+    return {(row.tenant_id, base) for row in rows if (base := _described(row.description).base_version_id)}
 
 
 def _joined() -> Select[tuple[object, ...]]:

@@ -12,25 +12,34 @@ import msgspec
 from sqlalchemy import func, select
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.gateway.catalog.catalog import served_version_id
+from torchrelay.common.errors import Unavailable
+from torchrelay.common.health import Health
+from torchrelay.gateway.catalog.catalog import served_version
 from torchrelay.gateway.clients.scheduler import SchedulerClient
-from torchrelay.gateway.console.sample import RATES_OVER_S, Listed, Sample, seen_by
+from torchrelay.gateway.console.alerts import alerts, held
+from torchrelay.gateway.console.core import Listed
+from torchrelay.gateway.console.sample import RATES_OVER_S, Sample, seen_by
 from torchrelay.gateway.core import FirstToken, Principal
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import ledger, models, tenants, versions
 
 EVERY_S = 1.0
 TTFT_OVER_S = 60
+GAP_S = 10.0  # without a viewer, after which alerts are held anew
 
 
 class LiveFeed:
-    def __init__(self, database: Database, scheduler: SchedulerClient, first_tokens: deque[FirstToken]) -> None:
+    def __init__(
+        self, database: Database, scheduler: SchedulerClient, health: Health, first_tokens: deque[FirstToken]
+    ) -> None:
         self._database = database
         self._scheduler = scheduler
+        self._health = health
         self._first_tokens = first_tokens
         self._num_viewers = 0
         self._is_closed = False
         self._sample = Sample()
+        self._alerts_since: dict[str, float] = {}  # by key
         self._encoded: dict[str, bytes] = {}  # of the sample, by tenant id; "" is the admin's
         self._tick = asyncio.Event()
 
@@ -69,6 +78,21 @@ class LiveFeed:
         return encoded
 
     async def _take(self) -> Sample:
+        now, before = time.time(), self._sample
+        try:
+            settled, listed = await self._read()
+        except Unavailable:  # an alert tells it
+            settled, listed = {}, [*before.models]
+        cluster = await self._scheduler.cluster()
+        holding = alerts(listed, cluster, await self._health.report(), self._database.disk_fault)
+        since = self._alerts_since if now - before.at_unix_s < GAP_S else {}
+        self._alerts_since = {alert.key: since.get(alert.key, now) for alert in holding}
+        oldest = time.monotonic() - TTFT_OVER_S
+        first_tokens = [each for each in self._first_tokens if each.at_s >= oldest]
+        return Sample(now, settled, listed, first_tokens, cluster, held(holding, self._alerts_since, now))
+
+    async def _read(self) -> tuple[dict[str, tuple[int, int]], list[Listed]]:
+        """Requests and tokens by tenant id, and the catalog's models."""
         since = now_unix_us() - RATES_OVER_S * 1_000_000
         tokens = func.sum(ledger.c.num_prompt_tokens + ledger.c.num_output_tokens)
         # By tenant, as the index is.
@@ -81,14 +105,7 @@ class LiveFeed:
         async with self._database.read() as connection:
             sums = (await connection.execute(settled)).all()
             listed = (await connection.execute(named.join_from(models, tenants).join(versions))).all()
-        oldest = time.monotonic() - TTFT_OVER_S
-        return Sample(
-            time.time(),
-            {tenant_id: (int(num_requests), int(num_tokens)) for tenant_id, num_requests, num_tokens in sums},
-            [
-                Listed(f"{tenant}/{name}", tenant_id, served_version_id(description, version_id))
-                for tenant, name, tenant_id, version_id, description in listed
-            ],
-            [each for each in self._first_tokens if each.at_s >= oldest],
-            await self._scheduler.cluster(),
-        )
+        return {tenant_id: (int(num_requests), int(num_tokens)) for tenant_id, num_requests, num_tokens in sums}, [
+            Listed(f"{tenant}/{name}", tenant_id, *served_version(description, version_id))
+            for tenant, name, tenant_id, version_id, description in listed
+        ]

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.gateway.console.core import Alert, Listed
 from torchrelay.gateway.core import FirstToken, Principal
 
 RATES_OVER_S = 10
-
-
-class Listed(NamedTuple):
-    """A model of the catalog."""
-
-    name: str  # "tenant/model"
-    tenant_id: str
-    version_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +23,7 @@ class Sample:
     models: Sequence[Listed] = ()
     first_tokens: Sequence[FirstToken] = ()
     cluster: scheduler_pb2.ClusterView | None = None  # None: the scheduler does not answer
+    alerts: Sequence[Alert] = ()
 
 
 def seen_by(caller: Principal, sample: Sample) -> dict[str, Any]:
@@ -63,12 +57,22 @@ def seen_by(caller: Principal, sample: Sample) -> dict[str, Any]:
         "num_models": len(models),
         "num_running": sum(each.num_running for each in own_demand),
         "num_waiting": sum(each.num_waiting for each in own_demand),
-        "is_scheduler_away": sample.cluster is None,
+        "alerts": list(_alerts(caller, sample.alerts, {model.name for model in models})),
         "demand": {each.model: [each.num_running, each.num_waiting] for each in own_demand},
         "instances": list(_instances(caller, cluster, names)),
         "relays": list(_relays(caller, cluster, names)),
     }
     return figures | ({"hosts": _hosts(cluster, names)} if caller.is_admin else {})
+
+
+def _alerts(caller: Principal, alerts: Iterable[Alert], own: Set[str]) -> Iterator[dict[str, Any]]:
+    """Tenants see what concerns their models or the whole platform, without the names of workers and hosts."""
+    for alert in alerts:
+        models = [name for name in alert.models if caller.is_admin or name in own]
+        text = alert.text if caller.is_admin else alert.public
+        if text and (models or not alert.models):
+            advice = alert.advice if caller.is_admin else ""
+            yield {"text": text, "advice": advice, "models": models, "is_critical": alert.is_critical}
 
 
 def _instances(

@@ -93,3 +93,16 @@ async def tenant_of(services: Services, caller: Principal, named: str | None) ->
     if not caller.is_admin and named and named != caller.tenant:
         raise PermissionDenied("this key belongs to another tenant", field="tenant")
     return await services.tenants.by_name(named or caller.tenant)
+
+
+async def ledger_scope(
+    services: Services, caller: Principal, tenant: str | None, model: str | None
+) -> tuple[str | None, str | None]:
+    """The tenant id (None: all, for the admin alone) and the model's full name (None: any) that a query asks for."""
+    is_of_all = caller.is_admin and tenant is None
+    tenant_id = None if is_of_all else (await tenant_of(services, caller, tenant)).tenant_id
+    if model is not None and "/" not in model:
+        if is_of_all:
+            raise InvalidRequest("model must be TENANT/NAME unless tenant is given", field="model")
+        model = f"{tenant or caller.tenant}/{model}"
+    return tenant_id, model

@@ -123,7 +123,6 @@ class Database:
         parsed = driver_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._folder = Path(parsed.database or ".").absolute().parent if self.is_sqlite else None
-        self._was_full = False
         self._thread: ThreadPoolExecutor | None = None
         if self.is_sqlite:
             self._engine = _sqlite_engine(parsed, 2)  # a writer and a reader, each with a thread and a page cache
@@ -134,6 +133,7 @@ class Database:
             self._engine = _postgresql_engine(parsed, time_limit_s)
             self._transact_engine = self._engine
         self._writing = asyncio.Lock()
+        self.disk_fault = ""  # why the last write failed, if the disk was full
 
     @asynccontextmanager
     async def read(self, time_limit_s: float | None = None) -> AsyncIterator[SqlConnection]:
@@ -154,6 +154,7 @@ class Database:
                     await connection.begin_writing()
                     yield connection
                     await connection.commit()
+                    self.disk_fault = ""
             finally:
                 self._end_writing()
 
@@ -193,9 +194,8 @@ class Database:
         """SQLite has one writer at a time. Raises ``DiskFull`` while its disk, once full, has little space."""
         if self._folder is None:
             return
-        if self._was_full and free_bytes(self._folder) < _SPACE_AFTER_FULL_BYTES:
+        if self.disk_fault and free_bytes(self._folder) < _SPACE_AFTER_FULL_BYTES:
             raise disk_full(self._folder)
-        self._was_full = False
         await self._writing.acquire()
 
     def _end_writing(self) -> None:
@@ -239,9 +239,9 @@ class Database:
                 yield limit
         except (OperationalError, InterfaceError, PoolTimeout, OSError) as error:
             if is_disk_full(error, self._folder):
-                self._was_full = True
                 full = DiskFull(_FULL) if self._folder is None else disk_full(self._folder)
                 log.warning("ledger_disk_full", error=full.message)
+                self.disk_fault = full.message
                 raise full from error
             log.warning("database_away", error=f"{type(error).__name__}: {error}"[:300])
             is_silent = limit.expired() or isinstance(error, TimeoutError)
@@ -249,7 +249,7 @@ class Database:
             raise Unavailable(f"the database {what}; try again") from error
         except DBAPIError as error:
             if is_disk_full(error, self._folder):
-                self._was_full = True
+                self.disk_fault = _FULL
                 raise DiskFull(_FULL) from error
             if error.connection_invalidated:
                 raise Unavailable("the database connection was lost; try again") from error

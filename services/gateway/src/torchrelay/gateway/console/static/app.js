@@ -7,12 +7,14 @@ import { Models } from "/console/models.js";
 import { Overview } from "/console/overview.js";
 import { Alert } from "/console/parts.js";
 import { Playground } from "/console/playground.js";
+import { Requests } from "/console/requests.js";
 import { Usage } from "/console/usage.js";
 
 const PAGES = {
   overview: ["Overview", Overview],
   models: ["Models", Models],
   cluster: ["Cluster", Cluster],
+  requests: ["Requests", Requests],
   playground: ["Playground", Playground],
   keys: ["Keys and limits", Keys],
   usage: ["Usage and bill", Usage],

@@ -3,7 +3,7 @@ import { bytes, count, percent, rate, seconds } from "/console/format.js";
 import { Table } from "/console/parts.js";
 
 const link = (model) => html`<a href=${`#/models/${model.split("/").map(encodeURIComponent).join("/")}`}>${model}</a>`;
-const links = (models) => models.map((model, place) => html`${place ? ", " : ""}${model.includes("/") ? link(model) : model}`);
+export const links = (models) => models.map((model, place) => html`${place ? ", " : ""}${model.includes("/") ? link(model) : model}`);
 
 const SLOT_COLUMNS = [
   ["Worker", (slot) => slot.worker],

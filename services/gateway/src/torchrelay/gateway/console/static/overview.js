@@ -1,6 +1,6 @@
 import { html, useEffect, useMemo, useRef, useState } from "/console/vendor/preact-htm.js";
 import uPlot from "/console/vendor/uplot.js";
-import { Relays } from "/console/cluster.js";
+import { links, Relays } from "/console/cluster.js";
 import { count, dollars, rate, seconds } from "/console/format.js";
 import { Alert, useAnswer } from "/console/parts.js";
 
@@ -44,6 +44,13 @@ function Plot({ title, points, column, periodS }) {
   return html`<section class="plot"><h2>${title}</h2><div ref=${place}></div></section>`;
 }
 
+// What needs attention, and what to do next; tenants are told what concerns them.
+function Alerts({ alerts }) {
+  if (!alerts.length) return html`<p class="dim">No alert: nothing needs attention.</p>`;
+  return html`<section aria-label="Alerts"><h2>Alerts</h2><ul class="alerts">${alerts.map(({ text, advice, models, is_critical }) => html`<li class=${is_critical ? "critical" : ""}>
+    <strong>${is_critical ? "Critical" : "Warning"}${models.length > 0 && html`: ${links(models)}`}</strong> ${text} ${advice && html`<span class="dim">${advice}</span>`}</li>`)}</ul></section>`;
+}
+
 export function Overview({ samples }) {
   const spend = useAnswer(`/v1/usage?from=${today()}`, 15_000);
   const [period, setPeriod] = useState("15 minutes");
@@ -64,7 +71,7 @@ export function Overview({ samples }) {
     "Spend today": spend.data ? dollars(spend.data.total.cost) : spend.error,
   };
   return html`
-    ${last.is_scheduler_away && html`<${Alert}>The scheduler does not answer, so models count as at zero: look into its log.<//>`}
+    <${Alerts} alerts=${last.alerts} />
     <div class="cards">${Object.entries(cards).map(([label, value]) => html`<div class="card"><span>${label}</span><strong>${value}</strong></div>`)}</div>
     <p><label class="inline">Plots of the last <select value=${period} onChange=${(event) => setPeriod(event.target.value)}>
       ${Object.keys(PERIODS).map((name) => html`<option value=${name}>${name}</option>`)}</select></label></p>

@@ -42,16 +42,18 @@ export function Confirm({ label, question, onYes }) {
     <button type="button" onClick=${() => setIsAsking(false)}>No</button></span>`;
 }
 
-// What the scheduler decided about a model or request, the newest first, and what a slot is worth to a model.
+const DECISION_COLUMNS = [
+  ["Time, UTC", (each) => time(each.at_unix_us / 1e6)],
+  ["Decision", (each) => each.kind],
+  ["About", (each) => each.subject],
+  ["Reason", (each) => each.reason],
+];
+export const Decisions = ({ decisions, children }) => html`<${Table} label="Decisions" columns=${DECISION_COLUMNS} rows=${[...decisions].reverse()}>${children}<//>`;
+
+// What the scheduler decided about a model, the newest first, and what a slot is worth to it.
 export function Explained({ path }) {
   const { data, error } = useAnswer(path, 5000);
-  const decisions = [
-    ["Time, UTC", (each) => time(each.at_unix_us / 1e6)],
-    ["Decision", (each) => each.kind],
-    ["About", (each) => each.subject],
-    ["Reason", (each) => each.reason],
-  ];
   return html`${error && html`<${Alert}>${error}<//>`}
     ${data?.worth?.length > 0 && html`<dl>${data.worth.map(({ label, text }) => html`<div><dt>${label}</dt><dd>${text}</dd></div>`)}</dl>`}
-    ${data && html`<${Table} label="Decisions" columns=${decisions} rows=${[...data.decisions].reverse()}>The scheduler has decided nothing about it since it began.<//>`}`;
+    ${data && html`<${Decisions} decisions=${data.decisions}>The scheduler has decided nothing about it since it began.<//>`}`;
 }

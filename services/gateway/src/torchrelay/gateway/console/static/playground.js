@@ -32,11 +32,12 @@ export function Playground({ isAdmin }) {
   const [body, setBody] = useState(null);
   const [answer, setAnswer] = useState("");
   const [figures, setFigures] = useState("");
+  const [id, setId] = useState("");
   const [error, setError] = useState("");
   const [running, setRunning] = useState(null); // the controller of the request under way
   const submit = async (event) => {
     event.preventDefault();
-    setAnswer(""); setFigures(""); setError(""); setBody(null);
+    setAnswer(""); setFigures(""); setId(""); setError(""); setBody(null);
     const request = new AbortController();
     setRunning(request);
     try {
@@ -49,6 +50,7 @@ export function Playground({ isAdmin }) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message);
+        setId(chunk.id);
         const delta = chunk.choices[0]?.delta ?? {};
         const text = (delta.reasoning_content ?? "") + (delta.content ?? "") + (delta.tool_calls ? JSON.stringify(delta.tool_calls) : "");
         if (text) { first ||= performance.now(); setAnswer((before) => before + text); }
@@ -80,5 +82,6 @@ export function Playground({ isAdmin }) {
     ${models.error && html`<${Alert}>${models.error}<//>`}
     ${error && html`<${Alert}>${error}<//>`}
     ${body && html`<h2>Answer</h2><pre id="answer" aria-live="polite">${answer}</pre><p class="dim" id="figures">${figures}</p>
+    ${id && !running && html`<p><a href=${`#/requests/${encodeURIComponent(id)}`}>Where its time went</a></p>`}
     <h2>The request</h2><h3>curl</h3><pre id="curl">${curl(body)}</pre><h3>Python</h3><pre id="python">${python(body)}</pre>`}`;
 }

@@ -24,7 +24,7 @@ from torchrelay.gateway.billing.usage_query import (
     usage_sums,
 )
 from torchrelay.gateway.core import Price
-from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, tenant_of
+from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, ledger_scope, tenant_of
 from torchrelay.gateway.http.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1")
@@ -54,12 +54,7 @@ async def usage(
     group_by: GroupBy | None = None,
 ) -> dict[str, Any]:
     """Usage settled in [from, to); a date as ``to`` includes its day."""
-    is_of_all = caller.is_admin and tenant is None
-    tenant_id = None if is_of_all else (await tenant_of(services, caller, tenant)).tenant_id
-    if model is not None and "/" not in model:
-        if is_of_all:
-            raise InvalidRequest("model must be TENANT/NAME unless tenant is given", field="model")
-        model = f"{tenant or caller.tenant}/{model}"
+    tenant_id, model = await ledger_scope(services, caller, tenant, model)
     filter_ = UsageFilter(
         tenant_id=tenant_id,
         key_id=key,

@@ -1,0 +1,119 @@
+// Requests as the ledger has them, and the timeline of each as the scheduler remembers it.
+import { html, useMemo, useState } from "/console/vendor/preact-htm.js";
+import { count, seconds, time } from "/console/format.js";
+import { Alert, Decisions, Loading, Table, useAnswer } from "/console/parts.js";
+
+const STATUSES = ["running", "ok", "cancelled", "error", "gateway_lost"];
+const MEANINGS = {
+  running: "It has not ended.",
+  ok: "It ended by itself or at its longest.",
+  cancelled: "Its client left or cancelled it.",
+  error: "It failed, or the platform refused it after it was opened.",
+  gateway_lost: "Its gateway ended. It is billed for what its gateway had delivered as far as the platform knows.",
+};
+const PERIODS = { "10 minutes": 1 / 6, hour: 1, day: 24, week: 168 };
+const PAGE = 50;
+const pageOf = (id) => `#/requests/${encodeURIComponent(id)}`;
+const modelOf = (name) => `#/models/${name.split("/").map(encodeURIComponent).join("/")}`;
+const shown = (status) => status.replace("_", " ");
+const Status = ({ of }) => html`<span class=${`status ${of}`}>${shown(of)}</span>`;
+const tookS = (request) => (request.ended_unix_us === null ? null : (request.ended_unix_us - request.opened_unix_us) / 1e6);
+
+const COLUMNS = [
+  ["Request", ({ id }) => html`<a href=${pageOf(id)}>${id}</a>`],
+  ["Status", ({ status }) => html`<${Status} of=${status} />`],
+  ["Model", ({ model }) => model],
+  ["Began, UTC", (each) => time(each.opened_unix_us / 1e6)],
+  ["Took", (each) => (tookS(each) === null ? "" : seconds(tookS(each))), "number"],
+  ["Prompt", (each) => count(each.prompt_tokens), "number"],
+  ["Output", (each) => count(each.completion_tokens), "number"],
+  ["Cost", (each) => `$${each.cost}`, "number"],
+];
+
+// `filter`: the query without the page. The first page comes again every few seconds, an older one stays as it is.
+function Page({ filter, isFiltered }) {
+  const [ends, setEnds] = useState([]); // the last ids of the pages before this one
+  const { data, error } = useAnswer(`/v1/requests?${filter}&limit=${PAGE}${ends.length ? `&after_id=${encodeURIComponent(ends.at(-1))}` : ""}`, ends.length ? 0 : 5000);
+  return html`${error && html`<${Alert}>${error}<//>`}
+    ${data ? html`<${Table} label="Requests" columns=${COLUMNS} rows=${data.data}>
+      ${isFiltered ? "No such request: choose another model, status or period." : "No request yet. Send one from the playground."}<//>` : !error && html`<${Loading} />`}
+    ${(ends.length > 0 || data?.has_more) && html`<p class="row">
+      <button type="button" disabled=${ends.length === 0} onClick=${() => setEnds(ends.slice(0, -1))}>Newer</button>
+      <button type="button" disabled=${!data?.has_more} onClick=${() => setEnds([...ends, data.data.at(-1).id])}>Older</button></p>`}`;
+}
+
+function List({ isAdmin }) {
+  const models = useAnswer("/v1/models");
+  const [model, setModel] = useState("");
+  const [status, setStatus] = useState("");
+  const [period, setPeriod] = useState("day");
+  const since = useMemo(() => Math.floor(Date.now() / 1000 - PERIODS[period] * 3600), [period]);
+  const names = models.data?.data.filter((each) => !each.alias_of).map(({ id }) => id) ?? [];
+  const filter = new URLSearchParams({ from: since, ...(model && { model }), ...(status && { status }) }).toString();
+  return html`<form class="row" onSubmit=${(event) => event.preventDefault()}>
+      <label>Model <input type="search" list="models" placeholder=${isAdmin ? "all, or TENANT/NAME" : "all"} defaultValue="" onChange=${(event) => setModel(event.target.value.trim())} /></label>
+      <datalist id="models">${names.map((name) => html`<option value=${name}></option>`)}</datalist>
+      <label>Status <select value=${status} onChange=${(event) => setStatus(event.target.value)}>
+        <option value="">all</option>${STATUSES.map((name) => html`<option value=${name}>${shown(name)}</option>`)}</select></label>
+      <label>Ended in the last <select value=${period} onChange=${(event) => setPeriod(event.target.value)}>
+        ${Object.keys(PERIODS).map((name) => html`<option value=${name}>${name}</option>`)}</select></label></form>
+    <${Page} key=${`${model} ${status} ${period}`} filter=${filter} isFiltered=${model || status || period !== "day"} />
+    <p class="dim">The list is the ledger's, so it is the same at every gateway. Requests that run come first. Prompts and answers are not kept, nor
+      requests that are refused at once, as for a wrong field or a spent budget.</p>`;
+}
+
+// Phases as bars on one scale of time, and as a table.
+function Timeline({ phases }) {
+  const ended = phases.filter((phase) => phase.end_unix_us >= phase.begin_unix_us);
+  const begin = Math.min(...ended.map((phase) => phase.begin_unix_us));
+  const whole = Math.max(...ended.map((phase) => phase.end_unix_us)) - begin || 1;
+  const share = (us) => (us / whole) * 100;
+  const lengthS = (phase) => (phase.end_unix_us - phase.begin_unix_us) / 1e6;
+  const columns = [
+    ["Phase", ({ name }) => name.replace("_", " ")],
+    ["Begins after", (phase) => seconds((phase.begin_unix_us - begin) / 1e6), "number"],
+    ["Takes", (phase) => seconds(lengthS(phase)), "number"],
+    ["Where", ({ where }) => where],
+    ["Detail", ({ detail }) => detail],
+  ];
+  if (!ended.length) return html`<p class="dim">No phase of it has ended.</p>`;
+  return html`<ul class="timeline">${ended.map((phase) => html`<li><span>${phase.name.replace("_", " ")}</span>
+      <svg aria-hidden="true"><rect x=${`${share(phase.begin_unix_us - begin)}%`} width=${`${Math.max(share(lengthS(phase) * 1e6), 0.5)}%`} height="100%" /></svg>
+      <span class="number">${seconds(lengthS(phase))}</span></li>`)}</ul>
+    <${Table} label="Phases" columns=${columns} rows=${ended} />`;
+}
+
+function Explained({ id, model }) {
+  const { data, error } = useAnswer(`/v1/requests/${encodeURIComponent(id)}/explain`);
+  if (error) return html`<p>No timeline: ${error}.</p><p class="dim">The scheduler keeps the timelines of the last 2,048 requests that it placed, of all gateways together, since it
+    began. <a href=${modelOf(model)}>The model's page</a> has the last decisions about the model.</p>`;
+  if (!data) return html`<${Loading} />`;
+  return html`<h2>Timeline</h2><${Timeline} phases=${data.phases} />
+    <h2>Decisions</h2><${Decisions} decisions=${data.decisions}>The scheduler decided nothing about its model meanwhile.<//>`;
+}
+
+function Request({ id }) {
+  const { data: request, error } = useAnswer(`/v1/requests/${encodeURIComponent(id)}`, 5000);
+  const back = html`<p><a href="#/requests">All requests</a></p>`;
+  if (!request) return html`${back}${error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`}`;
+  const facts = {
+    Model: html`<a href=${modelOf(request.model)}>${request.model}</a>`,
+    Status: html`<${Status} of=${request.status} />`,
+    Choices: request.causes.map(shown).join(", ") || "not ended",
+    "Began, UTC": time(request.opened_unix_us / 1e6),
+    Took: tookS(request) === null ? "not ended" : seconds(tookS(request)),
+    "Prompt tokens": `${count(request.prompt_tokens)}, ${count(request.cached_tokens)} cached`,
+    "Output tokens": count(request.completion_tokens),
+    Cost: `$${request.cost}`,
+    Key: request.key,
+  };
+  return html`${back}<h2>${id}</h2>
+    <p>${MEANINGS[request.status]}</p>
+    <dl>${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    <${Explained} key=${request.status} id=${id} model=${request.model} />`;
+}
+
+export function Requests({ isAdmin, path }) {
+  const id = path.map(decodeURIComponent).join("/");
+  return id ? html`<${Request} key=${id} id=${id} />` : html`<${List} isAdmin=${isAdmin} />`;
+}

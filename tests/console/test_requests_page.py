@@ -1,0 +1,128 @@
+"""The page of requests: what a chat leaves in the ledger, where its time went, and nothing of other tenants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from tests.console.conftest import Console
+from tests.console.test_console import HOSTILE, chat, serious_issues, turn_to
+
+pytestmark = pytest.mark.e2e
+
+
+def rows(page: Page) -> list[str]:
+    return page.get_by_role("region", name="Requests").locator("tbody tr").all_inner_texts()
+
+
+def test_chat_is_listed_with_its_timeline(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is a timeline?")
+    page.get_by_role("link", name="Where its time went").click()
+    phases = page.get_by_role("region", name="Phases")
+    for phase in ("prepare", "queue", "prefill", "decode"):
+        expect(phases.get_by_role("row", name=phase).first).to_be_visible()
+    expect(page.locator(".timeline rect").first).to_be_visible()
+    expect(page.get_by_role("region", name="Decisions")).to_contain_text("prefill on")
+    expect(page.locator(".status")).to_have_text("ok")
+    assert "What is a timeline?" not in page.content()
+    request_id = page.get_by_role("heading", level=2).first.inner_text()
+    page.get_by_role("link", name="All requests").click()
+    expect(page.get_by_role("row", name=request_id)).to_contain_text("reader/glossary")
+    with console.platform.admin() as admin:
+        ids = {each["id"] for each in admin.call("GET", "/v1/requests?limit=500")["data"]}
+    assert request_id in ids
+
+
+def test_model_and_status_select(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is a model?")
+    turn_to(page, "Requests")
+    page.get_by_label("Status").select_option("ok")
+    expect(page.get_by_role("region", name="Requests").locator("tbody tr").first).to_contain_text("ok")
+    page.get_by_label("Status").select_option("gateway_lost")
+    page.get_by_text("No such request").wait_for()
+    page.get_by_label("Status").select_option("")
+    page.get_by_label("Model").fill("reader/none")
+    page.get_by_label("Model").blur()
+    page.get_by_text("No such request").wait_for()
+    page.get_by_label("Model").fill("reader/glossary")
+    page.get_by_label("Model").blur()
+    expect(page.get_by_role("region", name="Requests").locator("tbody tr").first).to_contain_text("reader/glossary")
+
+
+def test_older_page_and_back(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is a page?")
+    chat(page, "And the next?")
+    page.route("**/v1/requests?*", lambda route: route.continue_(url=route.request.url.replace("limit=50", "limit=1")))
+    turn_to(page, "Requests")
+    expect(page.get_by_role("region", name="Requests").locator("tbody tr")).to_have_count(1)
+    (newest,) = rows(page)
+    page.get_by_role("button", name="Older").click()
+    expect(page.get_by_role("region", name="Requests")).not_to_contain_text(newest.split()[0])
+    page.get_by_role("button", name="Newer").click()
+    expect(page.get_by_role("region", name="Requests")).to_contain_text(newest.split()[0])
+
+
+def test_tenant_sees_no_request_of_another(console: Console) -> None:
+    reading = console.open(console.reader)
+    chat(reading, "What is a secret?")
+    reading.get_by_role("link", name="Where its time went").click()
+    reading.get_by_role("region", name="Phases").wait_for()
+    request_id = reading.get_by_role("heading", level=2).first.inner_text()
+    page = console.open(console.other)
+    turn_to(page, "Requests")
+    page.get_by_text("No request yet").wait_for()
+    assert "reader" not in page.content()
+    page.goto(f"{console.platform.http}/console#/requests/{request_id}")
+    expect(page.get_by_role("alert")).to_contain_text("not found")
+    assert "glossary" not in page.content()
+    console.errors[:] = [each for each in console.errors if "404" not in each]  # Chromium tells of every refusal
+
+
+def test_lost_timeline_is_explained(console: Console) -> None:
+    """The scheduler has forgotten the request, the ledger has not."""
+    page = console.open(console.reader)
+    chat(page, "What is memory?")
+    page.route("**/explain", lambda route: route.fulfill(status=404, json={"error": {"message": "no recent request"}}))
+    page.get_by_role("link", name="Where its time went").click()
+    page.get_by_text("No timeline: no recent request").wait_for()
+    expect(page.locator("dl")).to_contain_text("reader/glossary")
+    console.errors[:] = [each for each in console.errors if "404" not in each]
+
+
+def test_hostile_names_are_text(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, HOSTILE)
+
+    def with_hostile_names(route: Route) -> None:
+        """Names that the gateway would refuse."""
+        listed = route.fetch().json()
+        listed["data"] = [each | {"id": HOSTILE, "model": HOSTILE} for each in listed["data"]]
+        route.fulfill(json=listed)
+
+    page.route("**/v1/requests?*", with_hostile_names)
+    turn_to(page, "Requests")
+    expect(page.get_by_role("region", name="Requests").locator("tbody tr").first).to_contain_text(HOSTILE)
+    assert page.locator("img").count() == 0
+
+
+@pytest.mark.parametrize(("dark", "width"), [(False, 1200), (True, 1200), (False, 360)])
+def test_pages_of_requests_are_accessible_and_fit(console: Console, dark: bool, width: int, tmp_path: Path) -> None:
+    page = console.open(console.reader, dark=dark, width=width)
+    chat(page, "What is a chunk?")
+    page.get_by_role("link", name="Where its time went").click()
+    page.get_by_role("region", name="Phases").wait_for()
+    look(page, width, tmp_path / "request.png")
+    turn_to(page, "Requests")
+    page.get_by_role("region", name="Requests").wait_for()
+    look(page, width, tmp_path / "requests.png")
+
+
+def look(page: Page, width: int, picture: Path) -> None:
+    page.screenshot(path=picture, full_page=True)
+    assert serious_issues(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.gateway.http.conftest import RestRig
+from torchrelay.common.clock import now_unix_us
+from torchrelay.gateway.core import ChoiceUsage, FinishCause
+
+
+@pytest.fixture
+async def used(rig: RestRig) -> RestRig:
+    """A request of acme that ended, and two that run."""
+    for number, name in enumerate(("req-1", "req-2", "req-3")):
+        await rig.parts.ledger.open(replace(rig.parts.request(name), opened_unix_us=now_unix_us() + number))
+    await rig.parts.ledger.settle("req-1", [ChoiceUsage("req-1", 0, 10, 4, 30, FinishCause.LENGTH)])
+    return rig
+
+
+async def test_requests_are_listed_for_their_tenant_and_the_admin(used: RestRig) -> None:
+    reply = (await used.acme.get("/v1/requests")).json()
+    assert [(each["id"], each["status"]) for each in reply["data"]] == [
+        ("req-3", "running"),
+        ("req-2", "running"),
+        ("req-1", "ok"),
+    ]
+    ended = dict(reply["data"][-1])
+    assert ended.pop("ended_unix_us") >= ended.pop("opened_unix_us") > 1
+    assert ended == {
+        "id": "req-1",
+        "object": "request",
+        "model": "acme/glossary",
+        "key": "key-1",
+        "status": "ok",
+        "causes": ["length"],
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "completion_tokens": 30,
+        "cost_nano": 6 * 100 + 4 * 25 + 30 * 400,
+        "cost": "0.000012700",
+    }
+    for query in ("", "?tenant=acme", "?model=acme/glossary", "?tenant=acme&model=glossary&key=key-1"):
+        assert (await used.admin.get(f"/v1/requests{query}")).json() == reply
+    assert (await used.acme.get("/v1/requests/req-1")).json() == (await used.admin.get("/v1/requests/req-1")).json()
+
+
+async def test_pages_follow_each_other(used: RestRig) -> None:
+    first = (await used.acme.get("/v1/requests?limit=2")).json()
+    second = (await used.acme.get("/v1/requests?limit=2&after_id=req-2")).json()
+    assert ([each["id"] for each in first["data"]], first["has_more"]) == (["req-3", "req-2"], True)
+    assert ([each["id"] for each in second["data"]], second["has_more"]) == (["req-1"], False)
+
+
+async def test_filters_select(used: RestRig) -> None:
+    for query, names in {
+        "status=running": ["req-3", "req-2"],
+        "status=ok": ["req-1"],
+        "status=error": [],
+        "model=glossary&status=ok": ["req-1"],
+        "model=other": [],
+        "status=ok&to=2026-01-01": [],
+    }.items():
+        assert [each["id"] for each in (await used.acme.get(f"/v1/requests?{query}")).json()["data"]] == names, query
+
+
+async def test_tenant_sees_nothing_of_another(used: RestRig) -> None:
+    async with await used.client_of("zoo") as zoo:
+        assert (await zoo.get("/v1/requests")).json() == {"object": "list", "data": [], "has_more": False}
+        assert (await zoo.get("/v1/requests?model=acme/glossary")).json()["data"] == []
+        theirs, absent = await zoo.get("/v1/requests/req-1"), await zoo.get("/v1/requests/req-x")
+        assert (theirs.status_code, theirs.text.replace("req-1", "req-x")) == (404, absent.text)
+        after = await zoo.get("/v1/requests?after_id=req-1")
+        assert (after.status_code, after.json()["error"]["param"]) == (400, "after_id")
+        assert (await zoo.get("/v1/requests?tenant=acme")).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("status=late", "status"),
+        ("limit=0", "limit"),
+        ("limit=501", "limit"),
+        ("limit=x", "limit"),
+        ("from=yesterday", "from"),
+        ("to=x", "to"),
+        ("after_id=req-x", "after_id"),
+        ("page=2", "page"),
+    ],
+)
+async def test_wrong_parameter_is_named(used: RestRig, query: str, param: str) -> None:
+    refused = await used.acme.get(f"/v1/requests?{query}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+async def test_admin_names_the_tenant_of_a_short_model(used: RestRig) -> None:
+    refused = await used.admin.get("/v1/requests?model=glossary")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
