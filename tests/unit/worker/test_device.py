@@ -28,6 +28,21 @@ def test_missing_gpu_is_refused(wanted: str, num_gpus: int) -> None:
     assert caught.value.field == "device"
 
 
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "message", "field"),
+    [
+        ("cuda:1", 2, "GPU 2 is configured, but torch finds 2 on this machine", "devices"),
+        ("auto", 1, "GPU 1 is configured, but torch finds 1 on this machine", "devices"),
+        ("cuda", 0, "GPU 1 is configured, but torch finds none on this machine", "device"),
+    ],
+)
+def test_a_slot_needs_all_its_gpus(wanted: str, num_gpus: int, message: str, field: str) -> None:
+    assert resolve_device("cuda:1", 3, 2) == "cuda:1" and resolve_device("cpu", 0, 2) == "cpu"
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_device(wanted, num_gpus, 2)
+    assert (caught.value.message, caught.value.field) == (message, field)
+
+
 @pytest.mark.parametrize("wanted", ["", "gpu", "cuda:x", "cpu:0", "mps"])
 def test_invalid_device_is_refused(wanted: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a valid device"):

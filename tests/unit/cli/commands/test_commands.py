@@ -97,7 +97,10 @@ def test_model_is_configured_and_deleted(run: Run, home: Home, gateway: FakeGate
     assert isinstance(run("models", "set", "tiny").exception, CliError)
     shown = run("models", "set", "tiny", "--engine", "vllm")
     assert gateway.asked.pop()[2] == {"engine": "vllm"} and "acme/tiny: engine vllm" in shown.stdout
-    assert run("models", "set", "tiny", "--engine", "tensorrt").exit_code == 2
+    run("models", "set", "tiny", "--engine", "vllm:2")
+    assert gateway.asked.pop()[2] == {"engine": "vllm:2"}
+    for engine in ("tensorrt", "torchrelay:2", "vllm:1"):
+        assert run("models", "set", "tiny", "--engine", engine).exit_code == 2
     entries = ["mon-fri 08:00-18:00 Europe/Berlin = 2", "sat 10:00-16:00 UTC = 1"]
     shown = run("models", "set", "tiny", "--schedule", entries[0], "--schedule", entries[1])
     assert gateway.asked.pop()[2] == {"schedule": entries}

@@ -147,6 +147,8 @@ def test_range_of_workers_replaces_the_counts(run: Run, tmp_path: Path, monkeypa
         assert said.exit_code != 0 and "--workers" in said.stderr, wrong
     said = run("up", *home, "--workers", "0..2", "--pool-mode", "advise")
     assert str(said.exception) == "--workers and --pool-mode exclude each other"
+    said = run("up", *home, "--workers", "0..2", "--devices", "2")
+    assert str(said.exception) == "--workers and --devices exclude each other"
 
 
 def test_workers_on_an_engine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,3 +195,33 @@ def test_an_adapter_gets_an_instance_on_its_engine_while_its_base_runs_on_anothe
     again = scene.placement("r3")
     assert again is not None and again.decode.worker_id == "w-b"
     scene.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "worker_id"), [({}, "w-b"), ({"engine": "vllm"}, "w-c"), ({"engine": "vllm", "num_devices": 2}, "w-a")]
+)
+def test_a_model_is_loaded_into_a_slot_of_its_devices(changes: dict[str, object], worker_id: str) -> None:
+    pair, single = without_handover(a_worker("w-a", num_devices=2)), without_handover(a_worker("w-c"))
+    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), pair, a_worker("w-b"), single)
+    scene.admit(a_model(**changes), "r1")
+    scene.pass_time(1.0)
+    scene.finish_loads()
+    placement = scene.placement("r1")
+    assert placement is not None and placement.prefill.worker_id == placement.decode.worker_id == worker_id
+    scene.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"engine": "vllm", "num_devices": 4}, "a worker with the engine vllm on 4 devices; no worker has it"),
+        ({}, "a slot of 1 device; no worker has one"),
+    ],
+)
+def test_a_request_for_absent_devices_is_refused_with_their_number(changes: dict[str, object], needed: str) -> None:
+    pair = without_handover(a_worker("w-a", num_devices=2))
+    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), pair)
+    scene.admit(a_model(**changes), "r1")
+    scene.pass_time(scene.config.unserved_s + 1)
+    refusal = scene.refusal("r1")
+    assert refusal is not None and refusal.message == f"acme/tiny needs {needed}"

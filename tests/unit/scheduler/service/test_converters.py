@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.unit.scheduler.service.scripted_cluster import a_request, a_version
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass
+from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass, SlotClass
 from torchrelay.scheduler.service.converters import (
     admission_from_proto,
     model_from_proto,
@@ -39,11 +39,11 @@ def test_admission_has_targets_of_model() -> None:
     assert model_from_proto(version).targets == LatencyTargets(0.2, 0.5, 0.0, 0.05)
 
 
-def test_model_has_engine_of_version() -> None:
+def test_model_has_slots_of_version() -> None:
     version = a_version()
-    assert model_from_proto(version).engine == ""
-    version.scaling.engine = "vllm"
-    assert model_from_proto(version).engine == "vllm"
+    assert model_from_proto(version).slot_class == SlotClass(1, "")
+    version.scaling.engine, version.scaling.num_devices = "vllm", 2
+    assert model_from_proto(version).slot_class == SlotClass(2, "vllm")
 
 
 def test_service_class_numbers_match_protocol() -> None:
@@ -59,10 +59,13 @@ def test_unknown_service_class_is_standard() -> None:
 def test_worker_report_tells_what_the_engine_can() -> None:
     report = reports_pb2.WorkerReport(worker_id="w1")
     worker = worker_from_proto(report, 1.0)  # of an earlier release
-    assert worker.hands_over and worker.computes_by_layer and worker.engine == "torchrelay"
+    assert worker.hands_over and worker.computes_by_layer
+    assert (worker.engine, worker.num_devices) == ("torchrelay", 1)
     report.capabilities.CopyFrom(reports_pb2.EngineCapabilities(engine="vllm"))
+    report.num_devices = 2
     worker = worker_from_proto(report, 1.0)
-    assert not worker.hands_over and not worker.computes_by_layer and worker.engine == "vllm"
+    assert not worker.hands_over and not worker.computes_by_layer
+    assert (worker.engine, worker.num_devices) == ("vllm", 2)
     report.capabilities.kv_handover = report.capabilities.layer_spans = True
     worker = worker_from_proto(report, 1.0)
     assert worker.hands_over and worker.computes_by_layer

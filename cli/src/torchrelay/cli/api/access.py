@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from torchrelay.cli.api.client import GatewayClient, clean_key
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.gateway.core import checked_target_s
+from torchrelay.gateway.core import ENGINE_FORMS, checked_target_s
 
 HomeOption = Annotated[
     Path | None,
@@ -39,9 +40,20 @@ IdleTimeoutOption = Annotated[
     float | None, typer.Option(min=0, max=30 * 86400, help="Idle seconds before scaling to zero; 0: default.")
 ]
 MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum instances per role; 0: default.")]
+
+
+def _engine(engine: str | None) -> str | None:
+    if engine is not None and re.match(ENGINE_FORMS, engine) is None:
+        raise typer.BadParameter(f"{engine!r} is not an engine: use auto, torchrelay, vllm, or vllm:N on N devices")
+    return engine
+
+
 EngineOption = Annotated[
-    Literal["auto", "torchrelay", "vllm"] | None,
-    typer.Option(help="Engine of its instances; auto, at first: any, Torchrelay's own where there is a choice."),
+    str | None,
+    typer.Option(
+        help="Engine of its instances: torchrelay, vllm, vllm:N on N devices, or auto, at first: any on one device.",
+        callback=_engine,
+    ),
 ]
 MinInstancesOption = Annotated[int | None, typer.Option(min=0, help="Instances per role that stay loaded; admin.")]
 ScheduleOption = Annotated[

@@ -35,6 +35,7 @@ def up(
     idle_timeout_s: flags.IdleTimeoutS = 0,
     threads: flags.Threads = 0,
     device: flags.Device = "cpu",
+    devices: flags.Devices = 1,
     tls: flags.WithTls = False,
     pool_mode: flags.PoolModeOption = None,
     scaling: flags.ScalingOption = None,
@@ -53,6 +54,10 @@ def up(
             raise CliError("--workers and --pool-mode exclude each other", "pass one of them")
         least_workers, both_workers = flags.worker_range(workers)
         prefill_workers = decode_workers = 0
+        if devices > 1:
+            raise CliError(
+                "--workers and --devices exclude each other", "workers that start when needed have one device"
+            )
     num_remote_workers = 0
     if pod is not None and on != "kubernetes":
         raise CliError("--pod is for workers on Kubernetes", "pass --on kubernetes, or leave it out")
@@ -92,6 +97,7 @@ def up(
         idle_timeout_s=idle_timeout_s,
         threads=threads,
         device=device,
+        num_devices=devices,
         log_level=log_level.value,
         on=on,
         pod=pod,

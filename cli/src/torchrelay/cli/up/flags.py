@@ -118,6 +118,15 @@ Device: TypeAlias = Annotated[
     str,
     typer.Option(envvar="TORCHRELAY_DEVICE", help="cpu, cuda:N, or auto (a GPU if any).", callback=check_device),
 ]
+Devices: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        envvar="TORCHRELAY_DEVICES",
+        min=1,
+        max=64,
+        help="Devices of each worker, which compute a model together; several need TORCHRELAY_ENGINE=vllm.",
+    ),
+]
 WithTls: TypeAlias = Annotated[
     bool, typer.Option("--tls", help="TLS between the services, with generated certificates.")
 ]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
-from torchrelay.cli.up.plan import UpOptions
+from torchrelay.cli.up.plan import OWN_ENGINE, UpOptions, worker_engine
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.host.machine import Machine, check_arena, check_kv_pools, check_threads
 
@@ -23,7 +23,12 @@ _HINTS = {
 def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path = _NVIDIA) -> None:
     """Raises ``CliError`` for options that this machine cannot fulfil. ``arena``: the arena's file."""
     if options.device.startswith("cuda") and not options.on:
-        _check_gpu(options.device, gpus)
+        _check_gpu(options.device, options.num_devices, gpus)
+    if options.num_devices > 1 and worker_engine() == OWN_ENGINE:
+        raise CliError(
+            f"the engine {OWN_ENGINE} computes a model on one device, and --devices is {options.num_devices}",
+            "set TORCHRELAY_ENGINE=vllm, which splits models, or leave --devices out",
+        )
     if 0 < options.arena_bytes < MIN_ARENA_BYTES:
         raise CliError(
             f"an arena of {options.arena_bytes >> 20} MiB holds no model",
@@ -40,13 +45,14 @@ def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path 
         raise CliError(error.message, _HINTS[error.field or ""]) from error
 
 
-def _check_gpu(device: str, gpus: Path) -> None:
+def _check_gpu(device: str, num_devices: int, gpus: Path) -> None:
     """Counts the GPUs that the driver lists, because importing torch takes seconds. Each worker checks again."""
     num_gpus = len(os.listdir(gpus)) if gpus.is_dir() else 0
-    number = int(device.partition(":")[2] or 0)
-    if number >= num_gpus and not _WSL_GPU.exists():
+    last = int(device.partition(":")[2] or 0) + num_devices - 1
+    if last >= num_gpus and not _WSL_GPU.exists():
+        asked = device if num_devices == 1 else f"{device} to cuda:{last}"
         available = f"has {num_gpus}" if num_gpus else "has none"
-        raise CliError(f"{device} is asked for and this machine {available}", "pass --device cpu or --device auto")
+        raise CliError(f"{asked} is asked for and this machine {available}", "pass --device cpu or --device auto")
 
 
 def _allocated_bytes(path: Path) -> int:

@@ -52,6 +52,7 @@ COMMANDS = "cli"  # the name of the commands' certificate
 LOOPBACK = "127.0.0.1"
 NODE_SCOPE = "node-"  # the ids of nodes that join begin with it, so none is a node of `up`
 _SCHEDULER_PORT, _STORE_PORT, _NATS_PORT = 7101, 7103, 4222
+OWN_ENGINE = "torchrelay"
 JOIN_TOKEN_LIFE_S = 365 * 86400
 _OTHER_ENGINE_READY_S = 180.0  # to import vLLM takes half a minute on an idle machine
 
@@ -73,6 +74,7 @@ class UpOptions:
     idle_timeout_s: float = 0.0
     threads: int = 0
     device: str = "cpu"
+    num_devices: int = 1  # of each worker, from ``device`` on
     log_level: str = "info"
     least_workers: int | None = None  # the others start when they are needed; None: all start with `up`
     pool_mode: str = ""  # empty: as the settings file says
@@ -103,6 +105,11 @@ def _port_from_environment(name: str) -> int:
     if not value.isdecimal() or int(value) > 65535:
         raise CliError(f"{name} is {value!r}, which is not a valid port", "use a number from 1 to 65535, or unset it")
     return int(value)
+
+
+def worker_engine() -> str:
+    """The engine of the workers, which inherit the variable."""
+    return os.environ.get("TORCHRELAY_ENGINE", OWN_ENGINE)
 
 
 def worker_roles(options: UpOptions) -> list[tuple[str, str]]:
@@ -350,14 +357,14 @@ class StackPlan:
             "TORCHRELAY_STORE_ADDRESS": self._store_address,
             "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.WORKER),
             "TORCHRELAY_DEVICE": self._options.device,
+            "TORCHRELAY_DEVICES": str(self._options.num_devices),
             "TORCHRELAY_THREADS": str(self._options.threads),
             "TORCHRELAY_CORES_FILE": str(self._home.run / "cores"),
         }
         if self._options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
         spec = self._service(name, "torchrelay-worker", env, name, name)
-        has_own_engine = os.environ.get("TORCHRELAY_ENGINE", "torchrelay") == "torchrelay"
-        return spec if has_own_engine else replace(spec, ready_s=_OTHER_ENGINE_READY_S)
+        return spec if worker_engine() == OWN_ENGINE else replace(spec, ready_s=_OTHER_ENGINE_READY_S)
 
     def _gateway(self) -> ChildSpec:
         env = {

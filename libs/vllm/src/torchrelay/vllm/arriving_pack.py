@@ -35,7 +35,7 @@ class ArrivingPack:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """(any thread) Ends a wait for bytes that will not arrive."""
+        """(any thread) Ends the load: bytes will not arrive, or another device has failed."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
@@ -58,5 +58,5 @@ class ArrivingPack:
             while self._num_ready <= segment and not self._failure:
                 self._changed.wait(_TURN_S)
                 self._on_turn()
-            if self._num_ready <= segment:
-                raise LoadFailed(f"segment {segment} of the weights did not arrive: {self._failure}")
+            if self._failure:
+                raise LoadFailed(f"segment {segment} of the weights was not loaded: {self._failure}")

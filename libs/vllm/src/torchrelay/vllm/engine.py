@@ -11,8 +11,12 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.vllm.device_group import DeviceGroup
 from torchrelay.vllm.served_model import VllmModel
+from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine import Capabilities, Engine, EngineHooks
 
 
@@ -20,9 +24,20 @@ class VllmEngine(Engine):
     """Imports vLLM before the slot is offered, which takes half a minute; its memory comes with each model."""
 
     capabilities = Capabilities("vllm", kv_handover=False, layer_spans=False)
+    splits_models = True
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        super().__init__(settings)
+        self._group = DeviceGroup(settings.devices, int(settings.device.partition(":")[2] or 0))
 
     def start(self) -> None:
-        """Does nothing: the import of this module has warmed the process up."""
+        """Starts the processes of the further devices; the import of this module has warmed this process up."""
+        num_threads = max(torch.get_num_threads() // self._settings.devices, 1)
+        torch.set_num_threads(num_threads)
+        self._group.start(num_threads)
 
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> VllmModel:
-        return VllmModel(slab, self._settings, hooks)
+        return VllmModel(slab, self._settings, hooks, self._group)
+
+    def close(self) -> None:
+        self._group.stop()

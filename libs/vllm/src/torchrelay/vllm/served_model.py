@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,6 @@ from vllm import EngineArgs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.executor import Executor
 
 from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork, attended_positions
@@ -28,6 +28,10 @@ from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.manifest import Manifest
 from torchrelay.vllm.arriving_pack import ArrivingPack
 from torchrelay.vllm.computed_time import ComputedTime
+from torchrelay.vllm.device_group import DeviceGroup
+from torchrelay.vllm.failure_reason import failure_reason
+from torchrelay.vllm.group_executor import GroupExecutor
+from torchrelay.vllm.rank_process import end_group
 from torchrelay.vllm.slot_sampler import Choice, SlotChoices, SlotSampler, vllm_sampling
 from torchrelay.vllm.weight_loader import LOAD_FORMAT
 from torchrelay.worker.settings import WorkerSettings
@@ -38,19 +42,16 @@ _BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def _max_kv_tokens(manifest: Manifest, pool_bytes: int) -> int:
+def _max_kv_tokens(manifest: Manifest, pool_bytes: int, num_devices: int) -> int:
     """Tokens of one choice that the pool holds. Raises ``LoadFailed`` if it has no block for them."""
-    block_bytes = _BLOCK_TOKENS * KvShape.of(read_config(manifest.config), manifest.dtype).bytes_per_token
+    shape = KvShape.of(read_config(manifest.config), manifest.dtype)
+    # Each device has some of the heads, and at least one.
+    num_kv_heads = num_devices * max(shape.num_kv_heads // num_devices, 1)
+    block_bytes = _BLOCK_TOKENS * replace(shape, num_kv_heads=num_kv_heads).bytes_per_token
     num_blocks = pool_bytes // block_bytes - 1  # vLLM keeps the first
     if num_blocks < 1:
         raise LoadFailed(f"vLLM needs a KV pool of at least {2 * block_bytes} bytes for this model, not {pool_bytes}")
     return num_blocks * _BLOCK_TOKENS
-
-
-def _reason_of(error: Exception) -> str:
-    """The sentence of an exception that says why; a validation error of pydantic has it in its second or third line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if "error," in line), lines[0])
 
 
 def _compute_a_token(vllm: LLMEngine) -> None:
@@ -63,13 +64,16 @@ def _compute_a_token(vllm: LLMEngine) -> None:
 class VllmModel:
     """A ``ServedModel``. The first step builds vLLM, which takes each weight as soon as it has arrived."""
 
-    def __init__(self, slab: MappedSlab, settings: WorkerSettings, hooks: EngineHooks) -> None:
+    def __init__(self, slab: MappedSlab, settings: WorkerSettings, hooks: EngineHooks, group: DeviceGroup) -> None:
         manifest = slab.manifest
         self._settings, self._manifest, self._hooks = settings, manifest, hooks
         self._max_context_tokens = read_config(manifest.config).max_context_tokens
-        self._max_kv_tokens = _max_kv_tokens(manifest, settings.kv_pool_bytes)
+        self._max_kv_tokens = _max_kv_tokens(manifest, settings.kv_pool_bytes, group.num_devices)
         self._advances, self._computed = 0, ComputedTime()
         self._pack = ArrivingPack(manifest, slab.data, self._advance)
+        self._group = group
+        group.watch(self._pack.fail)
+        group.open(slab)
         self._vllm: LLMEngine | None = None
         self._is_broken = False
         self._choices = SlotChoices()
@@ -84,9 +88,11 @@ class VllmModel:
 
     def segment_ready(self, segment: int) -> None:
         self._pack.segment_ready(segment)
+        self._group.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
         self._pack.fail(reason)
+        self._group.fail(reason)
 
     def _build(self) -> LLMEngine:
         """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
@@ -96,15 +102,20 @@ class VllmModel:
                 times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
                 times_s.append(time.monotonic())
-                vllm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+                vllm = LLMEngine(config, GroupExecutor, log_stats=False, multiprocess_mode=False)
                 times_s.append(time.monotonic())
-                _compute_a_token(vllm)
+                with ExitStack() as on_failure:
+                    # Otherwise the end of its life, at any later time, ends the process group of the next model.
+                    on_failure.callback(vllm.engine_core.shutdown)
+                    _compute_a_token(vllm)
+                    on_failure.pop_all()
                 times_s.append(time.monotonic())
-        except LoadFailed:
-            raise
         except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
+            if isinstance(error, LoadFailed) and not self._group.failure:
+                raise
             log.error("vllm_start_failed", exc_info=True)
-            raise LoadFailed(f"vLLM does not serve this model in this slot: {_reason_of(error)}") from error
+            reason = self._group.failure or failure_reason(error)
+            raise LoadFailed(f"vLLM does not serve this model in this slot: {reason}") from error
         config_s, engine_s, first_token_s = (round(end - begin, 3) for begin, end in pairwise(times_s))
         # The weights arrive and are copied within engine_s.
         log.info("vllm_started", config_s=config_s, engine_s=engine_s, first_token_s=first_token_s)
@@ -117,16 +128,17 @@ class VllmModel:
             skip_tokenizer_init=True,
             generation_config="vllm",
             load_format=LOAD_FORMAT,
-            model_loader_extra_config={"pack": self._pack, "choices": self._choices},
+            model_loader_extra_config={"pack": self._pack, "choices": self._choices, "group": self._group},
             logits_processors=[SlotSampler],
             dtype=_DTYPES[self._manifest.dtype],
             max_model_len=min(self._max_context_tokens, self._max_kv_tokens),
-            kv_cache_memory_bytes=settings.kv_pool_bytes,
+            tensor_parallel_size=self._group.num_devices,
+            kv_cache_memory_bytes=settings.kv_pool_bytes // self._group.num_devices,
             enable_prefix_caching=settings.prefix_cache,
             max_num_batched_tokens=max(settings.token_budget, 512),
             enforce_eager=settings.device == "cpu",  # compilation takes a minute on a CPU
             async_scheduling=False,
-            distributed_executor_backend="uni",
+            distributed_executor_backend=GroupExecutor,
             disable_log_stats=True,
         )
 
@@ -135,6 +147,8 @@ class VllmModel:
         self._is_broken = True
         if vllm is not None:
             vllm.engine_core.shutdown()
+        end_group()
+        self._group.close()
 
     # Requests
 
@@ -279,4 +293,4 @@ class VllmModel:
     def num_advances(self) -> int:
         # A step of vLLM tells nothing until it ends. On a GPU a thread that waits for ever may compute.
         tells_by_cpu = self._vllm is None or self._settings.device == "cpu"
-        return self._advances + (self._computed.tenths if tells_by_cpu else 0)
+        return self._advances + (self._computed.tenths + self._group.computed_tenths if tells_by_cpu else 0)

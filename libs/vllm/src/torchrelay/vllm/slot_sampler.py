@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -82,7 +83,8 @@ class SlotSampler(LogitsProcessor):
     """A logits processor of vLLM that samples with Torchrelay's sampler."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        self._choices: SlotChoices = vllm_config.load_config.model_loader_extra_config["choices"]
+        # None: not of the first rank, which sends the others what it has drawn.
+        self._choices: SlotChoices | None = vllm_config.load_config.model_loader_extra_config.get("choices")
         self._request_ids: dict[int, str] = {}  # by row
 
     def is_argmax_invariant(self) -> bool:
@@ -93,16 +95,21 @@ class SlotSampler(LogitsProcessor):
         process_dict_updates(self._request_ids, batch_update, _request_id_of)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draws a token for each row, and makes it the most likely one."""
-        rows = [(row, self._choices[id_]) for row, id_ in self._request_ids.items() if id_ in self._choices]
+        """Draws a token for each row in the first rank, and makes it the most likely one in all ranks."""
+        drawn = torch.full((logits.shape[0],), NO_TOKEN)
+        if self._choices is not None:
+            self._draw(logits, self._choices, drawn)
+        drawn = get_tp_group().broadcast(drawn.to(logits.device))
+        (rows,) = torch.where(drawn != NO_TOKEN)
+        logits[rows, drawn[rows]] = math.inf
+        return logits
+
+    def _draw(self, logits: torch.Tensor, choices: SlotChoices, drawn: torch.Tensor) -> None:
+        rows = [(row, choices[id_]) for row, id_ in self._request_ids.items() if id_ in choices]
         draws = [choice.draw_of(row) for row, choice in rows]
-        drawn: dict[int, int] = {}
         for (row, choice), token in zip(rows, sample_tokens(logits, draws), strict=True):
             choice.drawn = token
-            if token.token_id != NO_TOKEN:
-                drawn[row] = token.token_id
-        logits[list(drawn), list(drawn.values())] = math.inf
-        return logits
+            drawn[row] = token.token_id
 
 
 def _request_id_of(params: VllmSampling, prompt: Any, output: Any) -> str | None:

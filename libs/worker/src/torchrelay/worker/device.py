@@ -9,19 +9,19 @@ from torchrelay.common.errors import InvalidRequest
 DEVICE_FORMS = r"auto|cpu|cuda(:\d+)?"  # values of the setting
 
 
-def resolve_device(wanted: str, num_gpus: int) -> str:
-    """The torch device of a setting in ``DEVICE_FORMS``; ``auto`` is the first GPU, or the CPU without one.
+def resolve_device(wanted: str, num_gpus: int, num_devices: int = 1) -> str:
+    """The first torch device of a slot, for a setting in ``DEVICE_FORMS``; ``auto`` is the first GPU, or the CPU
+    without one. The next GPUs are the others of its ``num_devices``.
 
     Raises ``InvalidRequest`` for a GPU that does not exist.
     """
     if re.fullmatch(DEVICE_FORMS, wanted) is None:
         raise InvalidRequest(f"{wanted!r} is not a valid device; use cpu, cuda:N or auto", field="device")
-    if wanted == "auto":
-        return "cuda:0" if num_gpus else "cpu"
-    if wanted == "cpu":
-        return wanted
+    if wanted == "cpu" or (wanted == "auto" and not num_gpus):
+        return "cpu"
     number = int(wanted.partition(":")[2] or 0)
-    if number >= num_gpus:
-        count = num_gpus or "none"
-        raise InvalidRequest(f"GPU {number} is configured, but torch finds {count} on this machine", field="device")
+    last = number + num_devices - 1
+    if last >= num_gpus:
+        count, field = num_gpus or "none", "devices" if number < num_gpus else "device"
+        raise InvalidRequest(f"GPU {last} is configured, but torch finds {count} on this machine", field=field)
     return f"cuda:{number}"

@@ -48,7 +48,8 @@ def process_age_s() -> float:
 @asynccontextmanager
 async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
     """Runs a worker: engine warmed up, KV pool faulted in, roles registered, reports published."""
-    settings = settings.model_copy(update={"device": resolve_device(settings.device, torch.cuda.device_count())})
+    device = resolve_device(settings.device, torch.cuda.device_count(), settings.devices)
+    settings = settings.model_copy(update={"device": device})
     machine = Machine.here()
     check_threads(settings.threads, machine)
     if settings.device == "cpu":

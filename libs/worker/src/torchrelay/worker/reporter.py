@@ -54,6 +54,7 @@ class Reporter:
             queued_prefill_s=sum(map(latency.prefill_s, queued)) if latency and latency.prefill.known else 0.0,
             engine=worker.progress(),
             is_leaving=worker.slot.is_leaving,
+            num_devices=settings.devices,
             capabilities=reports_pb2.EngineCapabilities(**asdict(worker.served_by.capabilities)),
         )
 

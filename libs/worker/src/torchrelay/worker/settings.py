@@ -32,6 +32,9 @@ class WorkerSettings(ServiceSettings):
     data_port: int = Field(0, description="Data-plane port; 0: any free port.")
     engine: str = Field("torchrelay", description="Engine of this slot: torchrelay, or vllm if it is installed.")
     device: str = Field("cpu", description="cpu, cuda:N, or auto: the first GPU where there is one.")
+    devices: int = Field(
+        1, ge=1, le=64, description="Devices that compute each model of this slot together: needs the engine vllm."
+    )
     kv_pool_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes of the KV page pool, faulted in at the start.")
     threads: int = Field(0, ge=0, description="Compute threads; 0: one per core, within the container's CPU limit.")
     cores_file: Path | None = Field(

@@ -286,5 +286,6 @@ class Worker:
             task.cancel()
         await asyncio.gather(*self._spawned, return_exceptions=True)
         await self.usage.flush()
+        self.engine.post(self.served_by.close)
         await asyncio.to_thread(self.engine.close)
         self.holder.close()

@@ -228,6 +228,7 @@ class ScalingSettings(_message.Message):
     MIN_INSTANCES_FIELD_NUMBER: _builtins.int
     SCHEDULED_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    NUM_DEVICES_FIELD_NUMBER: _builtins.int
     idle_timeout_s: _builtins.float
     """idle this long: back to zero; 0 takes the scheduler's default"""
     max_instances: _builtins.int
@@ -236,6 +237,8 @@ class ScalingSettings(_message.Message):
     """per role, loaded without requests; in Minimums only"""
     engine: _builtins.str
     """of the slots it is loaded into, as EngineCapabilities names it; empty: any"""
+    num_devices: _builtins.int
+    """of each slot it is loaded into; 0: one"""
     @_builtins.property
     def scheduled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduledMinimum]:
         """in Minimums only: the entry in force, and the next one"""
@@ -248,10 +251,11 @@ class ScalingSettings(_message.Message):
         min_instances: _builtins.int = ...,
         scheduled: _abc.Iterable[Global___ScheduledMinimum] | None = ...,
         engine: _builtins.str = ...,
+        num_devices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "idle_timeout_s", b"idle_timeout_s", "max_instances", b"max_instances", "min_instances", b"min_instances", "scheduled", b"scheduled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "idle_timeout_s", b"idle_timeout_s", "max_instances", b"max_instances", "min_instances", b"min_instances", "num_devices", b"num_devices", "scheduled", b"scheduled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ from enum import IntEnum, StrEnum
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 ANY_ENGINE, OWN_ENGINE = "auto", "torchrelay"
+ENGINE_FORMS = r"^(auto|torchrelay|vllm(:([2-9]|[1-5]\d|6[0-4]))?)$"  # of a model's setting; vllm:2: on two devices
 _INT8: Final = "I8"
 ServiceClassName: TypeAlias = Literal["interactive", "standard", "batch"]
 
@@ -145,7 +146,7 @@ class PublishedModel:
     min_instances: int = 0  # per role, loaded though nobody asks
     schedule: tuple[str, ...] = ()  # at times more of them: see ``catalog.schedules``
     targets: LatencyTargets = LatencyTargets()
-    engine: str = ANY_ENGINE  # of its instances
+    engine: str = ANY_ENGINE  # of its instances; "vllm:2": on two devices
     aliases: tuple[str, ...] = ()  # further names in its tenant, sorted
     parent: str = ""  # of an adapter: the model that it changes
     has_adapters: bool = False  # of its tenant
@@ -155,7 +156,12 @@ class PublishedModel:
         """The engine that the model's instances must have; empty: any."""
         if self.version.needs_own_engine or (self.has_adapters and self.engine == ANY_ENGINE):
             return OWN_ENGINE
-        return "" if self.engine == ANY_ENGINE else self.engine
+        return "" if self.engine == ANY_ENGINE else self.engine.partition(":")[0]
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that compute each of the model's instances together."""
+        return 1 if self.version.needs_own_engine else int(self.engine.partition(":")[2] or 1)
 
 
 class FinishCause(StrEnum):

@@ -67,7 +67,10 @@ async def test_commit_takes_an_engine_that_a_worker_has(rig: RestRig) -> None:
     reply = await rig.acme.post(commit, json={"engine": "vllm"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine")
     assert reply.json()["error"]["message"] == "no worker has the engine vllm; the workers have torchrelay"
-    assert (await rig.acme.post(commit, json={"engine": "tensorrt"})).status_code == 400
+    reply = await rig.acme.post(commit, json={"engine": "vllm:2"})
+    assert reply.json()["error"]["message"] == "no worker has the engine vllm:2; the workers have torchrelay"
+    for engine in ("tensorrt", "torchrelay:2", "vllm:1", "vllm:65", "vllm:2x"):
+        assert (await rig.acme.post(commit, json={"engine": engine})).status_code == 400
     assert (await rig.acme.post(commit, json={"engine": "torchrelay"})).json()["engine"] == "torchrelay"
     change = await rig.acme.patch("/v1/models/acme/glossary", json={"engine": "vllm"})
     assert (change.status_code, change.json()["error"]["param"]) == (400, "engine")

@@ -43,16 +43,18 @@ def test_model_version_carries_the_latency_targets() -> None:
 @pytest.mark.parametrize(
     ("engine", "changes", "needed"),
     [
-        ("auto", {}, ""),
-        ("vllm", {}, "vllm"),
-        ("auto", {"dtype": "I8"}, "torchrelay"),
-        ("vllm", {"base_version_id": "v-base"}, "torchrelay"),
+        ("auto", {}, ("", 1)),
+        ("vllm", {}, ("vllm", 1)),
+        ("vllm:2", {}, ("vllm", 2)),
+        ("auto", {"dtype": "I8"}, ("torchrelay", 1)),
+        ("vllm:2", {"base_version_id": "v-base"}, ("torchrelay", 1)),
     ],
 )
-def test_adapters_and_int8_need_own_engine(engine: str, changes: dict[str, str], needed: str) -> None:
+def test_adapters_and_int8_need_own_engine(engine: str, changes: dict[str, str], needed: tuple[str, int]) -> None:
     model = published_model("acme/m", file_digests={})
     version = replace(model.version, **changes)  # type: ignore[arg-type]
-    assert model_version(replace(model, engine=engine, version=version)).scaling.engine == needed
+    scaling = model_version(replace(model, engine=engine, version=version)).scaling
+    assert (scaling.engine, scaling.num_devices) == needed
 
 
 def test_service_class_numbers_match_the_protocol() -> None:

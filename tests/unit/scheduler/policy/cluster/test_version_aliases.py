@@ -19,7 +19,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import MinimumsSet, ModelDeleted
-from torchrelay.scheduler.policy.types import MAX_VERSIONS, InstancePhase, LatencyTargets
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, InstancePhase, LatencyTargets, SlotClass
 
 ACME = a_model("acme/tiny", idle_timeout_s=1.0)
 BIRCH = replace(ACME, name="birch/words")
@@ -289,18 +289,24 @@ def test_names_are_bounded() -> None:
     assert len(list(names)) == MAX_VERSIONS and names.of("v") == ()
 
 
+ANY, OWN, VLLM, PAIR = SlotClass(), SlotClass(1, "torchrelay"), SlotClass(1, "vllm"), SlotClass(2, "vllm")
+
+
 @pytest.mark.parametrize(
-    ("engines", "expected"),
+    ("classes", "expected"),
     [
-        ({"acme/m": "vllm"}, "vllm"),
-        ({"acme/m": "", "acme/adapter": "torchrelay"}, "torchrelay"),
-        ({"acme/m": "vllm", "acme/n": "torchrelay"}, ""),
-        ({"acme/m": "vllm", "birch/m": "vllm"}, "vllm"),
-        ({"acme/m": "", "birch/m": "vllm"}, ""),
+        ({"acme/m": VLLM}, VLLM),
+        ({"acme/m": PAIR}, PAIR),
+        ({"acme/m": ANY, "acme/adapter": OWN}, OWN),
+        ({"acme/m": VLLM, "acme/n": OWN}, ANY),
+        ({"acme/m": VLLM, "acme/n": PAIR}, ANY),
+        ({"acme/m": PAIR, "birch/m": PAIR}, PAIR),
+        ({"acme/m": ANY, "birch/m": PAIR}, ANY),
     ],
 )
-def test_engine_of_a_tenant_restricts_no_other_tenant(engines: dict[str, str], expected: str) -> None:
+def test_slots_of_a_tenant_restrict_no_other_tenant(classes: dict[str, SlotClass], expected: SlotClass) -> None:
     aliases = VersionAliases()
-    for name, engine in engines.items():
-        aliases.note(replace(a_model(name), version_id="v", engine=engine), 60.0, 0.1, now=1.0)
-    assert aliases.engine("v", now=2.0) == expected
+    for name, (num_devices, engine) in classes.items():
+        model = replace(a_model(name), version_id="v", num_devices=num_devices, engine=engine)
+        aliases.note(model, 60.0, 0.1, now=1.0)
+    assert aliases.slot_class("v", now=2.0) == expected

@@ -23,6 +23,7 @@ class MappedSlab:
     """
 
     def __init__(self, arena_path: str | Path, slab_offset: int, slab_bytes: int) -> None:
+        self.arena_path, self.offset, self.num_bytes = str(arena_path), slab_offset, slab_bytes
         self._mapping = _map_read_only(Path(arena_path), slab_offset, slab_bytes)
         whole = memoryview(self._mapping)
         form = read_format(whole)

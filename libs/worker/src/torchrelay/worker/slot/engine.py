@@ -91,6 +91,7 @@ class Engine(ABC):
     """
 
     capabilities: ClassVar[Capabilities]
+    splits_models: ClassVar[bool] = False  # over the devices of a slot, if it has several
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -102,3 +103,6 @@ class Engine(ABC):
     @abstractmethod
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> ServedModel:
         """The model of a pack that may still be arriving. Waits for none of its bytes."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends what ``start`` has started. No model is in the slot."""

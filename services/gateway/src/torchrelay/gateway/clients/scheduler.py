@@ -10,10 +10,10 @@ import grpc
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.clients.endpoint import scheduler_endpoint
-from torchrelay.gateway.core import ANY_ENGINE
+from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE
 
 log = get_logger(__name__)
 
@@ -32,6 +32,12 @@ class Slots:
             raise InvalidRequest(f"no worker has the engine {engine}; the workers have {offered}", field="engine")
 
 
+def _engine_of(worker: reports_pb2.WorkerReport) -> str:
+    """The engine as a model names it: with the number of devices of the slot, if it has several."""
+    engine = worker.capabilities.engine or OWN_ENGINE
+    return f"{engine}:{worker.num_devices}" if worker.num_devices > 1 else engine
+
+
 class SchedulerClient:
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = SchedulerStub(channel)
@@ -42,8 +48,7 @@ class SchedulerClient:
         view = await self.cluster(timeout_s)
         if view is None:
             return Slots()
-        engines = frozenset(worker.capabilities.engine or "torchrelay" for worker in view.workers)
-        return Slots(view.largest_slot_bytes, engines)
+        return Slots(view.largest_slot_bytes, frozenset(map(_engine_of, view.workers)))
 
     async def cluster(self, timeout_s: float = 2.0) -> scheduler_pb2.ClusterView | None:
         """The cluster now, of all tenants; None if the scheduler is unreachable."""

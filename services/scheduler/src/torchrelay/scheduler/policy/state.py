@@ -167,10 +167,11 @@ class State:
         tbt_target_s = model.targets.tbt_target_s or self.config.tbt_target_s
         self.aliases.note(model, timeout_s, tbt_target_s, now, is_new_call=is_new_call)
         max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
-        shared = max_instances, self.aliases.engine(model.version_id, now)
+        slots = self.aliases.slot_class(model.version_id, now)
         self.models.pop(model.version_id, None)
-        is_own = (model.max_instances, model.engine) == shared
-        self.models[model.version_id] = model if is_own else replace(model, max_instances=shared[0], engine=shared[1])
+        if (model.max_instances, model.slot_class) != (max_instances, slots):
+            model = replace(model, max_instances=max_instances, num_devices=slots.num_devices, engine=slots.engine)
+        self.models[model.version_id] = model
         self.version_of_pack[model.pack_id] = model.version_id
         if len(self.models) > MAX_VERSIONS:
             others = (version_id for version_id in self.models if version_id != model.version_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Header, Query
@@ -15,6 +15,7 @@ from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
 from torchrelay.gateway.core import (
     ANY_ENGINE,
+    ENGINE_FORMS,
     MOST_TARGET_S,
     OWN_ENGINE,
     Principal,
@@ -41,7 +42,7 @@ class ScalingSettingsBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
     max_instances: WholeNumber | None = Field(default=None, ge=0, le=10_000)
-    engine: Literal["auto", "torchrelay", "vllm"] | None = None
+    engine: Annotated[str, Field(pattern=ENGINE_FORMS)] | None = None
 
     def scaling(self) -> ScalingSettings:
         return ScalingSettings(self.idle_timeout_s, self.max_instances, self.engine)

@@ -43,6 +43,7 @@ def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
             idle_timeout_s=model.idle_timeout_s,
             max_instances=model.max_instances,
             engine=model.needed_engine,
+            num_devices=model.num_devices,
         ),
         targets=types_pb2.LatencyTargets(**msgspec.to_builtins(model.targets)),
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.types import MAX_VERSIONS, Model
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, Model, SlotClass
 
 _MAX_NAMES = 64  # per version
 
@@ -24,7 +24,7 @@ class _AliasUse:
     idle_timeout_s: float
     max_instances: int  # 0: the scheduler's default
     tbt_target_s: float
-    engine: str  # empty: any
+    slot_class: SlotClass
     at: float  # of the last admission or release
     is_deleted: bool  # no longer in the catalog, and not shown any more
 
@@ -69,7 +69,7 @@ class VersionAliases:
         before = shared.uses.get(model.name)
         is_deleted = before is not None and before.is_deleted and not is_new_call
         shared.uses[model.name] = _AliasUse(
-            idle_timeout_s, model.max_instances, tbt_target_s, model.engine, now, is_deleted
+            idle_timeout_s, model.max_instances, tbt_target_s, model.slot_class, now, is_deleted
         )
         if before is None or before.is_deleted != is_deleted:
             self._on_change(model.version_id)
@@ -116,15 +116,15 @@ class VersionAliases:
             return None
         return min(use.tbt_target_s for use in _in_use(shared, now))
 
-    def engine(self, version_id: str, now: float) -> str:
-        """The engine that the models in use name; empty, which is any, if they name several, or if another tenant's
-        model names none: no tenant's setting takes another tenant's slots.
+    def slot_class(self, version_id: str, now: float) -> SlotClass:
+        """The slots that the models in use name; those of any engine, with one device, if they name several, or if
+        another tenant's model names none: no tenant's setting takes another tenant's slots.
         """
         shared = self._versions.get(version_id)
-        engines = {use.engine for use in _in_use(shared, now)} if shared is not None else set()
+        classes = {use.slot_class for use in _in_use(shared, now)} if shared is not None else set()
         if shared is not None and len({tenant_of(name) for name in shared.names}) <= 1:
-            engines.discard("")
-        return engines.pop() if len(engines) == 1 else ""
+            classes.discard(SlotClass())
+        return classes.pop() if len(classes) == 1 else SlotClass()
 
     def max_instances(self, version_id: str, now: float, default: int) -> int:
         """The greatest limit of the models in use, so that no tenant's setting reduces another tenant's instances; 0 if

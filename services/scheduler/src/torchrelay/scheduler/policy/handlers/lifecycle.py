@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from msgspec import structs
 
-from torchrelay.common.quantities import format_duration
+from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.admission.retry_times import MAX_S, MIN_S
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
@@ -286,9 +286,10 @@ def _refuse_if_infeasible(
     arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
     needed = admission.kv_bytes(model)
     if not arena and model.engine:
-        message = f"{admission.model} needs a worker with the engine {model.engine}; no worker has it"
+        on = f" on {model.num_devices} devices" if model.num_devices > 1 else ""
+        message = f"{admission.model} needs a worker with the engine {model.engine}{on}; no worker has it"
     elif not arena:
-        message = f"{admission.model} needs a slot of {model.num_devices} devices; no worker has one"
+        message = f"{admission.model} needs a slot of {format_count(model.num_devices, 'device')}; no worker has one"
     elif model.pack_bytes > arena:
         weights = f"the weights of {admission.model} take {model.pack_bytes:,} bytes"
         message = f"{weights}; the largest slot holds {arena:,}"

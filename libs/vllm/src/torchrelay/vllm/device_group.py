@@ -1,0 +1,198 @@
+"""The further processes of a slot with several devices. The worker's own process computes the first rank.
+
+    started --Open--> arriving --Start--> loaded, calls --Close--> started
+
+They start with the slot, because to import vLLM takes half a minute, and end with the worker's process, by whatever
+cause. When one of them ends before, the worker ends too: its supervisor starts the slot again.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.process.watchdog import end_process
+from torchrelay.engine.core import LoadFailed
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.vllm.rank_messages import Call, Close, Closed, Done, Fail, Failed, Imported, Open, SegmentReady, Start
+
+log = get_logger(__name__)
+# Between the failure of a rank, or the end of a model, and its end in all ranks. A rank that waits for another in a
+# kernel of vLLM waits for ever, and only the end of its process ends that.
+_PARTING_S = 30.0
+
+
+class _Rank:
+    """A process, and a thread that reads its answers."""
+
+    def __init__(
+        self, rank: int, num_threads: int, on_failed: Callable[[str], None], on_lost: Callable[[], None]
+    ) -> None:
+        self.rank = rank
+        self._on_failed, self._on_lost = on_failed, on_lost
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "torchrelay.vllm.rank_process", str(theirs.fileno()), str(rank)]
+            environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        self._connection = Connection(ours.detach())
+        self._sending = threading.Lock()  # segments come from another thread than calls
+        self._answers: queue.Queue[Any] = queue.Queue(2)
+        self._is_stopped = False
+        self._parting: threading.Timer | None = None
+        self._reader = threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True)
+        self._reader.start()
+
+    def send(self, message: object) -> None:
+        # The process may have ended: its reader ends the worker.
+        with self._sending, suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send(message)
+
+    def answer(self) -> Any:
+        answer = self._answers.get()
+        if self._parting is not None:
+            self._parting.cancel()
+        return answer
+
+    def close(self) -> None:
+        """Returns when the process has released the model; ends the worker if it does not."""
+        self.send(Close())
+        limit = self._end_later("it does not part from its group")
+        while not isinstance(self.answer(), Closed):
+            pass  # answers to calls that have failed here
+        limit.cancel()
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._is_stopped = True
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self._connection.close()
+
+    @property
+    def computed_tenths(self) -> int:
+        """(any thread) Tenths of a second that the process has computed."""
+        with suppress(OSError):  # it has ended
+            return int(time.clock_gettime((~self.process.pid << 3) | 2) * 10)
+        return 0
+
+    def _read(self) -> None:
+        try:
+            while True:
+                answer = self._connection.recv()
+                if isinstance(answer, Failed):
+                    self._parting = self._end_later(answer.reason)
+                    self._on_failed(answer.reason)
+                self._answers.put(answer)
+        except (EOFError, ConnectionResetError):
+            if not self._is_stopped:
+                log.error("rank_ended", rank=self.rank, status=self.process.wait())
+                self._on_lost()
+
+    def _end_later(self, reason: str) -> threading.Timer:
+        def end() -> None:
+            log.error("rank_hangs", rank=self.rank, reason=reason)
+            self._on_lost()
+
+        timer = threading.Timer(_PARTING_S, end)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+
+class DeviceGroup:
+    """The ranks after the first of one slot. Calls run on the engine's thread."""
+
+    def __init__(self, num_devices: int, first_gpu: int = 0, on_lost: Callable[[], None] = end_process) -> None:
+        self.num_devices, self.first_gpu = num_devices, first_gpu
+        self.failure = ""  # of a rank, since ``watch``
+        self._on_lost = on_lost
+        self._ranks: list[_Rank] = []
+        self._on_failed: Callable[[str], None] = lambda reason: None
+
+    def __deepcopy__(self, memo: object) -> DeviceGroup:
+        return self  # vLLM copies its configuration, and the group is part of it
+
+    def start(self, num_threads: int) -> None:
+        """Starts the processes, and waits until they have imported vLLM. ``num_threads``: of each, on a CPU."""
+        self._ranks = [_Rank(rank, num_threads, self._failed, self._on_lost) for rank in range(1, self.num_devices)]
+        for rank in self._ranks:
+            assert isinstance(rank.answer(), Imported)
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for rank in self._ranks:
+            rank.stop()
+        self._ranks = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.process.pid for rank in self._ranks]
+
+    def watch(self, on_failed: Callable[[str], None]) -> None:
+        """Begins with a model. ``on_failed`` is called on another thread with the reason of a rank's failure."""
+        self.failure, self._on_failed = "", on_failed
+
+    def open(self, slab: MappedSlab) -> None:
+        """Gives the processes a pack."""
+        self._send(Open(slab.arena_path, slab.offset, slab.num_bytes))
+
+    def segment_ready(self, segment: int) -> None:
+        """(any thread) Announces a segment."""
+        self._send(SegmentReady(segment))
+
+    def fail(self, reason: str) -> None:
+        """(any thread) Ends the wait for bytes that will not arrive."""
+        self._send(Fail(reason))
+
+    def begin_start(self, config: VllmConfig, init_method: str) -> None:
+        """Makes the processes load their parts of the weights; ``results`` waits for the end."""
+        config = copy.copy(config)
+        config.load_config = copy.copy(config.load_config)
+        config.load_config.model_loader_extra_config = {}  # each process has its own
+        for rank in self._ranks:
+            rank.send(Start(config, init_method, self.first_gpu + rank.rank))
+
+    def begin_call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wants_results: bool) -> None:
+        """Calls a method of vLLM's worker in each process; ``results`` waits for the end."""
+        self._send(Call(method, args, kwargs, wants_results))
+
+    def results(self) -> list[Any]:
+        """The results of what was begun last. Raises ``LoadFailed`` with the reason of a rank."""
+        answers = [rank.answer() for rank in self._ranks]
+        for answer in answers:
+            if isinstance(answer, Failed):
+                raise LoadFailed(answer.reason)
+        return [answer.result for answer in answers if isinstance(answer, Done)]
+
+    def close(self) -> None:
+        """Releases the model in the processes."""
+        for rank in self._ranks:
+            rank.close()
+
+    @property
+    def computed_tenths(self) -> int:
+        """(any thread) Tenths of a second that the processes have computed."""
+        return sum(rank.computed_tenths for rank in self._ranks)
+
+    def _send(self, message: object) -> None:
+        for rank in self._ranks:
+            rank.send(message)
+
+    def _failed(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self._on_failed(reason)

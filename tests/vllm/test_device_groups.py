@@ -1,0 +1,135 @@
+"""A slot of two devices: its processes compute a model together, fail together and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, model_version, running_test_worker
+from tests.support.checkpoints import make_checkpoint
+from tests.support.wait import HANG_S, eventually, wait_until
+from tests.unit.engine.harness import Model
+from tests.unit.param_store.running_store import REMOTE, publish, running_store
+from tests.vllm import test_worker_contract as contract
+from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.engine.core import LoadFailed
+from torchrelay.vllm.device_group import DeviceGroup
+from torchrelay.worker.slot.slot import FREE
+
+model = contract.model  # a fixture
+
+
+async def test_two_devices_answer_as_one_does(tmp_path: Path, model: Model, nats_url: str) -> None:
+    # Attention on a CPU has no heads of 16 dimensions: each rank finds out when it computes the first token.
+    refused = make_checkpoint(tmp_path / "refused", "llama", head_dim=16)
+    async with running_store(tmp_path / "store") as store:
+        description, of_refused = await publish(store, model.folder), await publish(store, refused)
+        for each in (description, of_refused):
+            await store.relay(each.pack_id, REMOTE)
+        async with running_test_worker(nats_url, store, engine="vllm", devices=2, kv_pool_bytes=8 << 20) as worker:
+            slot = worker.worker.slot
+            await worker.load(model_version(of_refused), [PREFILL, DECODE])
+            await eventually(lambda: slot.state == FREE and slot.error, "the end of the load")
+            assert "vLLM does not serve this model in this slot: " in slot.error and "16" in slot.error
+            scene = RolesTestbed(worker, worker, model_version(description))
+            await worker.load(scene.version, [PREFILL, DECODE])
+            await worker.until_ready()
+            scene.streams = await scene.connect()
+            await contract.test_greedy_tokens_equal_the_reference_also_when_resumed(scene, model)
+            await contract.test_sampled_tokens_equal_the_reference_also_when_resumed(scene, model)
+            await contract.test_grammar_bounds_the_answer_also_when_resumed(scene, model)
+            await contract.test_stop_tokens_logprobs_and_limits(scene, model)
+            await contract.test_cancel_and_deadline_leave_nothing(scene)
+            await contract.test_drain_lets_answers_end_and_the_slot_serves_again(scene, model)
+
+
+@pytest.fixture
+def lost() -> SimpleQueue[str]:
+    return SimpleQueue()
+
+
+@pytest.fixture
+def group(lost: SimpleQueue[str]) -> Iterator[DeviceGroup]:
+    group = DeviceGroup(2, on_lost=lambda: lost.put("lost"))
+    group.start(num_threads=1)
+    yield group
+    group.stop()
+
+
+def test_a_rank_fails_with_its_reason_and_goes_on_until_it_is_killed(
+    group: DeviceGroup, lost: SimpleQueue[str]
+) -> None:
+    failures: list[str] = []
+    group.watch(failures.append)
+    group.begin_call("no_such_method", (), {}, True)
+    with pytest.raises(LoadFailed, match=r"device 1 of the slot: .*no_such_method"):
+        group.results()
+    assert failures == [group.failure] and "no_such_method" in group.failure
+    group.close()
+    group.watch(failures.append)
+    assert (group.failure, lost.empty()) == ("", True)
+    (pid,) = group.pids
+    os.kill(pid, signal.SIGKILL)
+    assert lost.get(timeout=HANG_S) == "lost"
+
+
+@contextmanager
+def running_process(folder: Path, nats_url: str, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    ready = folder / "ready.json"
+    options = {
+        "worker-id": "w",
+        "node-key": derive_node_key(bytes(32), "w").hex(),
+        "nats-url": nats_url,
+        "ready-file": str(ready),
+        "engine": "vllm",
+        "devices": "2",
+        **settings,
+    }
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    program = "from torchrelay.worker.main import main; main()"
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen((sys.executable, "-c", program, *arguments), stderr=log, stdout=log)
+    try:
+        wait_until(lambda: ready.exists() or process.poll() is not None, "the worker")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that the worker has started."""
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return [int(pid) for of_thread in children for pid in of_thread.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("victim", ["rank", "worker"])
+def test_the_processes_of_a_slot_end_together(tmp_path: Path, nats_url: str, victim: str) -> None:
+    with running_process(tmp_path, nats_url) as process:
+        (rank,) = ranks_of(process)
+        os.kill(rank if victim == "rank" else process.pid, signal.SIGKILL)
+        assert process.wait(HANG_S) == (1 if victim == "rank" else -signal.SIGKILL)
+        wait_until(lambda: not is_running(rank), "the end of the rank")
+
+
+def test_a_worker_that_is_told_to_end_ends_its_ranks(tmp_path: Path, nats_url: str) -> None:
+    with running_process(tmp_path, nats_url) as process:
+        (rank,) = ranks_of(process)
+        process.terminate()
+        assert process.wait(HANG_S) == 0
+        assert not is_running(rank)
