@@ -30,7 +30,7 @@ from torchrelay.worker.attempts.attempt import (
     group_id_of,
     no_token_error,
 )
-from torchrelay.worker.attempts.hosted_adapters import HostedAdapters
+from torchrelay.worker.attempts.hosted_adapters import HostedAdapters, Reserve
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
 from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
@@ -234,12 +234,16 @@ class WorkerRole(ABC):
         except Exception as error:
             self.fail_unexpected(attempt, error)
 
-    async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes) -> Adapter:
+    async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
         engine = self.worker.engine
         engine.require_instance()
-        if engine.relay_instance is None:
+        if (instance := engine.relay_instance) is None:
             raise InvalidRequest("the engine that runs this adapter's base serves no adapters", field="model")
-        return await engine.call(lambda: engine.require_relay_instance().read_adapter(adapter_id, document, weights))
+        reader = await asyncio.to_thread(instance.adapter_reader, adapter_id, document, weights)
+        reserve(reader.num_bytes)
+        while await engine.call(reader.read_part):  # with steps between the parts
+            pass
+        return reader.read()
 
     def is_running(self, attempt: Attempt) -> bool:
         """Whether the attempt has not been cancelled, failed or ended; ask again after every await."""
