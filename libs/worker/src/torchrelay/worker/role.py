@@ -159,17 +159,21 @@ class WorkerRole(ABC):
             await asyncio.gather(*writers, return_exceptions=True)
 
     async def wait_for_start(self, group_id: str) -> Attempt:
-        """Waits until a gateway has started the attempt here. Raises ``Unavailable`` if none does in time."""
+        """Waits until a gateway has started the attempt here. Raises ``Unavailable`` if none sends it in time, and
+        ``Conflict`` if it ends before it has read what it needs.
+        """
         attempt = self.attempts.get(group_id)
         if attempt is not None and attempt.is_started:
             return attempt
         timeout_s = self.worker.settings.start_timeout_s
         future = self._awaited_starts.setdefault(group_id, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            raise Unavailable(f"no gateway started {group_id} here within {timeout_s:g} s") from None
+            await asyncio.wait((future,), timeout=timeout_s)
+            if not future.done():
+                if group_id not in self.attempts:
+                    raise Unavailable(f"no gateway started {group_id} here within {timeout_s:g} s")
+                future = self._awaited_starts.setdefault(group_id, future)
+            return await asyncio.shield(future)
         finally:
             self._awaited_starts.pop(group_id, None)
 
@@ -225,14 +229,18 @@ class WorkerRole(ABC):
                 attempt.adapter = await self.worker.adapters.get(start.instance_id, start.adapter, self._read_adapter)
             if self.is_running(attempt):
                 attempt.is_started = True
-                awaited = self._awaited_starts.get(attempt.group_id)
-                if awaited is not None and not awaited.done():
+                if awaited := self._awaited_start(attempt):
                     awaited.set_result(attempt)
                 await self.begin(attempt)
         except TorchrelayError as error:
             self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
         except Exception as error:
             self.fail_unexpected(attempt, error)
+
+    def _awaited_start(self, attempt: Attempt) -> asyncio.Future[Attempt] | None:
+        """The future of those that wait for the attempt's start, if there are any."""
+        awaited = self._awaited_starts.get(attempt.group_id)
+        return awaited if awaited is not None and not awaited.done() else None
 
     async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
         engine = self.worker.engine
@@ -328,6 +336,8 @@ class WorkerRole(ABC):
             return False
         if attempt.deadline is not None:
             attempt.deadline.cancel()
+        if awaited := self._awaited_start(attempt):
+            awaited.set_exception(Conflict("the attempt ended before it started"))
         self.drop(attempt)
         self.worker.attempt_ended()
         return True
