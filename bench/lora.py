@@ -81,7 +81,7 @@ def make_adapter_file(instance: Instance) -> bytes:
 
 
 def read(instance: Instance, file: bytes) -> Adapter:
-    return instance.read_adapter(f"adapter-{next(_numbers)}", json.dumps(DOCUMENT).encode(), file)
+    return instance.adapter_reader(f"adapter-{next(_numbers)}", json.dumps(DOCUMENT).encode(), file).read()
 
 
 def start(instance: Instance, adapter: Adapter | None, num_tokens: int) -> None:

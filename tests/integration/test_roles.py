@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 from tokenizers import Tokenizer
@@ -26,7 +27,9 @@ from torchrelay.control.v1 import decode_pb2, param_store_pb2, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
+from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.transfer.transport.shm import ShmConnection
+from torchrelay.worker.attempts.hosted_adapters import HostedAdapters, Reserve
 from torchrelay.worker.role import WorkerRole
 
 Make = Callable[..., AbstractAsyncContextManager[RolesTestbed]]
@@ -249,6 +252,56 @@ async def test_refusing_decode_worker_is_not_reported_lost(scene_of: Make) -> No
         assert scene.decode.worker.settings.worker_id in request.error().message
         assert request.error().lost_worker == ""
         await scene.prefill.assert_idle()
+
+
+async def test_unloaded_base_leaves_no_adapter_in_memory(scene_of: Make) -> None:
+    async def read(_digest: str) -> bytes:
+        return b""
+
+    async def made(adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
+        return Adapter(adapter_id, (), 10)
+
+    async with scene_of() as scene:
+        adapters = scene.decode.worker.adapters = HostedAdapters(read)
+        adapter = ref(await adapters.get(scene.decode.instance_id, types_pb2.Adapter(adapter_id="a"), made))
+        assert adapter() is not None
+        await scene.decode.unload()
+        await scene.decode.until_free()
+        assert adapter() is None
+
+
+async def test_start_that_reads_for_longer_than_an_offer_waits_is_awaited(
+    scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter may take a minute to read; the KV was refused after ten seconds."""
+
+    async def got(_instance_id: str, wanted: types_pb2.Adapter, *_: object) -> None:
+        if wanted.adapter_id == "slow":
+            await asyncio.sleep(3.0)  # a slow store
+
+    async with scene_of(start_timeout_s=0.3, kv_timeout_s=2.0) as scene:
+        for worker in (scene.prefill, scene.decode):
+            monkeypatch.setattr(worker.worker.adapters, "get", got)
+        request = scene.request(PROMPT)
+        for stream, start, adapter_id in zip(
+            reversed(scene.streams),
+            (scene.for_decode(request), scene.for_prefill(request)),
+            ("slow", "quick"),
+            strict=True,
+        ):
+            start.adapter.adapter_id = adapter_id
+            await stream.send(start)
+        await request.finished()
+        assert request.tokens() == model.expected(PROMPT)
+        ending = scene.request(PROMPT)
+        await scene.streams[0].send(scene.for_prefill(ending))
+        start = scene.for_decode(ending)
+        start.adapter.adapter_id = "slow"
+        await scene.streams[1].send(start)
+        await eventually(lambda: scene.decode.worker.roles[1].num_awaited_starts > 0)
+        await scene.streams[1].cancel(ending.start.key)
+        await ending.finished()
+        assert "ended before it started" in ending.error().message
 
 
 async def test_lost_prefill_worker_is_reported_by_the_decode_worker(scene_of: Make) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import ALL, ATTENTION, FUSED, make_adapter, with_adapter
 from tests.support.checkpoints import greedy_reference
@@ -26,6 +28,7 @@ from tests.unit.engine.harness import (
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.low_rank import Adapter
+from torchrelay.engine.weights.adapter import AdapterReader
 
 FORMS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -41,7 +44,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def read(instance: Instance, folder: Path) -> Adapter:
     document, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    return instance.read_adapter(folder.name, document.read_bytes(), weights.read_bytes())
+    return instance.adapter_reader(folder.name, document.read_bytes(), weights.read_bytes()).read()
 
 
 def expected(model: Model, folder: Path, prompt: tuple[int, ...]) -> list[int]:
@@ -136,4 +139,35 @@ def test_files_that_do_not_fit_the_model_are_refused(model_of: ModelOf, tmp_path
     with pytest.raises(DataCorrupted, match="cannot be used"):
         read(model_of("qwen3").instance(), folder)
     with pytest.raises(DataCorrupted, match="cannot be used"):
-        model_of("llama").instance().read_adapter("", b"{", b"")
+        model_of("llama").instance().adapter_reader("", b"{", b"")
+
+
+def test_number_that_overflows_in_the_dtype_of_the_model_is_refused(model_of: ModelOf, tmp_path: Path) -> None:
+    model = model_of("llama", dtype="float16")
+    folder = make_adapter(tmp_path / "adapter", model.reference, targets=ATTENTION)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"
+    tensors[name][-1, -1] = 65520.0
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(DataCorrupted, match=f"{name} has a number beyond the range of torch.float16"):
+        read(model.instance(), folder)
+
+
+def test_engine_steps_between_the_parts_of_an_adapter(model_of: ModelOf, tmp_path: Path) -> None:
+    """A large adapter stalled the running answers."""
+    model = model_of("llama")
+    folder, instance = make_adapter(tmp_path / "adapter", model.reference), model.instance()
+    files = [(folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")]
+    reader = AdapterReader("a", files[0], files[1], instance.config, torch.float32, torch.device("cpu"), turn_bytes=1)
+    instance.prefill(group_of(prompt_of(20), "base/0"))
+    steps, num_parts = [], 1
+    while reader.read_part():
+        steps.append(instance.step())
+        num_parts += 1
+    assert num_parts == 7 * instance.config.num_layers
+    adapter = reader.read()
+    assert adapter.num_bytes == reader.num_bytes
+    instance.prefill(replace(group_of(prompt_of(30)), adapter=adapter))
+    tokens = outputs([*steps, *run(instance)])
+    assert tokens["base/0", 0] == model.expected(prompt_of(20))
+    assert tokens["r/0", 0] == expected(model, folder, prompt_of(30))

@@ -24,14 +24,13 @@ from torchrelay.engine.execution.stepper import Stepper
 from torchrelay.engine.kernels.backends import Backends, backends_for
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.threads import ThreadBudget
-from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.engine.kv.export import MIN_HANDOVER_BYTES, KvExport, PrefillExport
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_import import PrefillImport
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
-from torchrelay.engine.weights.adapter import read_adapter
+from torchrelay.engine.weights.adapter import AdapterReader
 from torchrelay.engine.weights.device_link import DeviceLink, link_to
 from torchrelay.engine.weights.pack_weights import PackWeights
 from torchrelay.engine.weights.reorderer import Reorderer
@@ -151,12 +150,11 @@ class Instance:
 
     # Requests
 
-    def read_adapter(self, adapter_id: str, document: bytes, weights: bytes) -> Adapter:
-        """An adapter of this model for the groups to come, from its adapter_config.json and its tensors.
-
-        Raises ``DataCorrupted``.
+    def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> AdapterReader:
+        """(any thread) A reader of an adapter for the groups to come, from its adapter_config.json and its tensors. It
+        reads on the engine's thread. Raises ``DataCorrupted``.
         """
-        return read_adapter(adapter_id, document, weights, self.config, self.model.weights.dtype, self.model.device)
+        return AdapterReader(adapter_id, document, weights, self.config, self.model.weights.dtype, self.model.device)
 
     def kv_layout(self, group: GroupSpec) -> KvLayout:
         """(any thread) The wire layout of the group's KV when this instance hands it over."""

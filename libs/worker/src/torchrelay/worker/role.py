@@ -30,7 +30,7 @@ from torchrelay.worker.attempts.attempt import (
     group_id_of,
     no_token_error,
 )
-from torchrelay.worker.attempts.hosted_adapters import HostedAdapters
+from torchrelay.worker.attempts.hosted_adapters import HostedAdapters, Reserve
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
 from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
@@ -159,17 +159,21 @@ class WorkerRole(ABC):
             await asyncio.gather(*writers, return_exceptions=True)
 
     async def wait_for_start(self, group_id: str) -> Attempt:
-        """Waits until a gateway has started the attempt here. Raises ``Unavailable`` if none does in time."""
+        """Waits until a gateway has started the attempt here. Raises ``Unavailable`` if none sends it in time, and
+        ``Conflict`` if it ends before it has read what it needs.
+        """
         attempt = self.attempts.get(group_id)
         if attempt is not None and attempt.is_started:
             return attempt
         timeout_s = self.worker.settings.start_timeout_s
         future = self._awaited_starts.setdefault(group_id, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            raise Unavailable(f"no gateway started {group_id} here within {timeout_s:g} s") from None
+            await asyncio.wait((future,), timeout=timeout_s)
+            if not future.done():
+                if group_id not in self.attempts:
+                    raise Unavailable(f"no gateway started {group_id} here within {timeout_s:g} s")
+                future = self._awaited_starts.setdefault(group_id, future)
+            return await asyncio.shield(future)
         finally:
             self._awaited_starts.pop(group_id, None)
 
@@ -225,8 +229,7 @@ class WorkerRole(ABC):
                 attempt.adapter = await self.worker.adapters.get(start.instance_id, start.adapter, self._read_adapter)
             if self.is_running(attempt):
                 attempt.is_started = True
-                awaited = self._awaited_starts.get(attempt.group_id)
-                if awaited is not None and not awaited.done():
+                if awaited := self._awaited_start(attempt):
                     awaited.set_result(attempt)
                 await self.begin(attempt)
         except TorchrelayError as error:
@@ -234,12 +237,21 @@ class WorkerRole(ABC):
         except Exception as error:
             self.fail_unexpected(attempt, error)
 
-    async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes) -> Adapter:
+    def _awaited_start(self, attempt: Attempt) -> asyncio.Future[Attempt] | None:
+        """The future of those that wait for the attempt's start, if there are any."""
+        awaited = self._awaited_starts.get(attempt.group_id)
+        return awaited if awaited is not None and not awaited.done() else None
+
+    async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
         engine = self.worker.engine
         engine.require_instance()
-        if engine.relay_instance is None:
+        if (instance := engine.relay_instance) is None:
             raise InvalidRequest("the engine that runs this adapter's base serves no adapters", field="model")
-        return await engine.call(lambda: engine.require_relay_instance().read_adapter(adapter_id, document, weights))
+        reader = await asyncio.to_thread(instance.adapter_reader, adapter_id, document, weights)
+        reserve(reader.num_bytes)
+        while await engine.call(reader.read_part):  # with steps between the parts
+            pass
+        return reader.read()
 
     def is_running(self, attempt: Attempt) -> bool:
         """Whether the attempt has not been cancelled, failed or ended; ask again after every await."""
@@ -324,6 +336,8 @@ class WorkerRole(ABC):
             return False
         if attempt.deadline is not None:
             attempt.deadline.cancel()
+        if awaited := self._awaited_start(attempt):
+            awaited.set_exception(Conflict("the attempt ended before it started"))
         self.drop(attempt)
         self.worker.attempt_ended()
         return True

@@ -171,6 +171,7 @@ class Worker:
             error = error or self._fault
             code = generation_pb2.RunError.CODE_LOAD_FAILED if error else generation_pb2.RunError.CODE_WRONG_INSTANCE
             self._fail_attempts(code, error or "the instance was unloaded")
+            self.adapters.clear()
             await self.slot.release(error, store_was_lost)
             log.info("slot_free", instance_id=hosted.instance_id)
 

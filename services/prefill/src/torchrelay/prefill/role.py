@@ -26,6 +26,7 @@ from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
 from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts, check_request, export_request
 from torchrelay.worker.attempts.attempt import NON_FINITE_EMBEDDING_ERROR, Attempt, dispatch_outputs, group_id_of
+from torchrelay.worker.attempts.hosted_adapters import READ_TIMEOUT_S
 from torchrelay.worker.role import RoleContext, WorkerRole
 from torchrelay.worker.slot.slot import LOADING
 
@@ -190,12 +191,13 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         """Offers the KV and keeps it until the decode worker has received all of it."""
         attempt, target = kv_sender.attempt, kv_sender.attempt.start.decode
         worker, settings = self.worker, self.worker.settings
+        reads_s = READ_TIMEOUT_S if attempt.start.HasField("adapter") else 0.0  # there, before it takes the offer
         offer = kv_sender.offer(
             self._pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address
         )
         try:
             decode = decode_pb2_grpc.DecodeStub(self._channel(target))
-            await decode.Receive(offer, timeout=self.worker.settings.kv_timeout_s)
+            await decode.Receive(offer, timeout=settings.kv_timeout_s + reads_s)
         except grpc.aio.AioRpcError as error:
             cause, lost_worker = error_from_rpc(error), ""
             # It may have ended the attempt because of a recall, which lets a loading worker keep the prompt.

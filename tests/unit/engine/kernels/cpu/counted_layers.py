@@ -60,7 +60,7 @@ def logits_of(instance: Instance, num_groups: int, adapters: Sequence[Path] = ()
         group = group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING)
         for folder in adapters[number : number + 1]:
             files = [(folder / f"adapter_{name}").read_bytes() for name in ("config.json", "model.safetensors")]
-            group = replace(group, adapter=instance.read_adapter(folder.name, files[0], files[1]))
+            group = replace(group, adapter=instance.adapter_reader(folder.name, files[0], files[1]).read())
         instance.prefill(group)
     run(instance)
     instance.model.transformer.logits = logits  # type: ignore[method-assign]

@@ -21,9 +21,9 @@ class Int8Matrix:
         """The weight rounded to ``dtype``, in memory of its own."""
         return self.numbers.to(dtype).mul_(self.scales[:, None])  # computed in fp32
 
-    def __getitem__(self, expert: int) -> Int8Matrix:
-        """The weight of an expert, if both tensors have a leading axis of experts."""
-        return Int8Matrix(self.numbers[expert], self.scales[expert])
+    def __getitem__(self, part: int | slice) -> Int8Matrix:
+        """The weights of some outputs, or of an expert if both tensors have a leading axis of experts."""
+        return Int8Matrix(self.numbers[part], self.scales[part])
 
 
 # An [out, in] weight, or a function from [rows, in] to [rows, out] of the same dtype with weights in its own order.

@@ -15,6 +15,7 @@ from torchrelay.engine.kernels.workspace import Workspace
 
 # Weights that are widened at a time: 2 MB in fp32, which are then read from the core's own cache.
 WIDENED_BLOCK: Final = 1 << 19
+ROUNDED_BLOCK: Final = 1 << 26  # weights that another device rounds at a time: 128 MiB in 16 bits
 _scratch = Workspace()
 
 
@@ -39,12 +40,26 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
 def _int8_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None) -> Tensor:
     """``linear``; other devices than CPUs round the weights to the dtype of ``x``."""
     if not x.is_cpu:
-        return F.linear(x, weight.widened(x.dtype), bias)
+        return rounded_linear(x, weight, bias)
     library = kernels()
     is_16_bit = x.dtype != torch.float32
     if library is not None and is_16_bit and supports_weight(weight) and x.shape[0] <= library.level.linear_rows:
         return cpu_linear(library, x, weight, bias)
     return widened_linear(x, weight.numbers, bias, weight.scales)
+
+
+def rounded_linear(x: Tensor, weight: Int8Matrix, bias: Tensor | None, block_numel: int = ROUNDED_BLOCK) -> Tensor:
+    """``linear`` with the weights rounded to the dtype of ``x`` one block at a time: of a head, all of them would take
+    gigabytes.
+    """
+    num_out, num_rows = len(weight.numbers), max(1, block_numel // x.shape[1])
+    if num_out <= num_rows:
+        return F.linear(x, weight.widened(x.dtype), bias)
+    out = x.new_empty(len(x), num_out)
+    for begin in range(0, num_out, num_rows):
+        rows = slice(begin, begin + num_rows)
+        out[:, rows] = F.linear(x, weight[rows].widened(x.dtype), None if bias is None else bias[rows])
+    return out
 
 
 def widened_linear(
