@@ -17,13 +17,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.random_checkpoint import LLAMA_33MB
 from bench.report import Check, finish, parser_of, progress
 from tests.support.checkpoints import make_checkpoint
-from tests.support.completions import headers, stream
+from tests.support.clients import NUM_TOKENS, Clients, Outcomes
+from tests.support.completions import headers
 from tests.support.parts import parts_of
 from tests.support.platform import Platform
 from tests.unit.gateway.postgres_server import postgres_server
@@ -42,9 +41,6 @@ from torchrelay.cli.up.plan import UpOptions
 
 REPO = Path(__file__).resolve().parents[1]
 NUM_CLIENTS = 6
-NUM_TOKENS = 64
-TIMEOUT_S = 90.0
-PROMPTS = [list(range(20 + i, 52 + i)) for i in range(NUM_CLIENTS)]
 OPTIONS = UpOptions(
     num_prefill_workers=0, num_decode_workers=0, num_both_workers=2, arena_bytes=256 << 20, kv_pool_bytes=64 << 20,
     threads=1,
@@ -92,81 +88,6 @@ def old_programs(commit: str, folder: Path) -> Iterator[Path]:
         run("git", "worktree", "remove", "--force", tree)
 
 
-@dataclass(slots=True)
-class Outcomes:
-    """Answers of all clients. ``max_gap_s``: the longest time without a token within an answer."""
-
-    num_answers: int = 0
-    num_received: int = 0
-    num_wrong: int = 0
-    num_passed_by: int = 0  # refused connections, after which the other gateway was asked
-    max_gap_s: float = 0.0
-    errors: list[str] = field(default_factory=list)
-
-
-class Clients:
-    """Threads that stream answers until they are stopped."""
-
-    def __init__(self, gateways: list[Platform], key: str, model: str) -> None:
-        self._gateways, self._key, self._model = gateways, key, model
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self.outcomes = Outcomes()
-        self.expected = [self._answer(gateways[0], prompt)[0] for prompt in PROMPTS]
-
-    def _answer(self, gateway: Platform, prompt: list[int]) -> tuple[list[int], float]:
-        """Token ids, and the longest gap."""
-        tokens: list[int] = []
-        gap_s, last_s = 0.0, 0.0
-        options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "timeout_s": TIMEOUT_S}
-        for state in stream(gateway, self._key, self._model, prompt, **options):
-            assert state.error is None, state.error
-            if len(state.token_ids) > len(tokens):
-                now_s = time.monotonic()
-                gap_s, last_s = max(gap_s, now_s - last_s) if tokens else 0.0, now_s
-                tokens = [*state.token_ids]
-        assert state.done, "the stream ended early"
-        return tokens, gap_s
-
-    def _ask(self, number: int, turn: int) -> None:
-        for gateway in (self._gateways[turn % 2], self._gateways[1 - turn % 2]) * 2:
-            try:
-                tokens, gap_s = self._answer(gateway, PROMPTS[number])
-            except httpx.ConnectError:
-                with self._lock:
-                    self.outcomes.num_passed_by += 1
-                continue
-            except (httpx.TransportError, AssertionError) as error:
-                with self._lock:
-                    self.outcomes.errors.append(repr(error)[:300])
-                return
-            with self._lock:
-                self.outcomes.num_answers += 1
-                self.outcomes.num_received += len(tokens)
-                self.outcomes.num_wrong += tokens != self.expected[number]
-                self.outcomes.max_gap_s = max(self.outcomes.max_gap_s, gap_s)
-            return
-        with self._lock:
-            self.outcomes.errors.append("no gateway accepted the connection")
-
-    def _run(self, number: int) -> None:
-        turn = number
-        while not self._stop.is_set():
-            self._ask(number, turn)
-            turn += 1
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(NUM_CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join()
-
-
 def num_billed(gateway: Platform, key: str) -> int:
     """Completion tokens in the ledger."""
     reply = httpx.get(f"{gateway.http}/v1/usage", headers=headers(key), timeout=30)
@@ -184,7 +105,7 @@ async def measure(programs: Path, folder: Path, is_quick: bool) -> tuple[Outcome
         key = await asyncio.to_thread(gateways[0].tenant, "acme")
         checkpoint = await asyncio.to_thread(make_checkpoint, folder / "model", "llama", **LLAMA_33MB)
         model = await asyncio.to_thread(gateways[0].upload, key, checkpoint, "llama")
-        clients = await asyncio.to_thread(Clients, gateways, key, model)
+        clients = await asyncio.to_thread(Clients, gateways, key, model, NUM_CLIENTS)
         took: dict[str, float] = {}
         with clients.asking():
             for name in QUICK if is_quick else ORDER:
@@ -195,7 +116,7 @@ async def measure(programs: Path, folder: Path, is_quick: bool) -> tuple[Outcome
                 progress(f"{name} replaced in {took[name]:.1f} s, {clients.outcomes.num_answers} answers")
                 await asyncio.sleep(2.0)  # load between replacements
         billed = await asyncio.to_thread(num_billed, gateways[0], key)
-        return clients.outcomes, billed - NUM_TOKENS * len(PROMPTS), took
+        return clients.outcomes, billed - NUM_TOKENS * NUM_CLIENTS, took
 
 
 def main() -> None:

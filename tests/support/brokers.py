@@ -38,12 +38,17 @@ class EndedEarly(RuntimeError):
 
 
 @contextmanager
-def running(command: Sequence[str], log: Path, port: int, host: str = "127.0.0.1") -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a server until the block ends; enters once it accepts connections on ``port``. Raises ``EndedEarly``."""
+def running(
+    command: Sequence[str], log: Path, port: int, host: str = "127.0.0.1", limit_s: float = 20.0
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a server until the block ends; enters once it accepts connections on ``port``, within ``limit_s``.
+
+    Raises ``EndedEarly``.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        _await_port(process, host, port, log)
+        _await_port(process, host, port, log, limit_s)
         yield process
     finally:
         _end(process)
@@ -73,8 +78,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Path) -> None:
-    deadline = time.monotonic() + 20
+def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Path, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise EndedEarly(f"{process.args!r} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
@@ -83,7 +88,7 @@ def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Pat
                 return
         except OSError:
             time.sleep(0.02)
-    raise RuntimeError(f"{process.args!r} did not listen on port {port} within 20 s")
+    raise RuntimeError(f"{process.args!r} did not listen on port {port} within {limit_s:g} s")
 
 
 def broker_program(name: str) -> str:

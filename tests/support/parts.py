@@ -17,6 +17,7 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import Child, ChildSpec
 from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
+from torchrelay.cli.up.tls import tls_of_install
 
 BROKERS = ("redis", "nats")
 STOP_LIMIT_S = 30.0  # as compose and Kubernetes have it
@@ -101,7 +102,7 @@ async def parts_of(folder: Path, options: UpOptions, settings: Mapping[str, str]
     home = Home(folder)
     home.make()
     with closing(Ports()) as ports, home.owned():
-        plan = StackPlan(home, options, ports)
+        plan = StackPlan(home, options, ports, tls_of_install(home, options))
         specs = {spec.name: spec for group in plan.stack().groups for spec in group}
         parts = Parts(home, ports, specs)
         for name in specs.keys() - set(BROKERS):

@@ -1,4 +1,4 @@
-"""A real PostgreSQL for tests, if installed: own folder, port and user, without fsync."""
+"""A real PostgreSQL for tests: own folder, port and user, without fsync."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pathlib import Path
 from tests.support.brokers import free_port, running
 
 
-def _program(name: str) -> str | None:
+def postgres_program(name: str) -> str:
+    """The path of a program of PostgreSQL."""
     folders = [str(folder) for folder in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
-    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+    path = shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+    assert path, "PostgreSQL is not installed: run `make test`, which installs it, or apt-get install postgresql"
+    return path
 
 
 def _await_ready(port: int) -> None:
     """It listens a moment before it accepts queries."""
-    ask = [_program("pg_isready") or "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
+    ask = [postgres_program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]
     deadline = time.monotonic() + 20
     while subprocess.run(ask, check=False, timeout=10).returncode != 0:
         if time.monotonic() > deadline:
@@ -33,10 +36,7 @@ def _await_ready(port: int) -> None:
 @contextmanager
 def postgres_server() -> Iterator[str]:
     """The URL of a fresh server. As root it runs as ``nobody``: PostgreSQL refuses to run as root."""
-    initdb, postgres = _program("initdb"), _program("postgres")
-    assert initdb and postgres, (
-        "PostgreSQL is not installed: run `make test`, which installs it, or apt-get install postgresql"
-    )
+    initdb, postgres = postgres_program("initdb"), postgres_program("postgres")
     prefix: list[str] = []
     with tempfile.TemporaryDirectory(
         prefix="relay-pg-", dir="/tmp"
