@@ -23,7 +23,7 @@ def test_lost_part_is_told_to_the_operator_until_it_is_back(console: Console, tm
     os.kill(redis, signal.SIGSTOP)
     try:
         alerts = operators.get_by_role("region", name="Alerts")
-        expect(alerts).to_contain_text("The redis does not answer", timeout=30_000)
+        expect(alerts).to_contain_text("Redis does not answer", timeout=30_000)
         expect(alerts).to_contain_text("Rate limits and budgets are not enforced")
         operators.screenshot(path=tmp_path / "alerts.png")
         assert serious_issues(operators) == []

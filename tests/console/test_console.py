@@ -25,12 +25,13 @@ NOTE_RELAYS = """() => {
     new MutationObserver(note).observe(document.body, { subtree: true, childList: true, characterData: true });
 }"""
 HOSTILE = "<img src=x onerror=alert(1)>"
-PAGES = ("Overview", "Models", "Cluster", "Playground", "Keys and limits", "Usage and bill", "Events")
+PAGES = ("Overview", "Models", "Cluster", "Requests", "Playground", "Keys and limits", "Usage and bill", "Events")
 
 
 NOTHING = (
     ("Models", "There is no model yet"),
     ("Cluster", "Hosts are the operator's"),
+    ("Requests", "No request yet"),
     ("Playground", "There is no model yet"),
     ("Usage and bill", "Nothing was used yet"),
     ("Keys and limits", "test"),

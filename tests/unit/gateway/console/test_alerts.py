@@ -38,7 +38,7 @@ def test_lost_parts_come_first_with_what_to_do() -> None:
         ("The database does not answer.", True),
         ("The scheduler does not answer.", True),
         ("The disk of /home is full.", True),
-        ("The redis is unavailable.", False),
+        ("Redis is unavailable.", False),
     ]
     assert all(each.advice for each in found)
     assert [bool(each.public) for each in found] == [True, True, False, False]

@@ -42,7 +42,13 @@ def sample() -> Sample:
         ],
         instances=[
             scheduler_pb2.InstanceView(
-                instance_id="i-1", model="acme/a", version_id="v-1", pack_id="p-1", worker_id="w-1", state="ready"
+                instance_id="i-1",
+                model="acme/a",
+                version_id="v-1",
+                pack_id="p-1",
+                worker_id="w-1",
+                state="ready",
+                moves=[scheduler_pb2.PromptMoves(worker_id="w-2", num_prompts=3, saved_s=1.5)],
             )
         ],
         demand=[
@@ -94,12 +100,13 @@ def test_only_an_admin_sees_hosts_and_workers() -> None:
     for tenant in (ACME, ZOO, OTHER):
         text = json.dumps(seen_by(tenant, sample()))
         assert "host-1" not in text
-        assert "w-1" not in text
+        assert "w-1" not in text and "w-2" not in text
     hosts = {host["id"]: host for host in seen_by(ADMIN, sample())["hosts"]}
     first = hosts["host-1"]
     assert first["memory"] == [{"models": ["acme/a", "zoo/same"], "verified": 0.25, "pack_bytes": 0, "num_pins": 0}]
     assert [(slot["state"], slot["kv_used"], slot["num_running"]) for slot in first["slots"]] == [("ready", 0.25, 5)]
     assert first["slots"][0]["models"] == ["acme/a", "zoo/same"]
+    assert seen_by(ADMIN, sample())["instances"][0]["moves"] == [["w-2", 3, 1.5]]
     assert [slot["worker"] for slot in hosts["host-2"]["slots"]] == ["w-2"]
 
 

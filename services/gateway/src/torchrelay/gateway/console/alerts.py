@@ -23,6 +23,7 @@ _ADVICE = {
     "nats": "Events of this time are missing; requests go on. Look whether it runs.",
     "redis": "Rate limits and budgets are not enforced; requests go on. Look whether it runs.",
 }
+_NAMES = {"nats": "NATS", "redis": "Redis"}
 _TOLD_TO_TENANTS = ("database", "scheduler")
 
 
@@ -49,7 +50,7 @@ def _parts(cluster: scheduler_pb2.ClusterView | None, health: HealthReport) -> I
     if cluster is None:
         faults.setdefault("scheduler", SILENT)
     for part, fault in faults.items():
-        text = f"The {part} {fault}."
+        text = f"{_NAMES.get(part, f'The {part}')} {fault}."
         advice = _ADVICE.get(part, "Look whether it runs, and into its log.")
         public = text if part in _TOLD_TO_TENANTS else ""
         yield Alert(part, text, advice, is_critical=part not in ("nats", "redis"), public=public)

@@ -95,7 +95,13 @@ def _instances(
             "phases": [[each.name, each.begin_unix_us, each.end_unix_us] for each in slot.load_phases],
         }
         if caller.is_admin:
-            shown |= {"worker": instance.worker_id, "num_running": instance.num_running, "idle_s": instance.idle_s}
+            shown |= {
+                "worker": instance.worker_id,
+                "num_running": instance.num_running,
+                "idle_s": instance.idle_s,
+                "roles_reason": instance.roles_reason,
+                "moves": [[each.worker_id, each.num_prompts, each.saved_s] for each in instance.moves],
+            }
         yield shown
 
 
@@ -115,6 +121,7 @@ def _relays(
             "bytes_per_s": relay.bytes_per_s,
             "left_s": relay.left_s,
             "ended_s": relay.ended_s,
+            "pack": relay.pack_id if caller.is_admin else "",
             "target": relay.target if caller.is_admin else "",
             "sources": [each.holder_id for each in relay.sources] if caller.is_admin else [],
             "reason": relay.reason if caller.is_admin else "",

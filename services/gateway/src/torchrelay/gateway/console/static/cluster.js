@@ -1,12 +1,13 @@
-import { html } from "/console/vendor/preact-htm.js";
-import { bytes, count, percent, rate, seconds } from "/console/format.js";
-import { Table } from "/console/parts.js";
+import { html, useMemo } from "/console/vendor/preact-htm.js";
+import { bytes, count, percent, rate, seconds, time } from "/console/format.js";
+import { Alert, Decisions, Loading, Table, useAnswer } from "/console/parts.js";
 
 const link = (model) => html`<a href=${`#/models/${model.split("/").map(encodeURIComponent).join("/")}`}>${model}</a>`;
 export const links = (models) => models.map((model, place) => html`${place ? ", " : ""}${model.includes("/") ? link(model) : model}`);
+const addressOf = (...parts) => `#/cluster/${parts.map(encodeURIComponent).join("/")}`;
 
 const SLOT_COLUMNS = [
-  ["Worker", (slot) => slot.worker],
+  ["Worker", (slot) => (slot.instance ? html`<a href=${addressOf("instance", slot.instance)}>${slot.worker}</a>` : slot.worker)],
   ["Slot", (slot) => html`<span class=${`state ${slot.state}`}>${slot.state}${slot.state === "loading" ? `, ${percent(slot.loaded)}` : ""}</span>`],
   ["Model", (slot) => links(slot.models)],
   ["Roles", (slot) => slot.roles.join(", ")],
@@ -35,7 +36,7 @@ const RELAY_COLUMNS = [
   ["From", (relay) => relay.sources.join(", ") || "the platform"],
   ["", (relay) => html`<svg class=${`arrow ${relay.state}`} role="img" aria-label=${relay.state} viewBox="0 0 60 12"><path d="M0 6H52M46 1l7 5-7 5" /></svg>`],
   ["To", (relay) => relay.target || "a host"],
-  ["State", (relay) => relay.state],
+  ["State", (relay) => (relay.target ? html`<a href=${addressOf("relay", relay.target, relay.pack)}>${relay.state}</a>` : relay.state)],
   ["Verified", (relay) => percent(relay.verified), "number"],
   ["Size", (relay) => bytes(relay.pack_bytes), "number"],
   ["MB/s", (relay) => rate(relay.bytes_per_s / 1e6), "number"],
@@ -46,16 +47,76 @@ const RELAY_COLUMNS = [
 export const Relays = ({ last }) => html`<${Table} label="Relays" columns=${RELAY_COLUMNS} rows=${last.relays}>
   ${last.num_models ? "No weights are on their way. Call a model at zero to see a relay." : "There is no model yet: publish a folder with torchrelay upload DIR."}<//>`;
 
-export function Cluster({ samples, isAdmin }) {
+// Loading instances that compute prompts already: a pair is a loading worker and a loaded one that takes prompts over from it.
+const pairsOf = (instances) => instances.flatMap((each) => {
+  if (each.moves.length) return each.moves.map(([worker, num, savedS]) => ({ ...each, to: worker, num, savedS }));
+  return each.state === "loading" && each.num_running ? [{ ...each, to: "", num: 0, savedS: 0 }] : [];
+});
+const PAIR_COLUMNS = [
+  ["Loading worker", (pair) => html`<a href=${addressOf("instance", pair.id)}>${pair.worker}</a>`],
+  ["State", (pair) => (pair.state === "loading" ? `loading, ${percent(pair.loaded)}` : pair.state)],
+  ["Paired with", (pair) => pair.to || "none yet"],
+  ["Model", (pair) => links(pair.models)],
+  ["Prompts moved", (pair) => count(pair.num), "number"],
+  ["Computation saved", (pair) => seconds(pair.savedS), "number"],
+];
+
+function Instance({ id, last }) {
+  const instance = last.instances.find((each) => each.id === id);
+  if (!instance) return html`<p>The instance is gone. <a href="#/events">Events</a> of the kind instance tell why.</p>`;
+  const facts = {
+    Model: links(instance.models),
+    Worker: instance.worker,
+    State: `${instance.state} for ${seconds(instance.in_state_s)}`,
+    Roles: instance.roles.join(", "),
+    Running: count(instance.num_running),
+    ...(instance.roles_reason && { "Why these roles": instance.roles_reason }),
+    ...(instance.moves.length > 0 && { "Prompts moved to": instance.moves.map(([worker, num]) => `${worker}: ${count(num)}`).join(", ") }),
+  };
+  return html`<dl>${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    <${WhyInstance} id=${id} model=${instance.models[0]} />`;
+}
+
+function WhyInstance({ id, model }) {
+  const { data, error } = useAnswer(`/v1/explain?model=${encodeURIComponent(model)}`, 5000);
+  if (!data) return error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`;
+  return html`<h2>Why</h2><${Decisions} decisions=${data.decisions.filter(({ subject }) => subject === id)}>The scheduler keeps no decision about it any more: it keeps the last 100 of a model, since it began.<//>`;
+}
+
+const RELAY_EVENT_COLUMNS = [
+  ["Time, UTC", (event) => time(event.at_unix_us / 1e6)],
+  ["Event", (event) => event.kind],
+  ["Model", (event) => event.model],
+  ["Reason", (event) => event.reason],
+];
+
+function Relay({ target, pack, last }) {
+  const relay = last.relays.find((each) => each.target === target && each.pack === pack);
+  const since = useMemo(() => Math.floor(Date.now() / 1000) - 3600, []);
+  const { data, error } = useAnswer(`/v1/events?kind=relay&limit=1000&since=${since}`, 5000);
+  const events = data?.data.filter((event) => event.store_id === target && event.pack_id === pack).reverse();
+  return html`${relay ? html`<${Table} label="Relays" columns=${RELAY_COLUMNS} rows=${[relay]} />` : html`<p class="dim">It has ended.</p>`}
+    <h2>Why</h2>${error && html`<${Alert}>${error}<//>`}
+    ${events ? html`<${Table} label="Events of the relay" columns=${RELAY_EVENT_COLUMNS} rows=${events}>Nothing in the last hour.<//>` : !error && html`<${Loading} />`}`;
+}
+
+function Detail({ path: [kind, name, pack], last }) {
+  return html`<p><a href="#/cluster">The cluster</a></p><h2>${kind === "relay" ? `Relay to ${name}` : `Instance ${name}`}</h2>
+    ${kind === "relay" ? html`<${Relay} target=${name} pack=${pack} last=${last} />` : html`<${Instance} id=${name} last=${last} />`}`;
+}
+
+export function Cluster({ samples, isAdmin, path }) {
   const last = samples.at(-1);
   if (!last) return html`<p class="dim">Waiting for the first figures.</p>`;
   if (!isAdmin) return html`<p>Hosts are the operator's: sign in with the admin key to see them. <a href="#/models">Models</a> shows your instances.</p>
     <h2>Relays</h2><${Relays} last=${last} />`;
+  if (path.length > 1) return html`<${Detail} key=${path.join("/")} path=${path.map(decodeURIComponent)} last=${last} />`;
   const slots = last.hosts.flatMap((host) => host.slots);
   const num = (state) => slots.filter((slot) => slot.state === state).length;
   const cards = { Hosts: last.hosts.length, "Slots ready": num("ready"), "Slots loading": num("loading"), "Slots draining": num("draining") + num("leaving"), "Slots free": num("free") };
   return html`<div class="cards">${Object.entries(cards).map(([label, value]) => html`<div class="card"><span>${label}</span><strong>${count(value)}</strong></div>`)}</div>
     <h2>Relays</h2><${Relays} last=${last} />
+    <h2>Live pairs</h2><${Table} label="Live pairs" columns=${PAIR_COLUMNS} rows=${pairsOf(last.instances)}>No loading worker computes prompts now. One does when requests wait for its model; a loaded worker then takes them over.<//>
     <h2>Hosts</h2>${last.hosts.length === 0 && html`<p class="dim">No host reports. Look into the scheduler's log, and whether workers run.</p>`}
     <div class="hosts">${last.hosts.map((host) => html`<${Host} key=${host.id} host=${host} />`)}</div>`;
 }

@@ -1,8 +1,8 @@
-import { html, useEffect, useMemo, useRef, useState } from "/console/vendor/preact-htm.js";
-import uPlot from "/console/vendor/uplot.js";
+import { html, useMemo, useState } from "/console/vendor/preact-htm.js";
 import { links, Relays } from "/console/cluster.js";
 import { count, dollars, rate, seconds } from "/console/format.js";
 import { Alert, useAnswer } from "/console/parts.js";
+import { Plot } from "/console/plot.js";
 
 const PERIODS = { "15 minutes": 900, "1 hour": 3600, "24 hours": 86_400 };
 const MINUTE_S = 60;
@@ -22,27 +22,7 @@ function pointsOf(minutes, samples, fromS) {
   return [...points, ...samples.map((each) => [each.at_unix_s, each.requests_per_s, each.tokens_per_s])];
 }
 
-function Plot({ title, points, column, periodS }) {
-  const place = useRef(null);
-  const plot = useRef(null);
-  const range = useRef(null);
-  range.current = [points.at(-1)[0] - periodS, points.at(-1)[0]];
-  useEffect(() => {
-    const style = getComputedStyle(document.body);
-    const line = { stroke: style.getPropertyValue("--line"), width: 1 };
-    const axis = { stroke: style.color, grid: line, ticks: line };
-    const size = () => ({ width: place.current.clientWidth, height: 160 });
-    const scales = { x: { range: () => range.current }, y: { range: (_, __, max) => [0, max > 0 ? max * 1.1 : 1] } };
-    const series = [{}, { stroke: style.getPropertyValue("--accent"), width: 2 }];
-    const options = { ...size(), scales, series, axes: [axis, axis], legend: { show: false } };
-    plot.current = new uPlot(options, [[], []], place.current);
-    const watcher = new ResizeObserver(() => plot.current.setSize(size()));
-    watcher.observe(place.current);
-    return () => { watcher.disconnect(); plot.current.destroy(); };
-  }, []);
-  useEffect(() => plot.current.setData([points.map(([at]) => at), points.map((point) => point[column])]), [points]);
-  return html`<section class="plot"><h2>${title}</h2><div ref=${place}></div></section>`;
-}
+const columnOf = (points, column) => [points.map(([at]) => at), points.map((point) => point[column])];
 
 // What needs attention, and what to do next; tenants are told what concerns them.
 function Alerts({ alerts }) {
@@ -59,6 +39,7 @@ export function Overview({ samples }) {
   const last = samples.at(-1);
   const points = useMemo(() => last && pointsOf(minutes.data?.data ?? [], samples, last.at_unix_s - PERIODS[period]), [minutes.data, samples, period]);
   if (!last) return html`<p class="dim">Waiting for the first figures.</p>`;
+  const range = [last.at_unix_s - PERIODS[period], last.at_unix_s];
   const cards = {
     "Requests/s": rate(last.requests_per_s),
     "Tokens/s": rate(last.tokens_per_s),
@@ -76,8 +57,8 @@ export function Overview({ samples }) {
     <p><label class="inline">Plots of the last <select value=${period} onChange=${(event) => setPeriod(event.target.value)}>
       ${Object.keys(PERIODS).map((name) => html`<option value=${name}>${name}</option>`)}</select></label></p>
     <div class="plots">
-      <${Plot} title="Requests/s" points=${points} column=${1} periodS=${PERIODS[period]} />
-      <${Plot} title="Tokens/s" points=${points} column=${2} periodS=${PERIODS[period]} /></div>
+      <${Plot} title="Requests/s" data=${columnOf(points, 1)} range=${range} />
+      <${Plot} title="Tokens/s" data=${columnOf(points, 2)} range=${range} /></div>
     ${minutes.error && html`<${Alert}>${minutes.error}<//>`}
     <h2>Relays</h2>
     <${Relays} last=${last} />`;

@@ -1,6 +1,7 @@
-import { html, useState } from "/console/vendor/preact-htm.js";
+import { html, useMemo, useState } from "/console/vendor/preact-htm.js";
 import { count } from "/console/format.js";
 import { Alert, Loading, Table, useAnswer } from "/console/parts.js";
+import { Plot } from "/console/plot.js";
 
 const GROUPS = ["day", "model", "key"];
 const FIGURES = ["requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost"];
@@ -14,6 +15,31 @@ function save(groupBy, rows) {
   URL.revokeObjectURL(address);
 }
 
+const DAY_S = 86_400;
+const MAX_BARS = 12;
+const PLOTTED = { cost: "Cost, $", requests: "Requests", completion_tokens: "Output tokens" };
+const short = (name) => (name.length > 18 ? `${name.slice(0, 17)}…` : name);
+
+// Days lie on an axis of time, so that a day without use is a gap; models and keys are bars by size.
+function dataOf(rows, groupBy, figure) {
+  const values = (shown) => shown.map((row) => Number(row[figure]));
+  if (groupBy === "day") {
+    const days = rows.map((row) => Date.parse(row.day) / 1000);
+    return { data: [days, values(rows)], range: [days[0] - DAY_S, days.at(-1) + DAY_S] };
+  }
+  const largest = [...rows].sort((left, right) => right[figure] - left[figure]).slice(0, MAX_BARS);
+  return { data: [largest.map((_, index) => index), values(largest)], range: [-0.7, largest.length - 0.3], labels: largest.map((row) => short(row[groupBy])) };
+}
+
+function Bars({ rows, groupBy }) {
+  const [figure, setFigure] = useState("cost");
+  const plot = useMemo(() => dataOf(rows, groupBy, figure), [rows, groupBy, figure]);
+  const title = `${PLOTTED[figure]} by ${groupBy}${groupBy !== "day" && rows.length > MAX_BARS ? `, the largest ${MAX_BARS} of ${count(rows.length)}` : ""}`;
+  return html`<p><label class="inline">Plot of <select value=${figure} onChange=${(event) => setFigure(event.target.value)}>
+      ${Object.entries(PLOTTED).map(([name, label]) => html`<option value=${name}>${label}</option>`)}</select></label></p>
+    <div class="plots"><${Plot} key=${groupBy} title=${title} ...${plot} isBars=${true} height=${plot.labels ? 260 : 180} /></div>`;
+}
+
 export function Usage() {
   const [groupBy, setGroupBy] = useState("day");
   const { data, error } = useAnswer(`/v1/usage?group_by=${groupBy}`);
@@ -23,5 +49,6 @@ export function Usage() {
     <label>Sums by <select value=${groupBy} onChange=${(event) => setGroupBy(event.target.value)}>${GROUPS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
     <button type="button" disabled=${!data?.data.length} onClick=${() => save(groupBy, data.data)}>Save as CSV</button></form>
     ${error && html`<${Alert}>${error}<//>`}
+    ${data?.data.length > 0 && html`<${Bars} rows=${data.data} groupBy=${groupBy} />`}
     ${data ? html`<${Table} label="Usage" columns=${columns} rows=${data.data} total=${{ ...data.total, [groupBy]: "total" }}>Nothing was used yet. Send a request from the playground.<//>` : !error && html`<${Loading} />`}`;
 }
