@@ -44,7 +44,7 @@ _POSTGRES_DISK_FULL = "53100"
 # Classes of SQLSTATE: no connection, no resources (such as connections), and an operator's action (such as a start).
 _POSTGRES_AWAY = ("08", "53", "57")
 _SMALLEST_WRITE_BYTES = 64 << 10  # SQLite's shared memory file and a page
-# On SQLite's disk before it is written again: a single freed page would admit a request whose bill has no room.
+# On SQLite's disk before it is written again: a single freed page would admit a request whose bill does not fit.
 _SPACE_AFTER_FULL_BYTES = 1 << 20
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
 TIME_LIMIT_S = 5.0
