@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -19,7 +19,6 @@ from tests.support.wait import HANG_S, eventually, wait_until
 from tests.unit.engine.harness import Model
 from tests.unit.param_store.running_store import REMOTE, publish, running_store
 from tests.vllm import test_worker_contract as contract
-from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.engine.core import LoadFailed
 from torchrelay.vllm.device_group import DeviceGroup
 from torchrelay.worker.slot.slot import FREE
@@ -36,6 +35,13 @@ async def test_two_devices_answer_as_one_does(tmp_path: Path, model: Model, nats
             await store.relay(each.pack_id, REMOTE)
         async with running_test_worker(nats_url, store, engine="vllm", devices=2, kv_pool_bytes=8 << 20) as worker:
             slot = worker.worker.slot
+            (rank,) = ranks_of(os.getpid())
+            limits = resource.prlimit(rank, resource.RLIMIT_NOFILE)
+            resource.prlimit(rank, resource.RLIMIT_NOFILE, (3, limits[1]))
+            await worker.load(model_version(description), [PREFILL, DECODE])
+            await eventually(lambda: slot.state == FREE and slot.error, "the end of the load")
+            assert "device 1 of the slot: " in slot.error and "Too many open files" in slot.error
+            resource.prlimit(rank, resource.RLIMIT_NOFILE, limits)
             await worker.load(model_version(of_refused), [PREFILL, DECODE])
             await eventually(lambda: slot.state == FREE and slot.error, "the end of the load")
             assert "vLLM does not serve this model in this slot: " in slot.error and "16" in slot.error
@@ -49,6 +55,7 @@ async def test_two_devices_answer_as_one_does(tmp_path: Path, model: Model, nats
             await contract.test_stop_tokens_logprobs_and_limits(scene, model)
             await contract.test_cancel_and_deadline_leave_nothing(scene)
             await contract.test_drain_lets_answers_end_and_the_slot_serves_again(scene, model)
+        assert not is_running(rank)
 
 
 @pytest.fixture
@@ -81,34 +88,11 @@ def test_a_rank_fails_with_its_reason_and_goes_on_until_it_is_killed(
     assert lost.get(timeout=HANG_S) == "lost"
 
 
-@contextmanager
-def running_process(folder: Path, nats_url: str, **settings: str) -> Iterator[subprocess.Popen[bytes]]:
-    ready = folder / "ready.json"
-    options = {
-        "worker-id": "w",
-        "node-key": derive_node_key(bytes(32), "w").hex(),
-        "nats-url": nats_url,
-        "ready-file": str(ready),
-        "engine": "vllm",
-        "devices": "2",
-        **settings,
-    }
-    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    program = "from torchrelay.worker.main import main; main()"
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen((sys.executable, "-c", program, *arguments), stderr=log, stdout=log)
-    try:
-        wait_until(lambda: ready.exists() or process.poll() is not None, "the worker")
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
-    """The processes that the worker has started."""
-    children = Path(f"/proc/{process.pid}/task").glob("*/children")
-    return [int(pid) for of_thread in children for pid in of_thread.read_text().split()]
+def ranks_of(worker: int) -> list[int]:
+    """The processes of further devices that the worker has started."""
+    children = Path(f"/proc/{worker}/task").glob("*/children")
+    pids = [int(pid) for of_thread in children for pid in of_thread.read_text().split()]
+    return [pid for pid in pids if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def is_running(pid: int) -> bool:
@@ -118,18 +102,26 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("victim", ["rank", "worker"])
-def test_the_processes_of_a_slot_end_together(tmp_path: Path, nats_url: str, victim: str) -> None:
-    with running_process(tmp_path, nats_url) as process:
-        (rank,) = ranks_of(process)
-        os.kill(rank if victim == "rank" else process.pid, signal.SIGKILL)
-        assert process.wait(HANG_S) == (1 if victim == "rank" else -signal.SIGKILL)
-        wait_until(lambda: not is_running(rank), "the end of the rank")
+PROGRAM = """
+import signal, sys
+from pathlib import Path
+from torchrelay.vllm.device_group import DeviceGroup
+
+DeviceGroup(2).start(num_threads=1)
+Path(sys.argv[1]).touch()
+signal.pause()
+"""
 
 
-def test_a_worker_that_is_told_to_end_ends_its_ranks(tmp_path: Path, nats_url: str) -> None:
-    with running_process(tmp_path, nats_url) as process:
-        (rank,) = ranks_of(process)
-        process.terminate()
-        assert process.wait(HANG_S) == 0
-        assert not is_running(rank)
+@pytest.mark.parametrize(("victim", "status"), [("rank", 1), ("worker", -signal.SIGKILL)])
+def test_the_processes_of_a_slot_end_together(tmp_path: Path, victim: str, status: int) -> None:
+    started = tmp_path / "started"
+    with subprocess.Popen((sys.executable, "-c", PROGRAM, str(started))) as process:
+        try:
+            wait_until(lambda: started.exists() or process.poll() is not None, "the start", 2 * HANG_S)
+            (rank,) = ranks_of(process.pid)
+            os.kill(rank if victim == "rank" else process.pid, signal.SIGKILL)
+            assert process.wait(HANG_S) == status
+            wait_until(lambda: not is_running(rank), "the end of the rank")
+        finally:
+            process.kill()

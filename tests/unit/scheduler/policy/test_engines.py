@@ -5,6 +5,7 @@ both roles, and pairs with itself alone. A model that names an engine is loaded 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -200,7 +201,7 @@ def test_an_adapter_gets_an_instance_on_its_engine_while_its_base_runs_on_anothe
 @pytest.mark.parametrize(
     ("changes", "worker_id"), [({}, "w-b"), ({"engine": "vllm"}, "w-c"), ({"engine": "vllm", "num_devices": 2}, "w-a")]
 )
-def test_a_model_is_loaded_into_a_slot_of_its_devices(changes: dict[str, object], worker_id: str) -> None:
+def test_a_model_is_loaded_into_a_slot_of_its_devices(changes: dict[str, Any], worker_id: str) -> None:
     pair, single = without_handover(a_worker("w-a", num_devices=2)), without_handover(a_worker("w-c"))
     scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), pair, a_worker("w-b"), single)
     scene.admit(a_model(**changes), "r1")
@@ -218,7 +219,7 @@ def test_a_model_is_loaded_into_a_slot_of_its_devices(changes: dict[str, object]
         ({}, "a slot of 1 device; no worker has one"),
     ],
 )
-def test_a_request_for_absent_devices_is_refused_with_their_number(changes: dict[str, object], needed: str) -> None:
+def test_a_request_for_absent_devices_is_refused_with_their_number(changes: dict[str, Any], needed: str) -> None:
     pair = without_handover(a_worker("w-a", num_devices=2))
     scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), pair)
     scene.admit(a_model(**changes), "r1")

@@ -19,15 +19,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
-
-from vllm.config import VllmConfig
+from typing import TYPE_CHECKING, Any
 
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.process.watchdog import end_process
 from torchrelay.engine.core import LoadFailed
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.vllm.rank_messages import Call, Close, Closed, Done, Fail, Failed, Imported, Open, SegmentReady, Start
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 log = get_logger(__name__)
 # Between the failure of a rank, or the end of a model, and its end in all ranks. A rank that waits for another in a
@@ -148,8 +149,13 @@ class DeviceGroup:
         self.failure, self._on_failed = "", on_failed
 
     def open(self, slab: MappedSlab) -> None:
-        """Gives the processes a pack."""
+        """Gives the processes a pack. Raises ``LoadFailed`` with the reason of one that cannot map it."""
         self._send(Open(slab.arena_path, slab.offset, slab.num_bytes))
+        try:
+            self.results()
+        except LoadFailed:
+            self.close()
+            raise
 
     def segment_ready(self, segment: int) -> None:
         """(any thread) Announces a segment."""

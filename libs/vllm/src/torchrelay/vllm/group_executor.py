@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from torchrelay.engine.core import LoadFailed
 from torchrelay.vllm.device_group import DeviceGroup
 
 
@@ -38,8 +39,13 @@ class GroupExecutor(UniProcExecutor):
     ) -> Any:
         assert single_value or not non_block, "vLLM waits for what all ranks return"
         self._group.begin_call(method, args, kwargs or {}, not single_value)
-        result = super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
-        if non_block:
-            result.result()  # raises what the first rank has: then the others may wait for it for ever
+        try:
+            result = super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
+            if non_block:
+                result.result()  # raises the error of the first rank, for which the others may wait
+        except Exception as error:
+            if self._group.failure:  # of another rank, for which the first has waited
+                raise LoadFailed(self._group.failure) from error
+            raise
         results = self._group.results()
         return result if single_value else [*result, *results]

@@ -7,16 +7,17 @@ that it has started hold.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.config import VllmConfig
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 # To a process: Open, then for each segment SegmentReady, one Start, and Calls, until Close. Fail may come at any time.
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Maps a slab of the host's arena."""
+    """Maps a slab of the host's arena. Answered by Done or Failed."""
 
     arena_path: str
     slab_offset: int

@@ -44,7 +44,7 @@ class RankProcess:
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection, self._rank = connection, rank
-        self._calls: queue.Queue[Start | Call | Close] = queue.Queue(_MAX_CALLS)
+        self._calls: queue.Queue[Open | Start | Call | Close] = queue.Queue(_MAX_CALLS)
         self._slab: MappedSlab | None = None
         self._pack: ArrivingPack | None = None
         self._worker: WorkerWrapperBase | None = None
@@ -54,16 +54,16 @@ class RankProcess:
         self._connection.send(Imported())
         while True:
             message = self._calls.get()
-            self._connection.send(self._close() if isinstance(message, Close) else self._answer(message))
+            answer = self._close() if isinstance(message, Close) else self._answer(message)
+            self._connection.send(answer)
+            if isinstance(answer, Failed):
+                end_group()  # so that no other rank waits for this one
 
     def _read(self) -> None:
         try:
             while True:
                 message = self._connection.recv()
-                if isinstance(message, Open):
-                    self._slab = MappedSlab(message.arena_path, message.slab_offset, message.slab_bytes)
-                    self._pack = ArrivingPack(self._slab.manifest, self._slab.data, lambda: None)
-                elif isinstance(message, SegmentReady):
+                if isinstance(message, SegmentReady):
                     assert self._pack is not None
                     self._pack.segment_ready(message.segment)
                 elif isinstance(message, Fail):
@@ -77,8 +77,12 @@ class RankProcess:
             traceback.print_exc()
             os._exit(1)  # the worker ends too, and starts again
 
-    def _answer(self, message: Start | Call) -> Done | Failed:
+    def _answer(self, message: Open | Start | Call) -> Done | Failed:
         try:
+            if isinstance(message, Open):
+                self._slab = MappedSlab(message.arena_path, message.slab_offset, message.slab_bytes)
+                self._pack = ArrivingPack(self._slab.manifest, self._slab.data, lambda: None)
+                return Done(None)
             if isinstance(message, Start):
                 self._start(message)
                 return Done(None)

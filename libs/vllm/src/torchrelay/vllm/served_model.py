@@ -75,7 +75,7 @@ class VllmModel:
         group.watch(self._pack.fail)
         group.open(slab)
         self._vllm: LLMEngine | None = None
-        self._is_broken = False
+        self._is_broken = self._is_ended = False
         self._choices = SlotChoices()
         self._queued: deque[GroupSpec] = deque()  # before vLLM is built
         self._cancels: deque[tuple[str, int | None]] = deque()
@@ -91,6 +91,7 @@ class VllmModel:
         self._group.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
+        self._is_ended = True
         self._pack.fail(reason)
         self._group.fail(reason)
 
@@ -111,7 +112,7 @@ class VllmModel:
                     on_failure.pop_all()
                 times_s.append(time.monotonic())
         except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
-            if isinstance(error, LoadFailed) and not self._group.failure:
+            if isinstance(error, LoadFailed) and (self._is_ended or not self._group.failure):
                 raise
             log.error("vllm_start_failed", exc_info=True)
             reason = self._group.failure or failure_reason(error)
