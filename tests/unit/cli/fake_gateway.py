@@ -132,6 +132,10 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json(MODEL | body)
             case method, ["models", *name] if name:
                 self._model(method, "/".join(name), body)
+            case "GET", ["explain"]:
+                decision = {"at_unix_us": 1, "kind": "scale", "subject": "acme/tiny", "reason": "would load 1 instance"}
+                worth = [{"label": "bid", "text": "3 late requests"}]
+                self._json({"id": "acme/tiny", "phases": [], "decisions": [decision], "worth": worth})
             case "GET", ["versions"]:
                 self._json({"data": self.gateway.versions})
             case "GET", ["prices"]:

@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.api.scheduler_client import explain
 from torchrelay.cli.errors import CliError
 from torchrelay.control.v1 import scheduler_pb2
@@ -40,3 +42,10 @@ def test_kept_home_is_reported_once() -> None:
         explain(address, request_id="req-nope")
     assert refused.value.message == UNKNOWN
     assert refused.value.hint == "the id is printed below an answer of `torchrelay chat`; REST: x-request-id"
+
+
+def test_model_of_a_remote_gateway_is_explained(run: Run, gateway: FakeGateway) -> None:
+    """It was refused, although the gateway tells it."""
+    shown = run("explain", "tiny", "--url", gateway.url, "--key", TENANT_KEY)
+    assert gateway.asked[-1][:2] == ("GET", "/v1/explain?model=tiny")
+    assert "would load 1 instance" in shown.stdout and "3 late requests" in shown.stdout

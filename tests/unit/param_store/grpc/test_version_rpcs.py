@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ from tests.unit.param_store.running_store import RunningStore, commit, contents,
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.remote.file_reader import FileReader
 from torchrelay.param_store.remote.folder_store import FolderStore
 from torchrelay.transfer.manifest import decode_manifest, pack_id_of
 
@@ -123,6 +125,25 @@ async def test_publication_on_full_disk_can_be_retried(tmp_path: Path, monkeypat
         assert await describe(store, kept.version_id) == kept
         monkeypatch.undo()
         assert (await commit(store, "u1"))[-1].version.pack_id != kept.pack_id
+
+
+async def test_large_file_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store held an adapter of up to 512 MB for each call."""
+    content = bytes(range(256)) * (40 << 10)  # 10 MiB
+    digest, lengths = blake3(content).hexdigest(), []
+    read_into = FileReader.read_into
+
+    def noted(reader: FileReader, offset: int, view: memoryview, stop: threading.Event) -> None:
+        lengths.append(len(view))
+        read_into(reader, offset, view, stop)
+
+    async with running_store(tmp_path) as store:
+        (tmp_path / "remote" / "files").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "remote" / "files" / digest).write_bytes(content)
+        monkeypatch.setattr(FileReader, "read_into", noted)
+        monkeypatch.delattr(FolderStore, "get_bytes")
+        assert await read(store, digest) == content
+    assert sum(lengths) == len(content) and max(lengths) <= 4 << 20
 
 
 async def test_bad_ids_and_damaged_objects_are_refused(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from urllib.parse import quote
 import typer
 
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.views import console
 from torchrelay.cli.views.timeline import explanation
 
 EXAMPLE = """Example:  torchrelay explain req-8x2kq0v3m1c9d7fzabcd
 
-Or:       torchrelay explain acme/glossary   (local platform)"""
+Or:       torchrelay explain acme/glossary"""
 _REQUEST_PREFIXES = ("req-", "resp_")  # the latter: of the Responses API
 SUBJECT = "The request id below an answer of `chat` (REST: x-request-id), or a model's name for its latest decisions."
 
@@ -33,13 +32,7 @@ def explain(
     """
     is_request = subject.startswith(_REQUEST_PREFIXES)
     access = tenant_access(home, url, key, "" if is_request else subject)
-    if not is_request:
-        subject = _full_model_name(access, subject)
-    if access.home is not None:
-        explained = _from_scheduler(access.home, subject, is_request)
-    else:
-        with access.client() as client:
-            explained = client.call("GET", f"/v1/requests/{quote(subject)}/explain")
+    explained = _explained(access, subject, is_request)
     if as_json:
         console.print_json(explained)
         return
@@ -50,15 +43,19 @@ def explain(
     console.out().print(explanation(explained["phases"], explained["decisions"], worth))
 
 
+def _explained(access: Access, subject: str, is_request: bool) -> dict[str, Any]:
+    if access.home is not None:
+        return _from_scheduler(access.home, subject if is_request else _full_model_name(access, subject), is_request)
+    named = quote(subject, safe="")
+    path = f"/v1/requests/{named}/explain" if is_request else f"/v1/explain?model={named}"
+    with access.client() as client:
+        explained: dict[str, Any] = client.call("GET", path)
+    return explained
+
+
 def _full_model_name(access: Access, name: str) -> str:
-    """The model's full name. Raises ``CliError`` when it is unknown, or its platform is remote."""
     with access.client() as client:
         full_name: str = client.call("GET", f"/v1/models/{quote(name)}")["id"]
-    if access.home is None:
-        raise CliError(
-            "decisions about a model are shown only on the platform's own machine",
-            "ask about a request: torchrelay explain REQUEST_ID",
-        )
     return full_name
 
 

@@ -97,11 +97,13 @@ class HostedTokenizer:
 
 async def read_file(store: ParamStoreAsyncStub, digest: str, timeout_s: float = READ_TIMEOUT_S) -> bytes:
     """A file of a version from this host's store, verified. Raises ``TorchrelayError``."""
+    parts, hasher = list[bytes](), blake3()
     try:
-        request = pb.ReadFileRequest(digest=digest)
-        encoded = b"".join([part.data async for part in store.ReadFile(request, timeout=timeout_s)])
+        async for part in store.ReadFile(pb.ReadFileRequest(digest=digest), timeout=timeout_s):
+            hasher.update(part.data)  # a part at a time: an adapter has hundreds of megabytes
+            parts.append(part.data)
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from error
-    if blake3(encoded).hexdigest() != digest:
+    if hasher.hexdigest() != digest:
         raise DataCorrupted(f"the file that the store gives for {digest} does not match this digest")
-    return encoded
+    return b"".join(parts)

@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from blake3 import blake3
 
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc.messages import version_description
+from torchrelay.param_store.remote.versions import check_digest
 from torchrelay.param_store.store import Store
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
 _PIECE_BYTES = 1 << 20
+_READ_BYTES = 4 << 20  # at a time: an object store takes a request for each
 
 
 class VersionRpcs:
@@ -28,9 +31,14 @@ class VersionRpcs:
         return pb.DescribeReply(version=version_description(version))
 
     async def ReadFile(self, request: pb.ReadFileRequest, context: Context) -> AsyncIterator[pb.FileBytes]:
-        data = await asyncio.to_thread(self.store.versions.read_file, request.digest)
-        for begin in range(0, len(data), _PIECE_BYTES):
-            yield pb.FileBytes(data=data[begin : begin + _PIECE_BYTES])
+        versions, digest, hasher = self.store.versions, request.digest, blake3()
+        num_bytes = await asyncio.to_thread(versions.file_size, digest)
+        for begin in range(0, num_bytes, _READ_BYTES):
+            part = await asyncio.to_thread(versions.read_part, digest, begin, min(_READ_BYTES, num_bytes - begin))
+            hasher.update(part)
+            for offset in range(0, len(part), _PIECE_BYTES):
+                yield pb.FileBytes(data=part[offset : offset + _PIECE_BYTES])
+        check_digest(hasher, digest)
 
     async def DeleteVersion(self, request: pb.DeleteVersionRequest, context: Context) -> pb.DeleteVersionReply:
         delete = self.store.versions.delete

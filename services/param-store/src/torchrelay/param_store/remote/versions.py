@@ -185,9 +185,21 @@ class Versions:
     def read_file(self, digest: str) -> bytes:
         """The verified content of a version's small file. Raises ``NotFound``, ``DataCorrupted``."""
         data = self._remote.get_bytes(file_key(digest))
-        if blake3(data).hexdigest() != digest:
-            raise DataCorrupted(f"the file {digest} is damaged in the remote store")
+        check_digest(blake3(data), digest)
         return data
+
+    def file_size(self, digest: str) -> int:
+        """The size of a version's file. Raises ``NotFound``."""
+        return self._remote.size(file_key(digest))
+
+    def read_part(self, digest: str, begin: int, num_bytes: int) -> bytes:
+        """A part of a version's file, not verified. Raises ``NotFound``, ``DataCorrupted``."""
+        part, reader = bytearray(num_bytes), self._remote.open_range(file_key(digest))
+        try:
+            reader.read_into(begin, memoryview(part), threading.Event())
+        finally:
+            reader.close()
+        return bytes(part)
 
     def all(self) -> list[StoredVersion]:
         """Every version in the remote store."""
@@ -262,6 +274,12 @@ def _keys(document: VersionDocument) -> frozenset[str]:
     """The keys of the document's packs and files."""
     files, packs = document.files.values(), document.weights.values()
     return frozenset((*map(file_key, files), *map(pack_key, packs), *map(manifest_key, packs)))
+
+
+def check_digest(hasher: blake3, digest: str) -> None:
+    """Raises ``DataCorrupted`` if the content of a file does not have its digest."""
+    if hasher.hexdigest() != digest:
+        raise DataCorrupted(f"the file {digest} is damaged in the remote store")
 
 
 def file_digest(path: Path) -> str:
