@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from vllm import EngineArgs
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -28,6 +29,7 @@ from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.manifest import Manifest
 from torchrelay.vllm.arriving_pack import ArrivingPack
 from torchrelay.vllm.computed_time import ComputedTime
+from torchrelay.vllm.model_document import model_document
 from torchrelay.vllm.slot_sampler import Choice, SlotChoices, SlotSampler, vllm_sampling
 from torchrelay.vllm.weight_loader import LOAD_FORMAT
 from torchrelay.worker.settings import WorkerSettings
@@ -60,6 +62,14 @@ def _compute_a_token(vllm: LLMEngine) -> None:
         vllm.step()
 
 
+def _discard(vllm: LLMEngine | None) -> None:
+    """Ends what a failed start has left in this process, with which no later start would succeed."""
+    if vllm is None:
+        cleanup_dist_env_and_memory()
+    else:
+        vllm.engine_core.shutdown()
+
+
 class VllmModel:
     """A ``ServedModel``. The first step builds vLLM, which takes each weight as soon as it has arrived."""
 
@@ -90,9 +100,10 @@ class VllmModel:
 
     def _build(self) -> LLMEngine:
         """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
+        vllm: LLMEngine | None = None
         try:
             with tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
-                Path(folder, "config.json").write_text(json.dumps(self._manifest.config))
+                Path(folder, "config.json").write_text(json.dumps(model_document(self._manifest.config)))
                 times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
                 times_s.append(time.monotonic())
@@ -100,9 +111,10 @@ class VllmModel:
                 times_s.append(time.monotonic())
                 _compute_a_token(vllm)
                 times_s.append(time.monotonic())
-        except LoadFailed:
-            raise
         except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
+            _discard(vllm)
+            if isinstance(error, LoadFailed):
+                raise
             log.error("vllm_start_failed", exc_info=True)
             raise LoadFailed(f"vLLM does not serve this model in this slot: {_reason_of(error)}") from error
         config_s, engine_s, first_token_s = (round(end - begin, 3) for begin, end in pairwise(times_s))

@@ -91,6 +91,7 @@ class Version:
     embedding: EmbeddingSpec | None = None  # None: the model declares none
     has_no_head: bool = False  # it gives embeddings, but no tokens
     base_version_id: str = ""  # of an adapter: the version that it changes, whose instances serve it
+    engine: str = ""  # the only one that computes the weights, as the store says; empty: any
 
     @property
     def served_version_id(self) -> str:
@@ -98,9 +99,11 @@ class Version:
         return self.base_version_id or self.version_id
 
     @property
-    def needs_own_engine(self) -> bool:
-        """Whether only Torchrelay's own engine serves it: adapters and weights in int8."""
-        return bool(self.base_version_id) or self.dtype == _INT8
+    def needed_engine(self) -> str:
+        """The only engine that serves it; empty: any."""
+        if self.base_version_id or (self.dtype == _INT8 and not self.engine):  # of a store of an earlier release
+            return OWN_ENGINE
+        return self.engine
 
     @property
     def adapter_id(self) -> str:
@@ -152,9 +155,7 @@ class PublishedModel:
     @property
     def needed_engine(self) -> str:
         """The engine that the model's instances must have; empty: any."""
-        if self.version.needs_own_engine:
-            return OWN_ENGINE
-        return "" if self.engine == ANY_ENGINE else self.engine
+        return self.version.needed_engine or ("" if self.engine == ANY_ENGINE else self.engine)
 
 
 class FinishCause(StrEnum):

@@ -47,9 +47,11 @@ def test_model_version_carries_the_latency_targets() -> None:
         ("vllm", {}, "vllm"),
         ("auto", {"dtype": "I8"}, "torchrelay"),
         ("vllm", {"base_version_id": "v-base"}, "torchrelay"),
+        ("torchrelay", {"dtype": "I8", "engine": "vllm"}, "vllm"),
+        ("auto", {"dtype": "I4", "engine": "vllm"}, "vllm"),
     ],
 )
-def test_adapters_and_int8_need_own_engine(engine: str, changes: dict[str, str], needed: str) -> None:
+def test_the_engine_that_a_version_needs_comes_first(engine: str, changes: dict[str, str], needed: str) -> None:
     model = published_model("acme/m", file_digests={})
     version = replace(model.version, **changes)  # type: ignore[arg-type]
     assert model_version(replace(model, engine=engine, version=version)).scaling.engine == needed

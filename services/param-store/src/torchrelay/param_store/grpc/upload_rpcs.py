@@ -138,7 +138,12 @@ class UploadRpcs:
                 raise UploadRefused("the base is an adapter itself; name the model that it adapts", field="base")
             base_config = base.manifest.config
         job = PackJob(
-            files, upload.pack_path.absolute(), request.largest_slot_bytes, settings.packer_memory_bytes, base_config
+            files,
+            upload.pack_path.absolute(),
+            request.largest_slot_bytes,
+            settings.packer_memory_bytes,
+            base_config,
+            tuple(request.engines),
         )
         async with self.store.packer_queue.acquired(tenant_id) as packer_turn:
             self.store.publish_queue.check_stuck(tenant_id)  # before it packs in vain

@@ -44,6 +44,7 @@ class PackJob:
     largest_slot_bytes: int
     memory_bytes: int
     base_config: dict[str, Any] | None = None
+    engines: tuple[str, ...] = ()  # that may compute the model; none: they are not known
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), default=str).encode()
