@@ -38,6 +38,8 @@ class ScriptedStore(ParamStoreServicer):
         self.aborted: list[str] = []
         self.largest_slice = 0
         self.largest_slot_bytes: int | None = None
+        self.engines: list[str] = []
+        self.needed_engine = ""
         self.content = "one"
 
     async def BeginUpload(self, request: Any, context: Any) -> param_store_pb2.UploadState:
@@ -63,7 +65,7 @@ class ScriptedStore(ParamStoreServicer):
 
     async def Commit(self, request: Any, context: Any) -> AsyncIterator[param_store_pb2.CommitProgress]:
         self._upload(request.upload_id)
-        self.largest_slot_bytes = request.largest_slot_bytes
+        self.largest_slot_bytes, self.engines = request.largest_slot_bytes, list(request.engines)
         yield param_store_pb2.CommitProgress(stage="validate", num_bytes_done=5, num_bytes_total=10)
         if self.refusal is not None:
             raise self.refusal
@@ -93,6 +95,7 @@ class ScriptedStore(ParamStoreServicer):
             file_digests={"tokenizer.json": "abc"},
             eos_token_ids=[2],
             stored_bytes=self.stored_bytes,
+            engine=self.needed_engine,
         )
 
     async def AbortUpload(self, request: Any, context: Any) -> param_store_pb2.AbortUploadReply:

@@ -8,7 +8,7 @@ import pytest
 
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
-from torchrelay.modelspec.quantization import INT8_PER_OUTPUT, Int8Weights, int8_weights
+from torchrelay.modelspec.quantization import INT8_PER_OUTPUT, Int8Weights, quantized_weights
 from torchrelay.modelspec.tensor_order import tensors_by_segment
 
 LLAMA: dict[str, Any] = {
@@ -56,14 +56,14 @@ def with_group(**changes: Any) -> dict[str, Any]:
 
 
 def test_int8_weights_are_recognised() -> None:
-    assert int8_weights(None) is None and int8_weights({}) is None
-    assert int8_weights(W8A8) == Int8Weights(has_head=False)
-    assert int8_weights(INT8_PER_OUTPUT) == Int8Weights(has_head=False)
-    assert int8_weights(with_group(input_activations=None)) == Int8Weights(has_head=False)
-    assert int8_weights(W8A8 | {"ignore": ["re:.*lm_head"]}) == Int8Weights(has_head=False)
-    assert int8_weights(W8A8 | {"format": "pack-quantized"}) == Int8Weights(has_head=False, is_packed=True)
-    assert int8_weights(with_group(format="int-quantized")) == Int8Weights(has_head=False)
-    assert int8_weights(W8A8 | {"ignore": []}) == Int8Weights(has_head=True)
+    assert quantized_weights(None) is None and quantized_weights({}) is None
+    assert quantized_weights(W8A8) == Int8Weights(has_head=False)
+    assert quantized_weights(INT8_PER_OUTPUT) == Int8Weights(has_head=False)
+    assert quantized_weights(with_group(input_activations=None)) == Int8Weights(has_head=False)
+    assert quantized_weights(W8A8 | {"ignore": ["re:.*lm_head"]}) == Int8Weights(has_head=False)
+    assert quantized_weights(W8A8 | {"format": "pack-quantized"}) == Int8Weights(has_head=False, is_packed=True)
+    assert quantized_weights(with_group(format="int-quantized")) == Int8Weights(has_head=False)
+    assert quantized_weights(W8A8 | {"ignore": []}) == Int8Weights(has_head=True)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,10 @@ def test_int8_weights_are_recognised() -> None:
     [
         ([], None),
         ("int8", ""),
-        ({"quant_method": "gptq", "bits": 4}, ".quant_method"),
+        ({"quant_method": "gptq", "bits": 4}, ".desc_act"),
         ({"quant_method": "bitsandbytes"}, ".quant_method"),
-        (W8A8 | {"format": "float-quantized"}, ".format"),
+        (W8A8 | {"format": "float-quantized"}, ".config_groups.group_0.weights.type"),
+        (W8A8 | {"format": "marlin-24"}, ".format"),
         (W8A8 | {"format": None}, ".format"),
         (W8A8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, ".sparsity_config"),
         (W8A8 | {"transform_config": {"config_groups": {"u": {}}}}, ".transform_config"),
@@ -91,12 +92,12 @@ def test_int8_weights_are_recognised() -> None:
         (with_group(weights=WEIGHTS | {"symmetric": False}), ".config_groups.group_0.weights.symmetric"),
         (with_group(weights=WEIGHTS | {"symmetric": 1}), ".config_groups.group_0.weights.symmetric"),
         (with_group(weights=WEIGHTS | {"strategy": "group"}), ".config_groups.group_0.weights.strategy"),
-        (with_group(input_activations=WEIGHTS), ".config_groups.group_0.input_activations.dynamic"),
+        (with_group(input_activations=WEIGHTS), ".config_groups.group_0.input_activations.strategy"),
     ],
 )
 def test_other_quantization_is_refused_by_field(quantization: Any, field: str | None) -> None:
     if field is None:
-        assert int8_weights(quantization) is None
+        assert quantized_weights(quantization) is None
         return
     with pytest.raises(UnsupportedModel) as refused:
         read_config(LLAMA | {"quantization_config": quantization})

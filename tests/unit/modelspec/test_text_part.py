@@ -77,7 +77,7 @@ def test_end_tokens_of_the_whole_count_first() -> None:
         (
             multimodal(LLAVA, {**LLAMA, "model_type": "llama"}, quantization_config={"bits": 4}),
             "text_config.quantization_config.quant_method",
-            "quant_method None is not supported; supported is 'compressed-tensors'",
+            "quant_method None is not supported; supported are awq, gptq, fp8, compressed-tensors",
         ),
         (
             multimodal("PaliGemmaForConditionalGeneration", {**LLAMA, "model_type": "gemma2"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,8 +156,10 @@ async def send(store: RunningStore, folder: Path, upload_id: str) -> None:
         assert (await put(store, upload_id, name, data)).complete
 
 
-async def commit(store: RunningStore, upload_id: str, largest_slot_bytes: int = 0) -> list[pb.CommitProgress]:
-    request = pb.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes)
+async def commit(
+    store: RunningStore, upload_id: str, largest_slot_bytes: int = 0, engines: Sequence[str] = ()
+) -> list[pb.CommitProgress]:
+    request = pb.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes, engines=engines)
     return [progress async for progress in store.stub.Commit(request)]
 
 

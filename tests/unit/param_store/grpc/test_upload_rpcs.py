@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.quantized_checkpoints import quantized_checkpoint
 from tests.support.wait import HANG_S, eventually
 from tests.unit.param_store.model_folders import (
     config_of,
@@ -288,6 +289,19 @@ async def test_model_larger_than_slots_refused(tmp_path: Path, folder: Path) -> 
         assert "the weights need 307,200 bytes and the largest slot has 200,000" in refusal(caught).message
         assert all(file.complete for file in (await begin(store, folder, "u2")).files)  # nothing to be sent again
         assert (await commit(store, "u2", largest_slot_bytes=307_200))[-1].version.pack_bytes == 307_200
+
+
+async def test_model_that_no_engine_computes_refused(tmp_path: Path) -> None:
+    awq, _ = quantized_checkpoint(tmp_path / "model", "awq")
+    async with running_store(tmp_path) as store:
+        await send(store, awq, "u1")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await commit(store, "u1", engines=["torchrelay"])
+        assert refusal(caught).field == "config.json"
+        assert "only the engine vllm computes weights that are quantized so" in refusal(caught).message
+        await send(store, awq, "u2")
+        version = (await commit(store, "u2", engines=["torchrelay", "vllm"]))[-1].version
+        assert (version.engine, version.dtype, version.shape.kv_dtype_bytes) == ("vllm", "I4", 2)
 
 
 async def test_upload_after_refusal_reuses_unchanged_files(tmp_path: Path, folder: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, MASKED, Architecture, EncoderTraits
 from torchrelay.modelspec.errors import UnsupportedModel
-from torchrelay.modelspec.quantization import Int8Weights, int8_weights
+from torchrelay.modelspec.quantization import Int8Weights, quantized_weights
 from torchrelay.modelspec.text_part import MULTIMODAL, is_multimodal, text_config
+from torchrelay.modelspec.vllm_quantization import VllmQuantization
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODER_ACTIVATIONS = ("gelu",)
@@ -114,13 +115,21 @@ class ModelConfig:
     attention_bias: bool = False  # of all projections of the attention
     mlp_bias: bool = False
     multipliers: Multipliers = Multipliers()
-    int8: Int8Weights | None = None  # None: all weights are in the model's dtype
+    int8: Int8Weights | None = None
+    vllm: VllmQuantization | None = None  # neither this nor int8: all weights are in the model's dtype
     has_head: bool = True  # False: it gives hidden states instead of tokens
     encoder: EncoderConfig | None = None  # None: a decoder
 
     @property
     def num_segments(self) -> int:
         return self.num_layers + 2
+
+    @property
+    def needed_engine(self) -> str:
+        """The only engine that computes the weights; empty: any."""
+        if self.vllm is not None:
+            return "vllm"
+        return "" if self.int8 is None else "torchrelay"
 
     @property
     def rotates_whole_heads(self) -> bool:
@@ -157,6 +166,7 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
     num_layers = _positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS)
     score_cap, logit_cap = architecture.soft_caps or (None, None)
     unrotated = _unrotated_layers(config, architecture, num_layers)
+    quantized = quantized_weights(config.get("quantization_config"))
     parsed = ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -181,7 +191,8 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
         attention_bias=_has_biases(config, architecture, "attention_bias"),
         mlp_bias=_has_biases(config, architecture, "mlp_bias"),
         multipliers=_multipliers(config) if architecture.multipliers else Multipliers(),
-        int8=int8_weights(config.get("quantization_config")),
+        int8=quantized if isinstance(quantized, Int8Weights) else None,
+        vllm=quantized if isinstance(quantized, VllmQuantization) else None,
         has_head=config["architectures"][0] not in HEADLESS,
     )
     _refuse_unsupported(config, parsed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.vllm_quantization import VllmQuantization, vllm_quantization
 
 _FIELD = "quantization_config"
 _HEAD = "lm_head"
@@ -48,14 +49,25 @@ class Int8Weights:
     is_packed: bool = False
 
 
-def int8_weights(quantization: Any) -> Int8Weights | None:
-    """Reads a quantization_config; None without one. Raises ``UnsupportedModel`` for anything but compressed-tensors
-    with symmetric int8 weights and one scale per output.
+def quantized_weights(quantization: Any) -> Int8Weights | VllmQuantization | None:
+    """Reads a quantization_config; None without one. What Torchrelay's engine does not compute is vLLM's.
+
+    Raises ``UnsupportedModel`` for what neither computes.
     """
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
         raise UnsupportedModel("it must be an object", _FIELD)
+    try:
+        return int8_weights(quantization)
+    except UnsupportedModel:
+        return vllm_quantization(quantization)
+
+
+def int8_weights(quantization: Mapping[str, Any]) -> Int8Weights:
+    """Reads a quantization_config. Raises ``UnsupportedModel`` for anything but compressed-tensors with symmetric int8
+    weights and one scale per output.
+    """
     _require(quantization, {"quant_method": "compressed-tensors"}, _FIELD)
     stored = quantization.get("format")
     if stored not in _FORMATS:

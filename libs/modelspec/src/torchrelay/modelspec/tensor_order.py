@@ -23,6 +23,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     group: str
     dtype: str = ""  # as in safetensors; "": the model's
+    is_linear: bool = False  # a weight [out, in] that a linear layer multiplies with
 
     @property
     def is_scale(self) -> bool:
@@ -48,7 +49,7 @@ def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
 def _weights(group: str, shapes: Mapping[str, tuple[int, int]], is_int8: bool) -> Iterator[TensorSpec]:
     """The weights of one projection, [out, in]; if they are in int8, then the scales of their outputs."""
     for name, shape in shapes.items():
-        yield TensorSpec(name, shape, group, "I8" if is_int8 else "")
+        yield TensorSpec(name, shape, group, "I8" if is_int8 else "", is_linear=True)
     for name, (num_out, _) in shapes.items() if is_int8 else ():
         yield TensorSpec(f"{name}_scale", (num_out, 1), group + SCALES)
 

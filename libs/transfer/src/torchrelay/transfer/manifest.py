@@ -23,8 +23,8 @@ DIGEST_BYTES = 32
 
 
 class TensorEntry(NamedTuple):
-    """A tensor: Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16", "I8"), byte offset in the pack, and
-    size.
+    """A tensor: Hugging Face name, shape, dtype as safetensors names it, of ``pack_layout.ITEM_BYTES``, byte offset in
+    the pack, and size.
     """
 
     name: str

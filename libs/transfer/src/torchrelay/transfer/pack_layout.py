@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry
 
 GROUP_ALIGN_BYTES: Final = 64
-ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
+ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
 
 
 class PackTensor(Protocol):

@@ -11,7 +11,15 @@ from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.core import LoadFailed
 from torchrelay.transfer.manifest import Manifest
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 _TURN_S = 1.0
 
 

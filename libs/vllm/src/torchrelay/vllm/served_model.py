@@ -7,12 +7,12 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 from vllm import EngineArgs
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -31,6 +31,7 @@ from torchrelay.vllm.computed_time import ComputedTime
 from torchrelay.vllm.device_group import DeviceGroup
 from torchrelay.vllm.failure_reason import failure_reason
 from torchrelay.vllm.group_executor import GroupExecutor
+from torchrelay.vllm.model_document import model_document
 from torchrelay.vllm.rank_process import end_group
 from torchrelay.vllm.slot_sampler import Choice, SlotChoices, SlotSampler, vllm_sampling
 from torchrelay.vllm.weight_loader import LOAD_FORMAT
@@ -59,6 +60,14 @@ def _compute_a_token(vllm: LLMEngine) -> None:
     vllm.add_request("first", {"prompt_token_ids": [0]}, VllmSampling(max_tokens=1, detokenize=False))
     while vllm.has_unfinished_requests():
         vllm.step()
+
+
+def _discard(vllm: LLMEngine | None) -> None:
+    """Ends what a failed start has left in this process, with which no later start would succeed."""
+    if vllm is None:
+        cleanup_dist_env_and_memory()
+    else:
+        vllm.engine_core.shutdown()
 
 
 class VllmModel:
@@ -97,21 +106,19 @@ class VllmModel:
 
     def _build(self) -> LLMEngine:
         """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
+        vllm: LLMEngine | None = None
         try:
             with tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
-                Path(folder, "config.json").write_text(json.dumps(self._manifest.config))
+                Path(folder, "config.json").write_text(json.dumps(model_document(self._manifest.config)))
                 times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
                 times_s.append(time.monotonic())
                 vllm = LLMEngine(config, GroupExecutor, log_stats=False, multiprocess_mode=False)
                 times_s.append(time.monotonic())
-                with ExitStack() as on_failure:
-                    # Otherwise the end of its life, at any later time, ends the process group of the next model.
-                    on_failure.callback(vllm.engine_core.shutdown)
-                    _compute_a_token(vllm)
-                    on_failure.pop_all()
+                _compute_a_token(vllm)
                 times_s.append(time.monotonic())
         except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
+            _discard(vllm)
             if isinstance(error, LoadFailed) and (self._is_ended or not self._group.failure):
                 raise
             log.error("vllm_start_failed", exc_info=True)

@@ -245,21 +245,27 @@ class CommitRequest(_message.Message):
     UPLOAD_ID_FIELD_NUMBER: _builtins.int
     LARGEST_SLOT_BYTES_FIELD_NUMBER: _builtins.int
     BASE_VERSION_ID_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     upload_id: _builtins.str
     largest_slot_bytes: _builtins.int
     """0: not known, accept"""
     base_version_id: _builtins.str
     """of an adapter: the version that it changes; empty for a model"""
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that may compute the model; none: not known, accept"""
+
     def __init__(
         self,
         *,
         upload_id: _builtins.str = ...,
         largest_slot_bytes: _builtins.int = ...,
         base_version_id: _builtins.str = ...,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version_id", b"base_version_id", "largest_slot_bytes", b"largest_slot_bytes", "upload_id", b"upload_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version_id", b"base_version_id", "engines", b"engines", "largest_slot_bytes", b"largest_slot_bytes", "upload_id", b"upload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -374,6 +380,7 @@ class VersionDescription(_message.Message):
     EMBEDDING_FIELD_NUMBER: _builtins.int
     HAS_NO_HEAD_FIELD_NUMBER: _builtins.int
     BASE_VERSION_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     version_id: _builtins.str
     pack_id: _builtins.str
     pack_bytes: _builtins.int
@@ -386,6 +393,8 @@ class VersionDescription(_message.Message):
     """it gives embeddings, but no tokens"""
     base_version_id: _builtins.str
     """of an adapter: the version that it changes, whose pack it names; empty for a model"""
+    engine: _builtins.str
+    """the only one that computes its weights; empty: any"""
     @_builtins.property
     def shape(self) -> _types_pb2.ModelShape: ...
     @_builtins.property
@@ -414,10 +423,11 @@ class VersionDescription(_message.Message):
         embedding: Global___Embedding | None = ...,
         has_no_head: _builtins.bool = ...,
         base_version_id: _builtins.str = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "base_version_id", b"base_version_id", "dtype", b"dtype", "embedding", b"embedding", "eos_token_ids", b"eos_token_ids", "file_digests", b"file_digests", "has_no_head", b"has_no_head", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "routing_block_tokens", b"routing_block_tokens", "shape", b"shape", "stored_bytes", b"stored_bytes", "version_id", b"version_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "base_version_id", b"base_version_id", "dtype", b"dtype", "embedding", b"embedding", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "file_digests", b"file_digests", "has_no_head", b"has_no_head", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "routing_block_tokens", b"routing_block_tokens", "shape", b"shape", "stored_bytes", b"stored_bytes", "version_id", b"version_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

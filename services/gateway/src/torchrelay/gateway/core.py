@@ -92,6 +92,7 @@ class Version:
     embedding: EmbeddingSpec | None = None  # None: the model declares none
     has_no_head: bool = False  # it gives embeddings, but no tokens
     base_version_id: str = ""  # of an adapter: the version that it changes, whose instances serve it
+    engine: str = ""  # the only one that computes the weights, as the store says; empty: any
 
     @property
     def served_version_id(self) -> str:
@@ -99,9 +100,11 @@ class Version:
         return self.base_version_id or self.version_id
 
     @property
-    def needs_own_engine(self) -> bool:
-        """Whether only Torchrelay's own engine serves it: adapters and weights in int8."""
-        return bool(self.base_version_id) or self.dtype == _INT8
+    def needed_engine(self) -> str:
+        """The only engine that serves it; empty: any."""
+        if self.base_version_id or (self.dtype == _INT8 and not self.engine):  # of a store of an earlier release
+            return OWN_ENGINE
+        return self.engine
 
     @property
     def adapter_id(self) -> str:
@@ -154,14 +157,16 @@ class PublishedModel:
     @property
     def needed_engine(self) -> str:
         """The engine that the model's instances must have; empty: any."""
-        if self.version.needs_own_engine or (self.has_adapters and self.engine == ANY_ENGINE):
-            return OWN_ENGINE
-        return "" if self.engine == ANY_ENGINE else self.engine.partition(":")[0]
+        if self.version.needed_engine:
+            return self.version.needed_engine
+        if self.engine == ANY_ENGINE:
+            return OWN_ENGINE if self.has_adapters else ""
+        return self.engine.partition(":")[0]
 
     @property
     def num_devices(self) -> int:
         """The devices that compute each of the model's instances together."""
-        return 1 if self.version.needs_own_engine else int(self.engine.partition(":")[2] or 1)
+        return 1 if self.version.needed_engine == OWN_ENGINE else int(self.engine.partition(":")[2] or 1)
 
 
 class FinishCause(StrEnum):

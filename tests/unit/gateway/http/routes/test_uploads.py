@@ -94,6 +94,22 @@ async def test_upload_that_would_replace_the_base_of_adapters_is_refused_at_once
     await begun(rig.acme)
 
 
+async def test_the_store_hears_which_engines_may_compute_the_model(rig: RestRig) -> None:
+    await published(rig.acme)
+    assert rig.store.engines == ["torchrelay"]  # those of the workers
+    rig.store.needed_engine, rig.store.content = "vllm", "two"
+    await published(rig.acme, "packed")
+    assert rig.store.engines == ["torchrelay"]
+    change = await rig.acme.patch("/v1/models/acme/packed", json={"engine": "torchrelay"})
+    assert (change.status_code, change.json()["error"]["param"]) == (400, "engine")
+    assert change.json()["error"]["message"] == "acme/packed needs the engine vllm, for its weights"
+    assert (await rig.acme.patch("/v1/models/acme/packed", json={"engine": "auto"})).status_code == 200
+    upload = await begun(rig.acme, "adapter")
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"base": "packed"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "base")
+    assert reply.json()["error"]["message"] == "acme/packed runs with vllm, which serves no adapters"
+
+
 async def test_interrupted_upload_is_resumed(rig: RestRig) -> None:
     upload = await begun(rig.acme)
     url = f"/v1/uploads/{upload['id']}/files/w"

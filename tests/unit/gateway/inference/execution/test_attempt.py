@@ -48,9 +48,13 @@ def test_model_version_carries_the_latency_targets() -> None:
         ("vllm:2", {}, ("vllm", 2)),
         ("auto", {"dtype": "I8"}, ("torchrelay", 1)),
         ("vllm:2", {"base_version_id": "v-base"}, ("torchrelay", 1)),
+        ("torchrelay", {"dtype": "I8", "engine": "vllm"}, ("vllm", 1)),
+        ("vllm:2", {"dtype": "I4", "engine": "vllm"}, ("vllm", 2)),
     ],
 )
-def test_adapters_and_int8_need_own_engine(engine: str, changes: dict[str, str], needed: tuple[str, int]) -> None:
+def test_the_engine_that_a_version_needs_comes_first(
+    engine: str, changes: dict[str, str], needed: tuple[str, int]
+) -> None:
     model = published_model("acme/m", file_digests={})
     version = replace(model.version, **changes)  # type: ignore[arg-type]
     scaling = model_version(replace(model, engine=engine, version=version)).scaling

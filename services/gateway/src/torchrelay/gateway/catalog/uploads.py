@@ -145,16 +145,23 @@ class Uploads:
         ]
 
     async def commit(
-        self, upload: Upload, scaling: ScalingSettings, largest_slot_bytes: int, base_version_id: str = ""
+        self,
+        upload: Upload,
+        scaling: ScalingSettings,
+        largest_slot_bytes: int,
+        base_version_id: str = "",
+        engines: Sequence[str] = (),
     ) -> AsyncGenerator[param_store_pb2.CommitProgress]:
         """Validates, packs and publishes; yields each step. The model is published before the last step is yielded.
 
-        ``base_version_id`` is that of the model that an adapter changes.
+        ``base_version_id`` is that of the model that an adapter changes, ``engines`` are those that may compute the
+        model; none: they are not known.
         Raises ``UploadRefused`` if the model cannot be published; that ends the upload.
         """
         version: Version | None = None
         try:
-            async with aclosing(self._store.commit(upload.upload_id, largest_slot_bytes, base_version_id)) as steps:
+            commit = self._store.commit(upload.upload_id, largest_slot_bytes, base_version_id, engines)
+            async with aclosing(commit) as steps:
                 async for progress in steps:
                     if progress.HasField("version"):
                         version = version_of(progress.version)

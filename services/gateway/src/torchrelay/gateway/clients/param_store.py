@@ -92,15 +92,18 @@ class StoreClient:
         return limit_s
 
     async def commit(
-        self, upload_id: str, largest_slot_bytes: int, base_version_id: str = ""
+        self, upload_id: str, largest_slot_bytes: int, base_version_id: str = "", engines: Sequence[str] = ()
     ) -> AsyncGenerator[param_store_pb2.CommitProgress]:
         """The steps of a commit as they happen, the last one with its version; closing the iterator cancels the commit.
 
-        ``base_version_id`` is that of the model that an adapter changes. Raises ``Unavailable`` also if the store falls
-        silent.
+        ``base_version_id`` is that of the model that an adapter changes, ``engines`` are those that may compute the
+        model; none: they are not known. Raises ``Unavailable`` also if the store falls silent.
         """
         request = param_store_pb2.CommitRequest(
-            upload_id=upload_id, largest_slot_bytes=largest_slot_bytes, base_version_id=base_version_id
+            upload_id=upload_id,
+            largest_slot_bytes=largest_slot_bytes,
+            base_version_id=base_version_id,
+            engines=engines,
         )
         call: Any = self._stub.Commit(request)
         try:
@@ -163,6 +166,7 @@ def version_of(description: param_store_pb2.VersionDescription) -> Version:
         file_digests=dict(description.file_digests),
         has_no_head=description.has_no_head,
         base_version_id=description.base_version_id,
+        engine=description.engine,
         embedding=_embedding_of(description.embedding) if description.HasField("embedding") else None,
     )
 

@@ -144,6 +144,7 @@ class UploadRpcs:
             settings.packer_memory_bytes,
             base_config,
             base_dtype,
+            tuple(request.engines),
         )
         async with self.store.packer_queue.acquired(tenant_id) as packer_turn:
             self.store.publish_queue.check_stuck(tenant_id)  # before it packs in vain

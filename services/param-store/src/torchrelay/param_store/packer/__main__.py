@@ -1,6 +1,6 @@
 """``python -m torchrelay.param_store.packer``: reads a job from standard input, writes JSON lines to standard output.
 
-    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config", "base_dtype"}
+    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config", "base_dtype", "engines"}
     out  {"stage", "done", "total"} ...   then one of the following; stage "validate" also has "notes", sentences about
                                          weights that are converted or left out
          {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest; files that
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torchrelay.param_store.packer.checkpoint import read_checkpoint
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.documents import (
     check_embedding,
+    check_engine,
     check_eos,
     check_other_documents,
     check_tokenizer,
@@ -46,9 +48,12 @@ def emit(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, Any]:
-    """Validates ``folder`` and writes the pack and its manifest. Raises ``PackRefused``."""
+def pack(folder: Path, pack_path: Path, largest_slot_bytes: int, engines: Sequence[str] = ()) -> dict[str, Any]:
+    """Validates ``folder`` and writes the pack and its manifest. ``engines`` are those that may compute the model;
+    none: they are not known. Raises ``PackRefused``.
+    """
     document, config = read_model_config(folder)
+    check_engine(config, engines)
     check_eos(folder, document, config.vocab_size)
     embeds = check_embedding(folder, config)
     check_other_documents(folder)
@@ -91,7 +96,8 @@ def main() -> None:
             num_matrices = check_adapter(Path(job["folder"]), job["base_config"], job["base_dtype"])
             emit(checked={"num_matrices": num_matrices})
         else:
-            emit(packed=pack(Path(job["folder"]), Path(job["pack_path"]), job["largest_slot_bytes"]))
+            folder, pack_path = Path(job["folder"]), Path(job["pack_path"])
+            emit(packed=pack(folder, pack_path, job["largest_slot_bytes"], job["engines"]))
     except PackRefused as refused:
         emit(refused={"file": refused.file, "detail": refused.detail})
     except MemoryError:

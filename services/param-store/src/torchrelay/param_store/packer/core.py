@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torchrelay.transfer.pack_layout import PackLayout
 
@@ -39,13 +39,14 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True)
 class PackPlan:
     """A pack to be written: ``layout.tensors[i]`` is copied from ``sources[i]`` of the upload; those in ``scales`` must
-    be positive.
+    be positive, those in ``required`` have these bytes.
     """
 
     layout: PackLayout
     sources: tuple[StoredTensor, ...]
     notes: tuple[str, ...]  # a sentence for each departure from the upload: weights converted, or left out
     scales: frozenset[int] = frozenset()
+    required: Mapping[int, bytes] = field(default_factory=dict)
 
 
 def quoted(name: object) -> str:

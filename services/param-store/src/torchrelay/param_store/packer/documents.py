@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,15 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     return document, config
 
 
+def check_engine(config: ModelConfig, engines: Sequence[str]) -> None:
+    """Raises ``PackRefused`` if only an engine computes the weights that is not among ``engines``; none: any is."""
+    needed = config.needed_engine
+    if needed and engines and needed not in engines:
+        offered = " and ".join(sorted(engines))
+        detail = f"only the engine {needed} computes weights that are quantized so; this model may run with {offered}"
+        raise PackRefused(CONFIG, f"quantization_config: {detail}")
+
+
 def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
     """Checks that every end-of-sequence token is in the vocabulary. Raises ``PackRefused``."""
     for file, document in ((GENERATION, _optional(folder, GENERATION)), (CONFIG, text_config(config))):
@@ -152,6 +162,8 @@ def check_embedding(folder: Path, config: ModelConfig) -> bool:
         declared = declared_embedding(read, config.hidden_size, config.encoder is not None)
     except UnsupportedEmbedding as error:
         raise PackRefused(error.file, error.detail) from None
+    if declared is not None and config.vllm is not None:
+        raise PackRefused(CONFIG, "quantization_config: models with weights that are quantized so give no embeddings")
     if declared is None and not config.has_head:
         name = config.architecture.headless_name
         raise PackRefused(CONFIG, f"architectures: {name} has no head for tokens, and no {MODULES} declares embeddings")

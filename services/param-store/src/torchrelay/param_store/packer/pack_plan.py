@@ -15,6 +15,7 @@ from torchrelay.modelspec.tensor_order import DTYPE_BYTES, TensorSpec, tensors_b
 from torchrelay.modelspec.text_part import is_multimodal, text_tensor_name
 from torchrelay.param_store.packer.checkpoint import Checkpoint
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, listed, quoted
+from torchrelay.param_store.packer.quantized_tensors import quantized_tensors
 from torchrelay.transfer.pack_layout import PackLayout
 
 _OF_LAYER = re.compile(r"(model\.layers|encoder\.layer)\.\d+\.")
@@ -46,7 +47,8 @@ def plan_pack(config: ModelConfig, checkpoint: Checkpoint, declared_dtype: str |
     Raises ``PackRefused`` for a tensor that is missing, has another shape than the config requires or a dtype that is
     not served, or would change what the model computes although the config does not mention it.
     """
-    segments = [tuple(slots) for slots in tensors_by_segment(config)]
+    quantized = quantized_tensors(config, [tuple(slots) for slots in tensors_by_segment(config)], checkpoint)
+    segments = quantized.segments
     slots = tuple(chain.from_iterable(segments))
     sources = tuple(_matching(slot, checkpoint) for slot in slots)
     pairs = list(zip(slots, sources, strict=True))
@@ -62,8 +64,11 @@ def plan_pack(config: ModelConfig, checkpoint: Checkpoint, declared_dtype: str |
         return replace(slot, dtype=slot.dtype or (scale_dtype if slot.is_scale else dtype))
 
     layout = PackLayout.of([[typed(slot) for slot in segment] for segment in segments], dtype)
-    are_scales = frozenset(index for index, slot in enumerate(slots) if slot.is_scale)
-    return PackPlan(layout, sources, tuple(notes), are_scales)
+    are_scales = frozenset(index for index, slot in enumerate(slots) if slot.is_scale or slot.name in quantized.scales)
+    required = {
+        index: quantized.required[slot.name] for index, slot in enumerate(slots) if slot.name in quantized.required
+    }
+    return PackPlan(layout, sources, tuple(notes), are_scales, required)
 
 
 def _common_dtype(sources: Sequence[StoredTensor], preferred: str | None) -> str:

@@ -16,7 +16,7 @@ from blake3 import blake3
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.dtype_conversion import convert
-from torchrelay.param_store.packer.finite_values import first_not_finite, first_not_positive
+from torchrelay.param_store.packer.finite_values import FLOATS, first_not_finite, first_not_positive
 from torchrelay.param_store.packer.packed_int8 import remove_offset
 from torchrelay.transfer.manifest import chunk_bytes_for
 from torchrelay.transfer.pack_layout import ITEM_BYTES
@@ -35,6 +35,7 @@ class _Piece:
     dtype: str  # in the pack
     is_scale: bool
     num_skipped: int
+    required: bytes | None = None  # the bytes of the whole tensor
 
 
 def write_pack(
@@ -79,9 +80,8 @@ def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_
             first, last = max(entry.offset, begin), min(entry.offset + entry.num_bytes, end)
             if first < last:
                 num_skipped = (first - entry.offset) // ITEM_BYTES[entry.dtype]
-                pieces.append(
-                    _Piece(first - begin, last - begin, source, entry.dtype, tensor in plan.scales, num_skipped)
-                )
+                is_scale, required = tensor in plan.scales, plan.required.get(tensor)
+                pieces.append(_Piece(first - begin, last - begin, source, entry.dtype, is_scale, num_skipped, required))
             if entry.offset + entry.num_bytes > end:
                 break  # it continues in the next chunk
             tensor += 1
@@ -121,10 +121,14 @@ def _read(descriptor: int, into: memoryview, piece: _Piece, num_skipped: int) ->
         if count == 0:
             raise PackRefused(source.file, "the file was truncated while it was read")
         done += count
-    if source.dtype != "I8":
+    if source.dtype in FLOATS:
         _check_numbers(into, source.dtype, piece, num_skipped)
     elif source.is_offset:
         remove_offset(into)
+    if piece.required is not None:
+        skipped = num_skipped * ITEM_BYTES[source.dtype]
+        if into != piece.required[skipped : skipped + len(into)]:
+            raise PackRefused(source.file, f"tensor {quoted(source.name)}: its numbers contradict config.json")
 
 
 def _check_numbers(values: memoryview, dtype: str, piece: _Piece, num_skipped: int, where: str = "") -> None:

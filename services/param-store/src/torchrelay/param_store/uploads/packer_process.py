@@ -46,6 +46,7 @@ class PackJob:
     memory_bytes: int
     base_config: dict[str, Any] | None = None
     base_dtype: str = ""
+    engines: tuple[str, ...] = ()  # that may compute the model; none: they are not known
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), default=str).encode()

@@ -17,7 +17,6 @@ from torchrelay.gateway.core import (
     ANY_ENGINE,
     ENGINE_FORMS,
     MOST_TARGET_S,
-    OWN_ENGINE,
     Principal,
     PublishedModel,
     Version,
@@ -168,8 +167,9 @@ async def change(services: ServicesOf, caller: Caller, name: str, body: Settings
             raise PermissionDenied(f"{field} requires the admin key", field=field)
     model = await services.catalog.resolve(caller, name)
     if body.engine is not None:
-        if body.engine not in (ANY_ENGINE, OWN_ENGINE) and model.version.needs_own_engine:
-            raise InvalidRequest(f"adapters and weights in int8 need the engine {OWN_ENGINE}", field="engine")
+        needed = model.version.needed_engine
+        if needed and body.engine.partition(":")[0] not in (ANY_ENGINE, needed):
+            raise InvalidRequest(f"{model.name} needs the engine {needed}, for its weights", field="engine")
         (await services.scheduler.slots()).check_engine(body.engine)
     await services.catalog.set_scaling(model, body.scaling())
     return shown(services, await services.catalog.resolve(caller, name))

@@ -124,7 +124,9 @@ async def commit(
     elif scaling.engine is not None:
         slots.check_engine(scaling.engine)
     base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
-    steps = services.uploads.commit(upload, scaling, slots.largest_bytes, base_version_id)
+    is_any = scaling.engine in (None, ANY_ENGINE)
+    engines = slots.engines if is_any else {str(scaling.engine).partition(":")[0]}
+    steps = services.uploads.commit(upload, scaling, slots.largest_bytes, base_version_id, sorted(engines))
     if NDJSON in accept:
         return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
     notes: list[str] = []
@@ -140,8 +142,8 @@ async def _base_version_id(services: Services, caller: Caller, upload: Upload, n
     base = await services.catalog.resolve(caller, full_name)
     if base.tenant_id != upload.tenant_id:
         raise InvalidRequest("the base model must be of the same tenant", field="base")
-    if base.engine not in (ANY_ENGINE, OWN_ENGINE):
-        raise InvalidRequest(f"{base.name} runs with {base.engine}, which serves no adapters", field="base")
+    if base.needed_engine not in ("", OWN_ENGINE):
+        raise InvalidRequest(f"{base.name} runs with {base.needed_engine}, which serves no adapters", field="base")
     if base.version.base_version_id:
         raise InvalidRequest(f"{base.name} is an adapter itself; name the model that it adapts", field="base")
     return base.version.version_id

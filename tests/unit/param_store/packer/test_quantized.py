@@ -1,0 +1,121 @@
+"""Packs of weights that vLLM computes quantized: every tensor as it is, and hostile ones refused by file and tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.quantized_checkpoints import FORMATS, Tensors, quantized_checkpoint
+from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.param_store.packer.core import PackRefused
+from torchrelay.transfer.manifest import Manifest, decode_manifest
+
+LAYER = "model.layers.1.mlp.down_proj."
+
+
+def packed(folder: Path, *engines: str) -> tuple[Manifest, bytes]:
+    path = folder.with_suffix(".pack")
+    pack(folder, path, 0, engines)
+    return decode_manifest(path.with_suffix(".manifest").read_bytes()), path.read_bytes()
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "w8a8"])
+def test_every_tensor_is_packed_as_it_is_in_the_order_of_layers(tmp_path: Path, name: str) -> None:
+    folder, _ = quantized_checkpoint(tmp_path, name)
+    manifest, data = packed(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert {entry.name for entry in manifest.tensors} == set(stored)
+    for entry in manifest.tensors:
+        raw = stored[entry.name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert (entry.shape, data[entry.offset : entry.offset + entry.num_bytes]) == (stored[entry.name].shape, raw)
+        layer = int(entry.name.split(".")[2]) + 1 if ".layers." in entry.name else 4 * ("embed" not in entry.name)
+        segment = manifest.segments[layer]
+        assert segment.begin <= entry.offset < segment.end and entry.offset % 2 == 0
+    assert manifest.dtype == "F16" and manifest.config["quantization_config"] == FORMATS[name].config
+
+
+def changed(folder: Path, change: Callable[[Tensors], Any]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def set_last(name: str, value: float) -> Callable[[Tensors], Any]:
+    def change(tensors: Tensors) -> None:
+        tensors[LAYER + name].view(-1)[-1] = value
+
+    return change
+
+
+def replaced(name: str, tensor: torch.Tensor | None) -> Callable[[Tensors], Any]:
+    def change(tensors: Tensors) -> None:
+        del tensors[LAYER + name]
+        if tensor is not None:
+            tensors[LAYER + name] = tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fault"),
+    [
+        ("awq", set_last("scales", float("nan")), "scales': element 191 is NaN; all weights must be finite numbers"),
+        ("awq", set_last("scales", -1.0), "scales': element 191 is negative; all scales must be positive numbers"),
+        ("gptq", set_last("g_idx", 7), "g_idx': its numbers contradict config.json"),
+        ("gptq", set_last("g_idx", -1), "g_idx': its numbers contradict config.json"),
+        ("gptq", replaced("g_idx", None), "g_idx' is missing; config.json requires shape (96,)"),
+        ("gptq", replaced("qzeros", torch.zeros(3, 9, dtype=torch.int32)), "qzeros': shape (3, 9) differs from (3, 8)"),
+        ("gptq", replaced("qweight", torch.zeros(12, 64)), "qweight': dtype F32 is not supported; supported are I32"),
+        ("w4a16", set_last("weight_shape", 2**40), "weight_shape': its numbers contradict config.json"),
+        ("w4a16", set_last("weight_scale", float("inf")), "weight_scale': element 191 is infinite; all weights must"),
+        ("fp8", set_last("weight", float("nan")), "weight': element 6,143 is NaN; all weights must be finite numbers"),
+        ("fp8", set_last("weight_scale", 0.0), "weight_scale': element 0 is zero; all scales must be positive numbers"),
+        ("fp8-blocks", set_last("weight_scale_inv", -1.0), "weight_scale_inv': element 0 is negative; all scales"),
+        ("fp8-channels", lambda tensors: tensors.update({f"{LAYER}input_scale": torch.ones(1)}), "input_scale' is not"),
+    ],
+)
+def test_hostile_tensors_are_refused_by_file_and_tensor(
+    tmp_path: Path, name: str, change: Callable[[Tensors], Any], fault: str
+) -> None:
+    folder = changed(quantized_checkpoint(tmp_path, name)[0], change)
+    with pytest.raises(PackRefused) as refused:
+        packed(folder)
+    assert str(refused.value).startswith(f"model.safetensors: tensor '{LAYER}{fault}")
+
+
+def test_layers_that_do_not_fit_the_groups_are_refused(tmp_path: Path) -> None:
+    folder, _ = quantized_checkpoint(tmp_path, "awq")
+    document = json.loads((folder / "config.json").read_text())
+    document["quantization_config"]["group_size"] = 40
+    (folder / "config.json").write_text(json.dumps(document))
+    with pytest.raises(PackRefused, match=r"^config.json: quantization_config.group_size: a layer of 64 does not"):
+        packed(folder)
+
+
+def test_weights_that_the_config_calls_quantized_and_are_not_are_refused(tmp_path: Path) -> None:
+    folder, meant = quantized_checkpoint(tmp_path, "awq")
+    (folder / "model.safetensors").write_bytes((meant / "model.safetensors").read_bytes())
+    with pytest.raises(PackRefused, match="it declares quantized weights, and the checkpoint has none"):
+        packed(folder)
+
+
+@pytest.mark.parametrize(("name", "engine", "other"), [("awq", "vllm", "torchrelay"), ("w8a8", "torchrelay", "vllm")])
+def test_weights_that_no_engine_of_the_pool_computes_are_refused(
+    tmp_path: Path, name: str, engine: str, other: str
+) -> None:
+    folder, _ = quantized_checkpoint(tmp_path, name)
+    with pytest.raises(PackRefused) as refused:
+        packed(folder, other)
+    assert (refused.value.file, refused.value.detail) == (
+        "config.json",
+        f"quantization_config: only the engine {engine} computes weights that are quantized so; "
+        f"this model may run with {other}",
+    )
+    packed(folder, engine, other)
