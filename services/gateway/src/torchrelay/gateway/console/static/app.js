@@ -7,6 +7,7 @@ import { Models } from "/console/models.js";
 import { Overview } from "/console/overview.js";
 import { Alert } from "/console/parts.js";
 import { Playground } from "/console/playground.js";
+import { stopUpload } from "/console/upload.js";
 import { Usage } from "/console/usage.js";
 
 const PAGES = {
@@ -76,6 +77,7 @@ function Console({ onSignOut }) {
     addEventListener("hashchange", turn);
     return () => removeEventListener("hashchange", turn);
   }, []);
+  useEffect(() => stopUpload, []); // at the end of its key
   const [title, Page] = PAGES[page] ?? PAGES.overview;
   const last = samples.at(-1);
   const isAdmin = key.get()?.startsWith("tra-");
