@@ -40,13 +40,14 @@ export function Upload({ models, isAdmin, onPublished }) {
   const take = async (taken) => {
     try {
       if (isHeld()) throw new Error("A folder is being uploaded: wait until it is published, or stop it.");
-      const chosen = await modelFiles(await taken);
+      stopUpload();
+      setFolder(null);
       setError("");
+      const chosen = await modelFiles(await taken);
       // A folder that was being uploaded goes on at once, unless its base must be named or it may be another's.
       const begun = await modelsOfOpenUploads(chosen);
       const only = begun.length === 1 ? begun[0] : "";
       if (only && !chosen.isAdapter && !isAdmin) return begin(chosen, only, "");
-      stopUpload();
       setFolder(chosen);
       setName(only || (isAdmin ? "" : nameOf(chosen)));
     } catch (failure) { setError(failure.message); }
