@@ -134,7 +134,11 @@ class ScriptedStore(ParamStoreServicer):
         declared, received = self.uploads[upload_id][path]
         complete = hashlib.sha256(received).hexdigest() == declared.sha256
         return param_store_pb2.FileState(
-            path=path, num_bytes=declared.num_bytes, num_bytes_received=len(received), complete=complete
+            path=path,
+            num_bytes=declared.num_bytes,
+            num_bytes_received=len(received),
+            complete=complete,
+            sha256=declared.sha256,
         )
 
 

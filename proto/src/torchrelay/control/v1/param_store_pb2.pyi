@@ -158,12 +158,15 @@ class FileState(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     num_bytes: _builtins.int
     num_bytes_received: _builtins.int
     """durable; an interrupted PutFile resumes here"""
     complete: _builtins.bool
     """all bytes have arrived and the digest matched"""
+    sha256: _builtins.str
+    """as declared"""
     def __init__(
         self,
         *,
@@ -171,10 +174,11 @@ class FileState(_message.Message):
         num_bytes: _builtins.int = ...,
         num_bytes_received: _builtins.int = ...,
         complete: _builtins.bool = ...,
+        sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "num_bytes", b"num_bytes", "num_bytes_received", b"num_bytes_received", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "num_bytes", b"num_bytes", "num_bytes_received", b"num_bytes_received", "path", b"path", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,7 @@ class FileProgress:
     num_bytes: int
     num_bytes_received: int
     complete: bool
+    sha256: str
 
 
 class StagedUpload:
@@ -123,9 +124,9 @@ class StagedUpload:
 
     def file_progress(self, path: str) -> FileProgress:
         file = self.declared(path)
-        if path in self.record.complete:
-            return FileProgress(path, file.num_bytes, file.num_bytes, True)
-        return FileProgress(path, file.num_bytes, _size_and_mtime(self.files / path)[0], False)
+        is_complete = path in self.record.complete
+        num_received = file.num_bytes if is_complete else _size_and_mtime(self.files / path)[0]
+        return FileProgress(path, file.num_bytes, num_received, is_complete, file.sha256)
 
     def declared(self, path: str) -> DeclaredFile:
         for file in self.record.files:

@@ -5,13 +5,18 @@ export const key = {
   forget: () => sessionStorage.removeItem("key"),
 };
 
-export async function call(path, { method = "GET", body, signal, as = key.get() } = {}) {
-  const headers = { authorization: `Bearer ${as}` };
-  if (body !== undefined) headers["content-type"] = "application/json";
-  const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+// What the gateway refused: its status, and the field or file that is at fault, if any.
+export const refusal = (status, error) => Object.assign(new Error(error?.message ?? `The gateway answered ${status}.`), { status, field: error?.param });
+
+// A body is sent as JSON, or as it is if it is a Blob.
+export async function call(path, { method = "GET", body, headers = {}, signal, as = key.get() } = {}) {
+  const isJson = body !== undefined && !(body instanceof Blob);
+  const response = await fetch(path, {
+    method, signal, body: isJson ? JSON.stringify(body) : body,
+    headers: { ...headers, authorization: `Bearer ${as}`, ...(isJson && { "content-type": "application/json" }) },
+  });
   if (response.ok) return response;
-  const refusal = await response.json().catch(() => ({}));
-  throw Object.assign(new Error(refusal.error?.message ?? `The gateway answered ${response.status}.`), { status: response.status });
+  throw refusal(response.status, (await response.json().catch(() => ({}))).error);
 }
 
 export const json = async (path, options) => (await call(path, options)).json();

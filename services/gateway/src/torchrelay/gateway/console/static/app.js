@@ -8,6 +8,7 @@ import { Overview } from "/console/overview.js";
 import { Alert } from "/console/parts.js";
 import { Playground } from "/console/playground.js";
 import { Requests } from "/console/requests.js";
+import { stopUpload } from "/console/upload.js";
 import { Usage } from "/console/usage.js";
 
 const PAGES = {
@@ -78,6 +79,7 @@ function Console({ onSignOut }) {
     addEventListener("hashchange", turn);
     return () => removeEventListener("hashchange", turn);
   }, []);
+  useEffect(() => stopUpload, []); // at the end of its key
   const [title, Page] = PAGES[page] ?? PAGES.overview;
   const last = samples.at(-1);
   const isAdmin = key.get()?.startsWith("tra-");

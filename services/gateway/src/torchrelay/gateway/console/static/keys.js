@@ -1,28 +1,12 @@
 import { html, useState } from "/console/vendor/preact-htm.js";
 import { call, json } from "/console/api.js";
 import { bytes, count, time } from "/console/format.js";
-import { Alert, Confirm, Loading, Table, useAnswer } from "/console/parts.js";
+import { Alert, Confirm, Loading, Sender, Table, useAnswer } from "/console/parts.js";
 
 const CLASSES = ["interactive", "standard", "batch"];
 const NANO = 1e9;
 const ClassField = ({ value = "", none }) => html`<label>Service class <select name="service_class">
   ${["", ...CLASSES].map((name) => html`<option value=${name} selected=${name === value}>${name || none}</option>`)}</select></label>`;
-
-// A form that sends its fields, and tells what the gateway refuses. The fields have a defaultValue: a value would undo
-// what was typed at each render.
-function Sender({ label, send, children }) {
-  const [error, setError] = useState("");
-  const submit = async (event) => {
-    event.preventDefault();
-    const form = event.target;
-    try {
-      await send(new FormData(form));
-      form.reset();
-      setError("");
-    } catch (failure) { setError(failure.message); }
-  };
-  return html`<form onSubmit=${submit}><div class="row">${children}<button>${label}</button></div>${error && html`<${Alert}>${error}<//>`}</form>`;
-}
 
 const number = (form, name, factor = 1) => (form.get(name) ? Math.round(Number(form.get(name)) * factor) : null);
 

@@ -33,6 +33,25 @@ export function Table({ label, columns, rows, total, children }) {
     ${total && html`<tfoot><tr>${cells(total)}</tr></tfoot>`}</table></div>`;
 }
 
+// A form that sends its fields, and tells what the gateway refuses. The fields have a defaultValue: a value would undo
+// what was typed at each render.
+export function Sender({ label, note = "", send, children }) {
+  const [error, setError] = useState("");
+  const [isSent, setIsSent] = useState(false);
+  const submit = async (event) => {
+    event.preventDefault();
+    const form = event.target;
+    setIsSent(false);
+    try {
+      await send(new FormData(form));
+      form.reset();
+      setError("");
+      setIsSent(true);
+    } catch (failure) { setError(failure.message); }
+  };
+  return html`<form onSubmit=${submit}><div class="row">${children}<button>${label}</button> <span role="status">${isSent && note}</span></div>${error && html`<${Alert}>${error}<//>`}</form>`;
+}
+
 // A button that asks before it acts.
 export function Confirm({ label, question, onYes }) {
   const [isAsking, setIsAsking] = useState(false);

@@ -199,6 +199,7 @@ def _file(state: param_store_pb2.FileState) -> dict[str, Any]:
     return {
         "path": state.path,
         "size": state.num_bytes,
+        "sha256": state.sha256,
         "received": state.num_bytes_received,
         "complete": state.complete,
     }

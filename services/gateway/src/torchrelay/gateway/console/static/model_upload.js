@@ -1,0 +1,213 @@
+// The upload of a model's files: digest, declare, send what is missing, publish. It goes on while its user looks at other
+// pages. The gateway knows what it has received of each file, so that a broken upload goes on there, in any browser.
+import { call, json, refusal } from "/console/api.js";
+
+const MIN_PART_BYTES = 1 << 18;
+const FIRST_PART_BYTES = 1 << 20;
+const MAX_PART_BYTES = 64 << 20;
+const PART_S = 1; // parts grow and shrink towards it: a part is as much as a broken connection can cost
+const MAX_FAILURES = 5; // without progress while the gateway answers: another tab sends the file, or it has changed on disk
+const MAX_PAUSE_S = 10;
+const NUM_WORKERS = Math.min(4, navigator.hardwareConcurrency);
+
+const escaped = (path) => path.split("/").map(encodeURIComponent).join("/");
+const isLost = ({ name, status }) => name === "TypeError" || [502, 503, 504].includes(status); // fetch throws a TypeError
+const isOf = (fullName, name) => fullName === name || fullName.endsWith(`/${name}`);
+const isOfFiles = (upload, files, ...fields) => upload.files.length === files.length
+  && files.every((file) => upload.files.some((state) => ["path", "size", ...fields].every((field) => state[field] === file[field])));
+
+function digest(file, signal, onDone) {
+  return new Promise((resolve, reject) => {
+    const worker = new Worker("/console/sha256_worker.js", { type: "module" });
+    const end = (settle, value) => { worker.terminate(); settle(value); };
+    signal.addEventListener("abort", () => end(reject, signal.reason));
+    worker.onerror = () => end(reject, new Error("The browser does not run the worker that digests files."));
+    worker.onmessage = ({ data: { done, sha256, error } }) => {
+      if (error) end(reject, new Error(`${file.name}: ${error}`));
+      else if (sha256) end(resolve, sha256);
+      else onDone(done);
+    };
+    worker.postMessage(file);
+  });
+}
+
+// Open uploads whose files have these fields. The list gives sizes: only uploads of the same size are asked for theirs.
+async function openUploads(files, ...fields) {
+  const numBytes = files.reduce((sum, { size }) => sum + size, 0);
+  const listed = (await json("/v1/uploads")).data.filter((upload) => upload.size_bytes === numBytes);
+  const described = await Promise.all(listed.map(({ id }) => json(`/v1/uploads/${id}`)));
+  return described.filter((upload) => isOfFiles(upload, files, ...fields));
+}
+
+// The models under which this folder is being uploaded already, as far as paths and sizes tell.
+export const modelsOfOpenUploads = async ({ chosen }) => (await openUploads(chosen.map(([path, { size }]) => ({ path, size })))).map(({ model }) => model);
+
+export class ModelUpload {
+  // Stages: digest, send, the stages of a commit, published; what ended it otherwise is the `error`.
+  constructor(folder, model, base, onChange) {
+    this.model = model;
+    this.stage = "digest";
+    this.files = folder.chosen.map(([path, file]) => ({ path, file, size: file.size, sha256: "", digested: 0, sent: 0 }));
+    this.numBytes = folder.numBytes;
+    this.id = this.error = this.field = this.trouble = "";
+    this.published = null;
+    this.bytesPerS = 0;
+    this.committed = [0, 0]; // bytes done and in total, of the stage of the commit
+    this._base = base;
+    this._onChange = onChange;
+    this._partBytes = FIRST_PART_BYTES;
+    this.proceed();
+  }
+
+  get isRunning() { return !this._stopped.signal.aborted && !this.published; }
+  get numDigested() { return this.files.reduce((sum, { digested }) => sum + digested, 0); }
+  get numSent() { return this.files.reduce((sum, { sent }) => sum + sent, 0); }
+  get done() { return this.stage === "digest" ? [this.numDigested, this.numBytes] : this.stage === "send" ? [this.numSent, this.numBytes] : this.committed; }
+
+  stop() {
+    this._stopped.abort();
+    this._onChange();
+  }
+
+  // Begins, or goes on after an error or a stop.
+  async proceed() {
+    const stopped = this._stopped = new AbortController();
+    this.error = this.field = this.trouble = "";
+    try {
+      this._set("digest");
+      await this._digest();
+      const before = await this._version();
+      await this._begin();
+      this._set("send");
+      for (const file of this.files) await this._send(file);
+      this.published = await this._commit(before);
+      this._set("published");
+    } catch (failure) {
+      if (stopped.signal.aborted) return;
+      [this.error, this.field, this.trouble] = [failure.message, failure.field ?? "", ""];
+      this.isRefused = failure.status === 422;
+      this.stop();
+    }
+  }
+
+  _set(stage) {
+    this.stage = stage;
+    this._onChange();
+  }
+
+  _call(path, options) { return call(path, { ...options, signal: this._stopped.signal }); }
+
+  async _state() { return (await this._call(`/v1/uploads/${this.id}`)).json(); }
+
+  async _digest() {
+    const left = this.files.filter(({ sha256 }) => !sha256);
+    const work = async () => {
+      for (let file; (file = left.pop()); ) {
+        const tell = (done) => { file.digested = done; this._onChange(); };
+        file.sha256 = await digest(file.file, this._stopped.signal, tell);
+      }
+    };
+    await Promise.all(Array.from({ length: NUM_WORKERS }, work));
+  }
+
+  async _version() { return (await json("/v1/models")).data.find(({ id }) => isOf(id, this.model))?.version; }
+
+  async _begin() {
+    const declared = this.files.map(({ path, size, sha256 }) => ({ path, size, sha256 }));
+    const open = (await openUploads(declared, "sha256")).find((upload) => isOf(upload.model, this.model));
+    const upload = open ?? await (await this._call("/v1/uploads", { method: "POST", body: { model: this.model, files: declared } })).json();
+    this.id = upload.id;
+    this.model = upload.model;
+    this._received(upload);
+  }
+
+  _received(upload) {
+    for (const file of this.files) {
+      const state = upload.files.find(({ path }) => path === file.path);
+      [file.sent, file.isComplete] = [state.received, state.complete];
+    }
+  }
+
+  async _send(file) {
+    for (let numFailures = 0; !file.isComplete; ) {
+      const [before, begin] = [file.sent, performance.now()];
+      try {
+        const part = file.file.slice(before, before + this._partBytes);
+        const headers = { "upload-offset": String(before) };
+        const state = await (await this._call(`/v1/uploads/${this.id}/files/${escaped(file.path)}`, { method: "PUT", body: part, headers })).json();
+        [file.sent, file.isComplete, this.trouble] = [state.received, state.complete, ""];
+        this._measured(part.size, (performance.now() - begin) / 1000);
+      } catch (failure) {
+        if (++numFailures > MAX_FAILURES) throw new Error(`${file.path} cannot be sent: ${failure.message}. Drop the folder again.`);
+        await this._wait(failure);
+        this._received(await this._persist(() => this._state()));
+      }
+      if (file.sent > before) numFailures = 0;
+      this._onChange();
+    }
+  }
+
+  _measured(numBytes, tookS) {
+    this.bytesPerS = this.bytesPerS * 0.7 + (numBytes / tookS) * 0.3;
+    if (numBytes < this._partBytes) return; // the last part of a file
+    this._partBytes = Math.min(Math.max(tookS < PART_S / 2 ? this._partBytes * 2 : tookS > PART_S * 2 ? this._partBytes / 2 : this._partBytes, MIN_PART_BYTES), MAX_PART_BYTES);
+  }
+
+  // Publishes. If the connection breaks meanwhile the gateway may publish without us: the version tells.
+  async _commit(before) {
+    for (let numTries = 1; ; numTries++) {
+      try {
+        if (numTries > 1) await this._persist(() => this._state());
+        return await this._committed();
+      } catch (failure) {
+        if (numTries > 1 && failure.status === 404) return this._publishedSince(before);
+        if (numTries > MAX_FAILURES && isLost(failure)) throw failure;
+        await this._wait(failure, numTries > 1);
+      }
+    }
+  }
+
+  async _committed() {
+    const body = this._base ? { base: this._base } : {};
+    const response = await this._call(`/v1/uploads/${this.id}/commit`, { method: "POST", body, headers: { accept: "application/x-ndjson" } });
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let text = ""; ; ) {
+      const { value, done } = await reader.read();
+      if (done) throw new TypeError("The gateway ended the commit early.");
+      const lines = (text + value).split("\n");
+      text = lines.pop();
+      for (const line of lines.map(JSON.parse)) {
+        if (line.error) throw refusal(422, line.error);
+        if (line.model) return line.model;
+        this.committed = [line.done, line.total];
+        this.trouble = "";
+        this._set(line.stage);
+      }
+    }
+  }
+
+  async _publishedSince(before) {
+    const model = await (await this._call(`/v1/models/${escaped(this.model)}`)).json();
+    if (model.version === before) throw new Error("The upload has ended, and the model is as before. Upload the folder again.");
+    return model;
+  }
+
+  async _persist(ask) {
+    for (;;) {
+      try { return await ask(); } catch (failure) { await this._wait(failure); }
+    }
+  }
+
+  // Waits before the next try, and shows why; a failure that a further try cannot change is thrown.
+  async _wait(failure, mayConflict = true) {
+    if (!isLost(failure) && !(mayConflict && failure.status === 409)) throw failure;
+    this._pauseS = this.trouble ? Math.min(this._pauseS * 2, MAX_PAUSE_S) : 0.5;
+    this.trouble = failure.status ? failure.message : "The connection is broken.";
+    this._onChange();
+    await new Promise((resolve, reject) => {
+      const timer = setTimeout(resolve, this._pauseS * 1000);
+      addEventListener("online", resolve, { once: true });
+      this._stopped.signal.addEventListener("abort", () => { clearTimeout(timer); reject(this._stopped.signal.reason); });
+    });
+  }
+}

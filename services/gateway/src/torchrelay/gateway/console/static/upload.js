@@ -1,0 +1,136 @@
+import { html, useEffect, useLayoutEffect, useState } from "/console/vendor/preact-htm.js";
+import { call } from "/console/api.js";
+import { bytes, count, percent, seconds, time } from "/console/format.js";
+import { folderOfDropped, folderOfPicked, modelFiles } from "/console/model_folder.js";
+import { ModelUpload, modelsOfOpenUploads } from "/console/model_upload.js";
+import { Alert, Confirm, Table, useAnswer } from "/console/parts.js";
+
+const NAME = "[a-z0-9][a-z0-9._\\-]{0,63}"; // the gateway's rule
+const STAGES = { digest: "Reading", send: "Sending", wait: "Waiting for others", validate: "Checking", pack: "Packing", publish: "Publishing", published: "Published" };
+const MAX_SHOWN = 10; // of the names of files that are left out
+
+// The upload of this tab, which goes on while other pages are shown.
+let current = null;
+let showCurrent = () => {};
+const isHeld = () => current?.isRunning;
+addEventListener("beforeunload", (event) => isHeld() && event.preventDefault());
+export const stopUpload = () => { current?.stop(); current = null; };
+
+function begin(folder, model, base) {
+  current = new ModelUpload(folder, model, base, () => showCurrent());
+  showCurrent();
+}
+
+const nameOf = (folder) => folder.name.toLowerCase().replace(/[^a-z0-9._-]+/g, "-").replace(/^[._-]+/, "").slice(0, 64);
+
+export function Upload({ models, isAdmin, onPublished }) {
+  const [, setTurn] = useState(0);
+  const [folder, setFolder] = useState(null);
+  const [name, setName] = useState("");
+  const [error, setError] = useState("");
+  const [isOver, setIsOver] = useState(false);
+  const open = useAnswer("/v1/uploads", 10_000);
+  const published = current?.published;
+  useEffect(() => {
+    showCurrent = () => setTurn((before) => before + 1);
+    return () => { showCurrent = () => {}; };
+  }, []);
+  useEffect(() => { open.again(); onPublished(); }, [published, current?.isRunning]);
+
+  const take = async (taken) => {
+    try {
+      if (isHeld()) throw new Error("A folder is being uploaded: wait until it is published, or stop it.");
+      stopUpload();
+      setFolder(null);
+      setError("");
+      const chosen = await modelFiles(await taken);
+      // A folder that was being uploaded goes on at once, unless its base must be named or it may be another's.
+      const begun = await modelsOfOpenUploads(chosen);
+      const only = begun.length === 1 ? begun[0] : "";
+      if (only && !chosen.isAdapter && !isAdmin) return begin(chosen, only, "");
+      setFolder(chosen);
+      setName(only || (isAdmin ? "" : nameOf(chosen)));
+    } catch (failure) { setError(failure.message); }
+  };
+  useLayoutEffect(() => { // the whole page takes a folder: one dropped beside a smaller area would be opened by the browser
+    const listeners = {
+      dragover: (event) => { event.preventDefault(); setIsOver(true); },
+      dragleave: ({ relatedTarget }) => { if (!relatedTarget) setIsOver(false); },
+      drop: (event) => { event.preventDefault(); setIsOver(false); take(folderOfDropped(event.dataTransfer)); },
+    };
+    for (const [type, listener] of Object.entries(listeners)) addEventListener(type, listener);
+    return () => { for (const [type, listener] of Object.entries(listeners)) removeEventListener(type, listener); };
+  }, [isAdmin]);
+  const pick = ({ target }) => {
+    if (target.files.length) take(folderOfPicked(target.files));
+    target.value = "";
+  };
+  const submit = (event) => {
+    event.preventDefault();
+    begin(folder, name, new FormData(event.target).get("base") ?? "");
+    setFolder(null);
+  };
+  return html`<section aria-label="Upload"><div class=${`drop ${isOver ? "over" : ""}`}>
+      ${!isHeld() && html`<label>Upload a model: drop its folder on this page, or choose it
+        <input type="file" webkitdirectory multiple onChange=${pick} /></label>`}
+      ${error && html`<${Alert}>${error}<//>`}
+      ${folder && html`<${Chosen} folder=${folder} name=${name} setName=${setName} models=${models} isAdmin=${isAdmin} onSubmit=${submit} />`}
+      ${current && html`<${Progress} upload=${current} onAbort=${open.again} />`}</div>
+    <${Open} open=${open} /></section>`;
+}
+
+// The form of a folder that was chosen: what of it is sent, and under which name.
+function Chosen({ folder, name, setName, models, isAdmin, onSubmit }) {
+  const { chosen, leftOut, isAdapter, numBytes } = folder;
+  const isKnown = models.some(({ id }) => id === name || (!isAdmin && id.endsWith(`/${name}`)));
+  const bases = models.filter(({ parent }) => !parent);
+  return html`<form onSubmit=${onSubmit}><div class="row"><label>${isAdmin ? "Name, TENANT/MODEL" : "Name"} <input required value=${name} onInput=${(event) => setName(event.target.value)}
+        pattern=${isAdmin ? `${NAME}/${NAME}` : `(${NAME}/)?${NAME}`} title="Letters a-z, digits, '.', '_' and '-'" /></label>
+      ${isAdapter && html`<label>The model that this adapter changes <select name="base" required>${bases.map(({ id }) => html`<option value=${id}>${id}</option>`)}</select></label>`}
+      <button>Upload</button></div>
+    <span>${folder.name}: ${count(chosen.length)} files, ${bytes(numBytes)}: ${chosen.map(([path]) => path).join(", ")}</span>
+    ${leftOut.length > 0 && html`<span class="dim">Not part of a model, and not sent: ${leftOut.slice(0, MAX_SHOWN).join(", ")}${leftOut.length > MAX_SHOWN ? ` and ${count(leftOut.length - MAX_SHOWN)} more` : ""}</span>`}
+    ${isKnown && html`<span>${name} exists: this publishes a new version of it.</span>`}</form>`;
+}
+
+function Progress({ upload, onAbort }) {
+  const { model, stage, files, published, error, field, trouble, bytesPerS } = upload;
+  if (published) {
+    return html`<p role="status"><a href=${`#/models/${published.id}`}>${published.id}</a> is published.</p>
+      ${published.notes?.map((note) => html`<p class="dim">${note}</p>`)}`;
+  }
+  const [done, total] = upload.done;
+  const isBefore = stage === "digest" || stage === "send";
+  const left = upload.isRunning && stage === "send" && bytesPerS > 0 ? `, ${bytes(Math.round(bytesPerS))}/s, ${seconds((total - done) / bytesPerS)} left` : "";
+  const abort = () => call(`/v1/uploads/${upload.id}`, { method: "DELETE" }).catch(() => {}).then(() => { stopUpload(); onAbort(); });
+  const of = (file) => (stage === "digest" ? file.digested : file.sent);
+  return html`<span role="status">${upload.isRunning ? STAGES[stage] ?? stage : "Stopped:"} ${model}</span>
+    <label>In total: ${bytes(done)} of ${bytes(total)}${left}
+      <progress value=${done} max=${total || 1} /></label>
+    ${isBefore && html`<${Table} label="Files" rows=${files} columns=${[
+      ["File", ({ path }) => path],
+      ["Size", ({ size }) => bytes(size), "number"],
+      [stage === "digest" ? "Read" : "Sent", (file) => html`<progress aria-label=${file.path} value=${of(file)} max=${file.size || 1} /> <span>${percent(file.size ? of(file) / file.size : 1)}</span>`, "number"],
+    ]} />`}
+    ${trouble && html`<${Alert}>${trouble} Trying again.<//>`}
+    ${error && html`<${Alert}>${field && !error.includes(field) ? `${field}: ` : ""}${error}<//>`}
+    <div class="row">${upload.isRunning ? html`<button type="button" onClick=${() => upload.stop()}>Stop</button>`
+      : !upload.isRefused && html`<button type="button" onClick=${() => upload.proceed()}>Continue</button>`}
+      ${!upload.isRunning && upload.id && !upload.isRefused && html`<${Confirm} label="Abort" question="Free what was sent?" onYes=${abort} />`}</div>`;
+}
+
+function Open({ open }) {
+  const [error, setError] = useState("");
+  const abort = (id) => call(`/v1/uploads/${id}`, { method: "DELETE" }).then(() => setError(""), (failure) => setError(failure.message)).then(open.again);
+  const rows = (open.data?.data ?? []).filter(({ id }) => id !== current?.id);
+  const columns = [
+    ["Model", ({ model }) => model],
+    ["Size", (each) => bytes(each.size_bytes), "number"],
+    ["Begun, UTC", ({ created }) => time(created)],
+    ["Freed, UTC", ({ expires }) => time(expires)],
+    ["", ({ id }) => html`<${Confirm} label="Abort" question="Free what was sent?" onYes=${() => abort(id)} />`],
+  ];
+  return html`${(error || open.error) && html`<${Alert}>${error || open.error}<//>`}
+    ${rows.length > 0 && html`<h2>Unfinished uploads</h2><p>Drop the folder again to continue: only what is missing is sent.</p>
+      <${Table} label="Unfinished uploads" columns=${columns} rows=${rows} />`}`;
+}
