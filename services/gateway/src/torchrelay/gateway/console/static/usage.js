@@ -18,7 +18,7 @@ function save(groupBy, rows) {
 const DAY_S = 86_400;
 const MAX_BARS = 12;
 const PLOTTED = { cost: "Cost, $", requests: "Requests", completion_tokens: "Output tokens" };
-const short = (name) => (name.length > 18 ? `${name.slice(0, 17)}…` : name);
+const short = (name) => (name.length > 15 ? `${name.slice(0, 14)}…` : name);
 
 // Days lie on an axis of time, so that a day without use is a gap; models and keys are bars by size.
 function dataOf(rows, groupBy, figure) {
