@@ -54,6 +54,7 @@ class Running:
     """A running scheduler that knows its whole fleet."""
 
     address: str
+    nats_url: str
     pid: int
     fleet: Fleet
     peers: asyncio.subprocess.Process
@@ -88,7 +89,7 @@ async def running(fleet: Fleet) -> AsyncIterator[Running]:
         await peers.stdout.readline()
         await _await_fleet(address, fleet)
         await asyncio.sleep(SETTLE_S)
-        yield Running(address, scheduler.pid, fleet, peers)
+        yield Running(address, nats_url, scheduler.pid, fleet, peers)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

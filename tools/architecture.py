@@ -27,7 +27,7 @@ FOLDERS = {
     "bench/data_plane": "parts of bench/relay.py: chains, faults and KV streams, on the lab's links and on loopback",
     "bench/device": "parts of bench/gpu.py",
     "bench/scaling": "parts of bench/roles.py: a role change on real workers, against a load",
-    "bench/scheduling": "parts of bench/scheduler.py, prediction.py and wake_push.py: fleets, peers, streams, records",
+    "bench/scheduling": "parts of bench/scheduler.py, console.py and others: fleets, peers, streams, records",
     "bench/live_scaling": "parts of bench/live.py and burst.py: a lab whose scheduler's strategy changes as it runs",
     "bench/planning": "parts of bench/planner.py: random networks, a simulation, rival plans",
     "bench/simulation": "parts of bench/simulate.py: large clusters in virtual time",

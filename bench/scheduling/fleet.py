@@ -20,7 +20,7 @@ BOTH = (PREFILL, DECODE)
 class Fleet:
     """A fleet whose first workers serve, with ``num_prefill`` and ``num_decode`` instances per model; the rest is free.
 
-    If ``num_prefill`` is 0, instances play both roles.
+    If ``num_prefill`` is 0, instances play both roles. ``figures_change``: each report has other figures of the work.
     """
 
     num_workers: int
@@ -29,6 +29,7 @@ class Fleet:
     num_decode: int
     idle_timeout_s: float = 3600.0
     workers_per_host: int = 8
+    figures_change: bool = False
 
     @property
     def num_hosts(self) -> int:

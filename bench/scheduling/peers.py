@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -190,11 +191,14 @@ def _beat(peer: Peer) -> Message:
     return reports_pb2.StoreReport(store_id=report.store_id, incarnation="run-1", epoch=peer.epoch, is_beat=True)
 
 
-async def _report(nats: Client, subject: str, peer: Peer, delay_s: float) -> None:
+async def _report(nats: Client, subject: str, peer: Peer, delay_s: float, figures_change: bool) -> None:
     await asyncio.sleep(delay_s)  # real peers do not start together
 
     def report() -> Message:
         peer.report.epoch = peer.epoch
+        if figures_change and isinstance(peer.report, reports_pb2.WorkerReport):
+            peer.report.num_running = random.randrange(32)
+            peer.report.kv_free_bytes = random.randrange(KV_POOL_BYTES)
         whole: Message = peer.report
         return whole
 
@@ -217,7 +221,7 @@ async def main(nats_url: str, fleet: Fleet) -> None:
             is_worker = isinstance(peer.report, reports_pb2.WorkerReport)
             name = peer.report.worker_id if is_worker else peer.report.store_id
             subject = subjects.worker_load(name) if is_worker else subjects.store_load(name)
-            tasks.create_task(_report(nats, subject, peer, number / len(all_peers) / 2))
+            tasks.create_task(_report(nats, subject, peer, number / len(all_peers) / 2, fleet.figures_change))
         print("ready", flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             print(json.dumps(peers.commands), flush=True)

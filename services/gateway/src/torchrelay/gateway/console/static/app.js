@@ -23,6 +23,7 @@ const PAGES = {
 };
 const MAX_SAMPLES = 900;
 const AGAIN_MS = 2000;
+const SHOWN_EVERY_MS = 100; // of samples that come faster, as after a pause of the tab, only the newest is parsed and shown
 const pathOf = () => location.hash.replace(/^#\//, "").split("/");
 
 function SignIn({ onKey, note }) {
@@ -44,18 +45,25 @@ function SignIn({ onKey, note }) {
     <button>Sign in</button></form></main>`;
 }
 
-// The samples of the live stream, the newest last, and what is wrong with it.
+// What plots need of an earlier sample: 900 whole samples of a large cluster would take hundreds of megabytes.
+const figuresOf = ({ instances, relays, hosts, demand, ...figures }) => figures;
+
+// The samples of the live stream, the newest last and alone whole, and what is wrong with the stream.
 function useSamples(onRefusedKey) {
   const [samples, setSamples] = useState([]);
   const [trouble, setTrouble] = useState("");
   useEffect(() => {
     const ended = new AbortController();
-    let timer;
+    let timer, newest, showing;
+    const show = () => {
+      showing = 0;
+      setSamples((before) => [...before.slice(1 - MAX_SAMPLES, -1), ...before.slice(-1).map(figuresOf), JSON.parse(newest)]);
+    };
     const follow = async () => {
       try {
-        for await (const data of events(await call("/console/live", { signal: ended.signal }))) {
+        for await (newest of events(await call("/console/live", { signal: ended.signal }))) {
           setTrouble("");
-          setSamples((before) => [...before, JSON.parse(data)].slice(-MAX_SAMPLES));
+          showing ||= setTimeout(show, SHOWN_EVERY_MS);
         }
         setTrouble("The live figures ended. Trying again.");
       } catch (failure) {
@@ -66,7 +74,7 @@ function useSamples(onRefusedKey) {
       if (!ended.signal.aborted) timer = setTimeout(follow, AGAIN_MS);
     };
     follow();
-    return () => { ended.abort(); clearTimeout(timer); };
+    return () => { ended.abort(); clearTimeout(timer); clearTimeout(showing); };
   }, []);
   return [samples, trouble];
 }
