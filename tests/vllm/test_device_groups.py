@@ -26,6 +26,7 @@ from torchrelay.worker.slot.slot import FREE
 model = contract.model  # a fixture
 
 
+@pytest.mark.timeout(900)  # two imports of vLLM and four loads, on a busy machine
 async def test_two_devices_answer_as_one_does(tmp_path: Path, model: Model, nats_url: str) -> None:
     # Attention on a CPU has no heads of 16 dimensions: each rank finds out when it computes the first token.
     refused = make_checkpoint(tmp_path / "refused", "llama", head_dim=16)
