@@ -78,7 +78,7 @@ function Price({ id, isAdmin }) {
     ["From, UTC", ({ valid_from }) => (new Date(valid_from) > now ? time(Date.parse(valid_from) / 1000) : "in force")],
   ];
   return html`${error && html`<${Alert}>${error}<//>`}
-    <${Table} label="Price" columns=${columns} rows=${hasOwnNow ? own : listed}>Loading.<//>
+    <div><${Table} label="Price" columns=${columns} rows=${hasOwnNow ? own : listed}>Loading.<//></div>
     ${isAdmin && html`<h3>New price</h3><${Sender} label="Set price" note="Saved." send=${send}>
       ${Object.entries(KINDS).map(([kind, label]) => html`<label>${label}, $ per million <input name=${kind} type="number" min="0" step="0.001" required /></label>`)}
       <label>From, UTC <input name="valid_from" type="date" title="Empty: from now on" /></label><//>`}`;
@@ -106,7 +106,7 @@ function Aliases({ model, onChange }) {
     await call(`${addressOf(model.id)}/aliases`, { method: "PUT", body: { aliases: form.get("aliases").split(/[\s,]+/).filter(Boolean) } });
     onChange();
   };
-  return html`<${Sender} label="Save aliases" note="Saved." send=${send}>
+  return html`<${Sender} label="Set aliases" note="Saved." send=${send}>
     <label>Further names by which requests may call it <input name="aliases" placeholder="none" defaultValue=${model.aliases.join(", ")} /></label><//>`;
 }
 

@@ -109,8 +109,8 @@ function Progress({ upload, onAbort }) {
       <progress value=${done} max=${total || 1} /></label>
     ${isBefore && html`<${Table} label="Files" rows=${files} columns=${[
       ["File", ({ path }) => path],
-      ["Size", ({ size }) => bytes(size), "number"],
       [stage === "digest" ? "Read" : "Sent", (file) => html`<progress aria-label=${file.path} value=${of(file)} max=${file.size || 1} /> <span>${percent(file.size ? of(file) / file.size : 1)}</span>`, "number"],
+      ["Size", ({ size }) => bytes(size), "number"],
     ]} />`}
     ${trouble && html`<${Alert}>${trouble} Trying again.<//>`}
     ${error && html`<${Alert}>${field && !error.includes(field) ? `${field}: ` : ""}${error}<//>`}
