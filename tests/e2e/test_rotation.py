@@ -58,8 +58,13 @@ def status(platform: Platform, key: str, path: str) -> int:
 
 async def answers(clients: Clients) -> None:
     """Until each client has certainly asked anew."""
-    before = clients.outcomes.num_answers
-    await eventually(lambda: clients.outcomes.errors or clients.outcomes.num_answers > before + NUM_CLIENTS, "answers")
+    before = clients.num_answers()
+
+    def has_each() -> bool:
+        pairs = zip(clients.num_answers(), before, strict=True)
+        return all(now >= then + 2 for now, then in pairs)  # the first of the two may have begun before
+
+    await eventually(lambda: clients.outcomes.errors or has_each(), "answers of each client")
     assert clients.outcomes.errors == []
 
 
@@ -106,13 +111,18 @@ async def rotate_certificates(parts: Parts, folder: Path, clients: Clients) -> N
     await asyncio.sleep(LOOK_EVERY_S)
     old = TlsFiles(folder / "old" / "ca.crt", folder / "old" / "cli.crt", folder / "old" / "cli.key")
     trusting = TlsFiles(folder / "new" / "ca.crt", old.cert, old.key)  # it would accept the server's new certificate
-    await asyncio.to_thread(check_is_refused, ports["scheduler"]["grpc"], trusting)
+    new = TlsFiles(trusting.ca, files["cli"].cert, files["cli"].key)
+    scheduler = ports["scheduler"]["grpc"]
+    assert await asyncio.to_thread(refusal, scheduler, new) != grpc.StatusCode.UNAVAILABLE  # the scheduler's own answer
+    assert await asyncio.to_thread(refusal, scheduler, trusting) == grpc.StatusCode.UNAVAILABLE
 
 
-def check_is_refused(scheduler: str, files: TlsFiles) -> None:
+def refusal(scheduler: str, files: TlsFiles) -> grpc.StatusCode:
+    """Of a question about a request that does not exist."""
     with open_blocking_channel(scheduler, Tls(files)) as channel, pytest.raises(grpc.RpcError) as refused:
         scheduler_pb2_grpc.SchedulerStub(channel).Explain(scheduler_pb2.ExplainRequest(request_id="none"), timeout=10)
-    assert isinstance(refused.value, grpc.Call) and refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert isinstance(refused.value, grpc.Call)
+    return refused.value.code()
 
 
 async def rotate_admin_key(parts: Parts, gateways: list[Platform], clients: Clients) -> None:

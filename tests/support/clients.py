@@ -37,6 +37,7 @@ class Clients:
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._prompts = [list(range(20 + i, 52 + i)) for i in range(number)]
         self._used = dict.fromkeys(range(number), key)  # the key of each client's present request
+        self._num_answers = [0] * number
         self.outcomes = Outcomes()
         self.expected = [self._answer(gateways[0], prompt, key)[0] for prompt in self._prompts]
 
@@ -49,6 +50,11 @@ class Clients:
         """Whether a request with the key may be in progress."""
         with self._lock:
             return key in self._used.values()
+
+    def num_answers(self) -> list[int]:
+        """Of each client."""
+        with self._lock:
+            return [*self._num_answers]
 
     def _answer(self, gateway: Platform, prompt: list[int], key: str) -> tuple[list[int], float]:
         """Token ids, and the longest gap."""
@@ -80,6 +86,7 @@ class Clients:
                 return
             with self._lock:
                 self.outcomes.num_answers += 1
+                self._num_answers[number] += 1
                 self.outcomes.num_received += len(tokens)
                 self.outcomes.num_wrong += tokens != self.expected[number]
                 self.outcomes.max_gap_s = max(self.outcomes.max_gap_s, gap_s)

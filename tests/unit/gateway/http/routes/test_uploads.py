@@ -90,6 +90,9 @@ async def test_upload_that_would_replace_the_base_of_adapters_is_refused_at_once
     assert (refused.status_code, refused.json()["error"]["param"]) == (409, "model")
     assert "delete tuned first" in refused.json()["error"]["message"]
     assert (await rig.acme.get("/v1/uploads")).json()["data"] == []
+    change = await rig.acme.patch("/v1/models/acme/glossary", json={"engine": "vllm"})
+    assert (change.status_code, change.json()["error"]["param"]) == (400, "engine")
+    assert change.json()["error"]["message"].startswith("acme/glossary has adapters, which need the engine torchrelay")
     await begun(rig.acme, "tuned")
     await rig.acme.delete("/v1/models/tuned")
     await begun(rig.acme)
@@ -105,6 +108,11 @@ async def test_the_store_hears_which_engines_may_compute_the_model(rig: RestRig)
     assert (change.status_code, change.json()["error"]["param"]) == (400, "engine")
     assert change.json()["error"]["message"] == "acme/packed needs the engine vllm, for its weights"
     assert (await rig.acme.patch("/v1/models/acme/packed", json={"engine": "auto"})).status_code == 200
+    packed = await rig.services.catalog.resolve(ADMIN, "acme/packed")
+    await rig.services.catalog.set_scaling(packed, ScalingSettings(engine="vllm:2"))
+    rig.store.content = "three"
+    await published(rig.acme, "packed")
+    assert rig.store.engines == ["vllm"]  # of the model's settings, which a new version keeps
     upload = await begun(rig.acme, "adapter")
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"base": "packed"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "base")

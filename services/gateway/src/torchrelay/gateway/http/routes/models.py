@@ -17,6 +17,7 @@ from torchrelay.gateway.core import (
     ANY_ENGINE,
     ENGINE_FORMS,
     MOST_TARGET_S,
+    OWN_ENGINE,
     Principal,
     PublishedModel,
     Version,
@@ -170,6 +171,9 @@ async def change(services: ServicesOf, caller: Caller, name: str, body: Settings
         needed = model.version.needed_engine
         if needed and body.engine.partition(":")[0] not in (ANY_ENGINE, needed):
             raise InvalidRequest(f"{model.name} needs the engine {needed}, for its weights", field="engine")
+        if model.has_adapters and body.engine not in (ANY_ENGINE, OWN_ENGINE):
+            message = f"{model.name} has adapters, which need the engine {OWN_ENGINE}; delete them first"
+            raise InvalidRequest(message, field="engine")
         (await services.scheduler.slots()).check_engine(body.engine)
     await services.catalog.set_scaling(model, body.scaling())
     return shown(services, await services.catalog.resolve(caller, name))

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.common.errors import InvalidRequest, ModelNotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
@@ -124,8 +124,8 @@ async def commit(
     elif scaling.engine is not None:
         slots.check_engine(scaling.engine)
     base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
-    is_any = scaling.engine in (None, ANY_ENGINE)
-    engines = slots.engines if is_any else {str(scaling.engine).partition(":")[0]}
+    engine = scaling.engine or await _present_engine(services, caller, upload)
+    engines = slots.engines if engine == ANY_ENGINE else {engine.partition(":")[0]}
     steps = services.uploads.commit(upload, scaling, slots.largest_bytes, base_version_id, sorted(engines))
     if NDJSON in accept:
         return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
@@ -134,6 +134,14 @@ async def commit(
         async for step in steps:
             notes += step.notes
     return JSONResponse(await _published(services, caller, upload, notes))
+
+
+async def _present_engine(services: Services, caller: Caller, upload: Upload) -> str:
+    """The engine that the model's settings name; that of a new model is any."""
+    try:
+        return (await services.catalog.resolve(caller, f"{upload.tenant}/{upload.model}")).engine
+    except ModelNotFound:
+        return ANY_ENGINE
 
 
 async def _base_version_id(services: Services, caller: Caller, upload: Upload, name: str) -> str:
