@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from examples.glossary.terms import FOLDER
 from tests.support.platform import Platform, running_platform
 
 SMALL = ("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1")
 MODEL = Path(FOLDER) / "model"
+WAIT_MS = 60_000  # the browser and the platform share a busy machine
 CHROMIUM = shutil.which("chromium") or "chromium"  # where it is missing, Playwright says so
 
 
@@ -31,6 +32,7 @@ class Console:
     def open(self, key: str, *, dark: bool = False, width: int = 1200) -> Page:
         """The overview, after signing in; errors of the browser's console are kept."""
         page = self.browser.new_page(color_scheme="dark" if dark else "light", viewport={"width": width, "height": 800})
+        page.set_default_timeout(WAIT_MS)
         page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.goto(f"{self.platform.http}/console")
@@ -42,6 +44,7 @@ class Console:
 
 @pytest.fixture(scope="package")
 def running_console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
+    expect.set_options(timeout=WAIT_MS)
     with running_platform(tmp_path_factory.mktemp("platform") / "home", SMALL) as platform, sync_playwright() as driver:
         reader, other = platform.tenant("reader"), platform.tenant("other")
         platform.upload(reader, MODEL, "glossary")

@@ -52,7 +52,7 @@ class Clients:
             return key in self._used.values()
 
     def num_answers(self) -> list[int]:
-        """Of each client."""
+        """The number of answers of each client."""
         with self._lock:
             return [*self._num_answers]
 
