@@ -69,7 +69,9 @@ async def newest_requests(
         if status in (None, "running") and (after is None or after.settled_unix_us is None):
             rows += await _running(connection, filter_, limit + 1, after)
         if status != "running" and len(rows) <= limit:
-            rows += await _ended(connection, filter_, status, limit + 1 - len(rows), after)
+            running = {row.request_id for row in rows}  # may have ended since: PostgreSQL's queries see later commits
+            ended = await _ended(connection, filter_, status, limit + 1, after)
+            rows += [row for row in ended if row.request_id not in running]
         return await _with_sums(connection, rows[:limit]), len(rows) > limit
 
 
