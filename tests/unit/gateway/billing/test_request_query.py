@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import Row, update
 
 from tests.unit.gateway.conftest import AccountingRig
+from torchrelay.gateway.billing import request_query
 from torchrelay.gateway.billing.request_query import _FAILURES, Status, newest_requests, request_of
 from torchrelay.gateway.billing.usage_query import UsageFilter, instant_of
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
@@ -34,16 +37,19 @@ async def used(parts: AccountingRig) -> AccountingRig:
     for name, (minutes, causes) in (ENDED | {"req-x": (0, ["stop"])}).items():
         request = theirs if name == "req-x" else parts.request(name, num_choices=len(causes))
         await parts.ledger.open(request)
-        usages = [ChoiceUsage(name, choice, 10, 4, 5, FinishCause(cause)) for choice, cause in enumerate(causes)]
-        await parts.ledger.settle(name, usages)
-        at = NOON - minutes * 60_000_000
-        async with parts.database.write() as connection:
-            for table in (opened, ledger):
-                when = update(table).where(table.c.request_id == name)
-                await connection.execute(when.values(settled_unix_us=at))
+        await end(parts, name, causes, NOON - minutes * 60_000_000)
     await parts.ledger.open(replace(parts.request("req-r1"), opened_unix_us=NOON))
     await parts.ledger.open(replace(parts.request("req-r2"), opened_unix_us=NOON + 1, model="acme/story"))
     return parts
+
+
+async def end(rig: AccountingRig, name: str, causes: Sequence[str], at_unix_us: int) -> None:
+    usages = [ChoiceUsage(name, choice, 10, 4, 5, FinishCause(cause)) for choice, cause in enumerate(causes)]
+    await rig.ledger.settle(name, usages)
+    async with rig.database.write() as connection:
+        for table in (opened, ledger):
+            when = update(table).where(table.c.request_id == name)
+            await connection.execute(when.values(settled_unix_us=at_unix_us))
 
 
 async def listed(rig: AccountingRig, filter_: UsageFilter = DAY, status: Status | None = None) -> list[str]:
@@ -61,6 +67,21 @@ async def test_those_that_run_come_first_then_the_newest(used: AccountingRig) ->
     of_acme = replace(DAY, tenant_id=used.acme.tenant_id)
     assert await listed(used, of_acme) == ["r2", "r1", "b", "a", "c", "d", "e", "f"]
     assert await listed(used) == ["r2", "r1", "x", "b", "a", "c", "d", "e", "f"]
+
+
+async def test_request_that_ends_between_the_queries_of_a_page_is_listed_once(
+    used: AccountingRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = request_query._ended
+
+    async def after_an_end(*arguments: Any) -> Sequence[Row[Any]]:
+        await end(used, "req-r1", ["stop"], NOON)
+        return await ended(*arguments)
+
+    monkeypatch.setattr(request_query, "_ended", after_an_end)
+    page, has_more = await newest_requests(used.database, replace(DAY, tenant_id=used.acme.tenant_id), None, 7)
+    assert [each.request_id.removeprefix("req-") for each in page] == ["r2", "r1", "b", "a", "c", "d", "e"]
+    assert has_more
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from tests.unit.gateway.conftest import PEPPER, AccountingRig
 from torchrelay.common.errors import Conflict, NotFound, QuotaExceeded
@@ -14,7 +14,7 @@ from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.core import LatencyTargets, ModelShape, Principal, Version
 from torchrelay.gateway.inference.execution.attempt import model_version
 from torchrelay.gateway.sql.table_versions import TableVersions
-from torchrelay.gateway.sql.tables import retired_versions
+from torchrelay.gateway.sql.tables import retired_versions, versions
 
 
 def version(name: str = "v1") -> Version:
@@ -272,6 +272,17 @@ async def test_base_with_adapters_needs_their_engine(parts: AccountingRig, calle
     await publish(parts, "base", version("base"), ScalingSettings(engine="auto"))
     await parts.catalog.delete(await parts.catalog.resolve(caller, "tuned"))
     assert await needed() == ["", ""]
+
+
+async def test_look_up_reads_the_description_of_no_other_model(parts: AccountingRig, caller: Principal) -> None:
+    for name in ("base_1", "basex1"):  # equal for LIKE, unless the pattern is escaped
+        await publish(parts, name, version(name))
+    await publish(parts, "tuned", adapter("base_1"))
+    async with parts.database.write() as connection:
+        cut = versions.c.description.op("||")("and what no JSON may have")
+        await connection.execute(update(versions).where(versions.c.version_id == "a1").values(description=cut))
+    resolved = [await parts.catalog.resolve(caller, name) for name in ("base_1", "basex1")]
+    assert [model.has_adapters for model in resolved] == [True, False]
 
 
 async def test_base_is_neither_deleted_nor_replaced_while_adapters_need_it(

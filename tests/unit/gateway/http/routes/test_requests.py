@@ -52,6 +52,30 @@ async def test_pages_follow_each_other(used: RestRig) -> None:
     assert ([each["id"] for each in second["data"]], second["has_more"]) == (["req-1"], False)
 
 
+@pytest.mark.parametrize(
+    ("query", "pages"),
+    [
+        ("", [("req-3", "running"), ("req-2", "running"), ("req-2", "ok"), ("req-3", "ok"), ("req-1", "ok")]),
+        ("status=running&", [("req-3", "running"), ("req-2", "running")]),
+    ],
+)
+async def test_pages_skip_no_request_when_the_last_listed_ends(
+    used: RestRig, query: str, pages: list[tuple[str, str]]
+) -> None:
+    """Each request that runs ends before the page after it is read."""
+    listed: list[tuple[str, str]] = []
+    after, has_more = "", True
+    while has_more:
+        reply = (await used.acme.get(f"/v1/requests?{query}limit=1{after}")).json()
+        (last,), has_more = reply["data"], reply["has_more"]
+        name, status = last["id"], last["status"]
+        listed.append((name, status))
+        if status == "running":
+            await used.parts.ledger.settle(name, [ChoiceUsage(name, 0, 10, 4, 30, FinishCause.LENGTH)])
+        after = f"&after_id={name}&after_status={status}"
+    assert listed == pages
+
+
 async def test_filters_select(used: RestRig) -> None:
     for query, names in {
         "status=running": ["req-3", "req-2"],
@@ -85,6 +109,7 @@ async def test_tenant_sees_nothing_of_another(used: RestRig) -> None:
         ("from=yesterday", "from"),
         ("to=x", "to"),
         ("after_id=req-x", "after_id"),
+        ("after_id=req-1&after_status=late", "after_status"),
         ("page=2", "page"),
     ],
 )

@@ -48,18 +48,30 @@ async def request_of(database: Database, request_id: str, tenant_id: str | None)
         return None if row is None else (await _with_sums(connection, [row]))[0]
 
 
+def as_listed(request: LedgerRequest, status: Status) -> LedgerRequest:
+    """The request as it was listed with this status; it may have ended since.
+
+    A page after a request that was listed as running begins with older requests that run, then lists all that ended.
+    """
+    return replace(request, settled_unix_us=None) if status == "running" else request
+
+
 async def newest_requests(
     database: Database, filter_: UsageFilter, status: Status | None, limit: int, after: LedgerRequest | None = None
 ) -> tuple[list[LedgerRequest], bool]:
     """Up to ``limit`` requests after ``after``, and whether there are more: those that run, then by their end, the
     newest first. The filter's period is that of the end; it must have a begin, which bounds the search.
+
+    ``after`` is the request as it was listed (``as_listed``).
     """
     rows: list[Row[Any]] = []
     async with database.read(TIME_LIMIT_S) as connection:
         if status in (None, "running") and (after is None or after.settled_unix_us is None):
             rows += await _running(connection, filter_, limit + 1, after)
         if status != "running" and len(rows) <= limit:
-            rows += await _ended(connection, filter_, status, limit + 1 - len(rows), after)
+            running = {row.request_id for row in rows}  # may have ended since: PostgreSQL's queries see later commits
+            ended = await _ended(connection, filter_, status, limit + 1, after)
+            rows += [row for row in ended if row.request_id not in running]
         return await _with_sums(connection, rows[:limit]), len(rows) > limit
 
 

@@ -108,11 +108,12 @@ class Catalog:
             row = (await connection.execute(query)).one_or_none()
             if row is None:
                 return None
-            named = await _aliases(connection, models.c.tenant_id == row.tenant_id)
+            same = and_(models.c.tenant_id == row.tenant_id, models.c.name == row.name)
+            named = await _aliases(connection, same)
             parents = await _parents(connection, [row])
-            adapted = await _adapted(connection, models.c.tenant_id == row.tenant_id)
+            has_adapters = await _has_adapters(connection, row)
         price = await self._prices.current(f"{tenant}/{row.name}")
-        return _published(row, price, named, parents, adapted)
+        return _published(row, price, named, parents, has_adapters)
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """The models of the principal's tenant (all models for the admin), by name."""
@@ -132,7 +133,13 @@ class Catalog:
             adapted = await _adapted(connection, condition)
         now = now_unix_us()
         return [
-            _published(row, price_at(price_list, f"{row.tenant}/{row.name}", now), named, parents, adapted)
+            _published(
+                row,
+                price_at(price_list, f"{row.tenant}/{row.name}", now),
+                named,
+                parents,
+                (row.tenant_id, row.version_id) in adapted,
+            )
             for row in rows
         ]
 
@@ -359,6 +366,20 @@ async def _parents(connection: SqlConnection, rows: Sequence[Row[tuple[object, .
     return {(row.tenant_id, row.version_id): f"{row.tenant}/{row.name}" for row in await connection.execute(query)}
 
 
+async def _has_adapters(connection: SqlConnection, row: Row[tuple[object, ...]]) -> bool:
+    """Whether adapters of the tenant change this model's version; false for an adapter, which none can change.
+
+    The database compares: each request for a model that is not cached waits for it.
+    """
+    if _described(row.description).base_version_id:
+        return False
+    has_base = versions.c.description.contains(f'"base_version_id":"{row.version_id}"', autoescape=True)
+    adapters = exists().where(
+        models.c.tenant_id == row.tenant_id, models.c.version_id == versions.c.version_id, has_base
+    )
+    return bool((await connection.execute(select(adapters))).scalar_one())
+
+
 async def _adapted(connection: SqlConnection, condition: ColumnElement[bool]) -> set[tuple[str, str]]:
     """The bases of all adapters of the tenants of models that fulfil a condition, by (tenant, version)."""
     adapters, text = models.alias(), versions.c.description
@@ -395,7 +416,7 @@ def _published(
     price: Price,
     named: Mapping[tuple[str, str], Sequence[str]],
     parents: Mapping[tuple[str, str], str],
-    adapted: Collection[tuple[str, str]],
+    has_adapters: bool,
 ) -> PublishedModel:
     version = msgspec.json.decode(row.description, type=Version)
     return PublishedModel(
@@ -412,7 +433,7 @@ def _published(
         engine=row.engine,
         aliases=tuple(named.get((row.tenant_id, row.name), ())),
         parent=parents.get((row.tenant_id, version.base_version_id), ""),
-        has_adapters=(row.tenant_id, version.version_id) in adapted,
+        has_adapters=has_adapters,
     )
 
 

@@ -16,6 +16,7 @@ const PAGE = 50;
 const pageOf = (id) => `#/requests/${encodeURIComponent(id)}`;
 const modelOf = (name) => `#/models/${name.split("/").map(encodeURIComponent).join("/")}`;
 const shown = (status) => status.replace("_", " ");
+const endOf = ({ id, status }) => ({ after_id: id, after_status: status });
 const Status = ({ of }) => html`<span class=${`status ${of}`}>${shown(of)}</span>`;
 const tookS = (request) => (request.ended_unix_us === null ? null : (request.ended_unix_us - request.opened_unix_us) / 1e6);
 
@@ -32,14 +33,14 @@ const COLUMNS = [
 
 // `filter`: the query without the page. The first page comes again every few seconds, an older one stays as it is.
 function Page({ filter, isFiltered }) {
-  const [ends, setEnds] = useState([]); // the last ids of the pages before this one
-  const { data, error } = useAnswer(`/v1/requests?${filter}&limit=${PAGE}${ends.length ? `&after_id=${encodeURIComponent(ends.at(-1))}` : ""}`, ends.length ? 0 : 5000);
+  const [ends, setEnds] = useState([]); // the last requests of the pages before this one, as listed
+  const { data, error } = useAnswer(`/v1/requests?${filter}&limit=${PAGE}${ends.length ? `&${new URLSearchParams(ends.at(-1))}` : ""}`, ends.length ? 0 : 5000);
   return html`${error && html`<${Alert}>${error}<//>`}
     ${data ? html`<${Table} label="Requests" columns=${COLUMNS} rows=${data.data}>
       ${isFiltered ? "No such request: choose another model, status or period." : "No request yet. Send one from the playground."}<//>` : !error && html`<${Loading} />`}
     ${(ends.length > 0 || data?.has_more) && html`<p class="row">
       <button type="button" disabled=${ends.length === 0} onClick=${() => setEnds(ends.slice(0, -1))}>Newer</button>
-      <button type="button" disabled=${!data?.has_more} onClick=${() => setEnds([...ends, data.data.at(-1).id])}>Older</button></p>`}`;
+      <button type="button" disabled=${!data?.has_more} onClick=${() => setEnds([...ends, endOf(data.data.at(-1))])}>Older</button></p>`}`;
 }
 
 function List({ isAdmin }) {

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.gateway.billing.money import exact_amount
-from torchrelay.gateway.billing.request_query import LedgerRequest, Status, newest_requests, request_of
+from torchrelay.gateway.billing.request_query import LedgerRequest, Status, as_listed, newest_requests, request_of
 from torchrelay.gateway.billing.usage_query import UsageFilter, end_of, instant_of
 from torchrelay.gateway.http.dependencies import Caller, ServicesOf, ledger_scope
 
@@ -30,6 +30,7 @@ async def all_requests(
     end: Annotated[str | None, Query(alias="to")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50,
     after_id: str | None = None,
+    after_status: Status | None = None,
 ) -> dict[str, Any]:
     """Requests that run, then requests that ended in [from, to), by default in the last day, the newest first."""
     tenant_id, model = await ledger_scope(services, caller, tenant, model)
@@ -42,6 +43,8 @@ async def all_requests(
         if after is None and after_id is not None:
             message = f"after_id must be the id of a listed request, not {after_id[:200]!r}"
             raise InvalidRequest(message, field="after_id")
+        if after is not None:
+            after = as_listed(after, after_status or status or after.status)
         listed, has_more = await newest_requests(services.database, filter_, status, limit, after)
     return {"object": "list", "data": [shown(each) for each in listed], "has_more": has_more}
 
