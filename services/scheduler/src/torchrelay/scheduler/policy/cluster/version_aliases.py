@@ -117,9 +117,9 @@ class VersionAliases:
         return min(use.tbt_target_s for use in _in_use(shared, now))
 
     def slot_class(self, version_id: str, now: float) -> SlotClass:
-        """The slots that the models in use name. Where they differ, one device, and any engine unless all name the same:
-        no tenant's setting takes another tenant's slots, and weights that need an engine keep it. A tenant's models
-        that name none leave the choice to its others.
+        """The slots that the models in use name. Where they differ, one device, and any engine unless all name the
+        same: no tenant's setting takes another tenant's slots, and weights that need an engine keep it. A tenant's
+        models that name none leave the choice to its others.
         """
         shared = self._versions.get(version_id)
         classes = {use.slot_class for use in _in_use(shared, now)} if shared is not None else set()
