@@ -258,12 +258,17 @@ async def test_unloaded_base_leaves_no_adapter_in_memory(scene_of: Make) -> None
     async def read(_digest: str) -> bytes:
         return b""
 
+    read_adapters: list[ref[Adapter]] = []
+
     async def made(adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
-        return Adapter(adapter_id, (), 10)
+        adapter = Adapter(adapter_id, (), 10)
+        read_adapters.append(ref(adapter))
+        return adapter
 
     async with scene_of() as scene:
         adapters = scene.decode.worker.adapters = HostedAdapters(read)
-        adapter = ref(await adapters.get(scene.decode.instance_id, types_pb2.Adapter(adapter_id="a"), made))
+        await adapters.get(scene.decode.instance_id, types_pb2.Adapter(adapter_id="a"), made)
+        (adapter,) = read_adapters
         assert adapter() is not None
         await scene.decode.unload()
         await scene.decode.until_free()
