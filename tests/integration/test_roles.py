@@ -29,6 +29,7 @@ from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.transfer.transport.shm import ShmConnection
+from torchrelay.worker.attempts.attempt import group_id_of
 from torchrelay.worker.attempts.hosted_adapters import HostedAdapters, Reserve
 from torchrelay.worker.role import WorkerRole
 
@@ -307,6 +308,22 @@ async def test_start_that_reads_for_longer_than_an_offer_waits_is_awaited(
         await scene.streams[1].cancel(ending.start.key)
         await ending.finished()
         assert "ended before it started" in ending.error().message
+
+
+async def test_a_start_is_awaited_though_another_that_awaits_it_is_cancelled(scene_of: Make) -> None:
+    """The cancelled call took away the future of the other, which waited until its limit and then for ever."""
+    async with scene_of(start_timeout_s=HANG_S) as scene:
+        request, role = scene.request(PROMPT), scene.decode.worker.roles[1]
+        first, second = (asyncio.ensure_future(role.wait_for_start(group_id_of(request.start.key))) for _ in range(2))
+        await eventually(lambda: role.num_awaited_starts > 0)
+        first.cancel()
+        await asyncio.wait((first,))
+        assert role.num_awaited_starts == 1
+        await scene.send(request)
+        attempt = await second
+        assert attempt.is_started
+        await request.finished()
+        await scene.assert_idle()
 
 
 async def test_lost_prefill_worker_is_reported_by_the_decode_worker(scene_of: Make) -> None:
