@@ -72,7 +72,7 @@ class HostedAdapters:
         return self._in_use.setdefault(adapter_id, copy(adapter))
 
     def _reserve(self, num_bytes: int) -> None:
-        """Evicts as few unused adapters as make room. Raises ``Overloaded``, and evicts none, if all would not."""
+        """Evicts as few unused adapters as needed. Raises ``Overloaded``, and evicts none, if all would not suffice."""
         num_bytes_used = sum(adapter.num_bytes for adapter in list(self._in_use.values()))
         if num_bytes_used + num_bytes > self._max_bytes:
             raise Overloaded(
