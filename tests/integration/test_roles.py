@@ -29,6 +29,7 @@ from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.transfer.transport.shm import ShmConnection
+from torchrelay.worker.attempts.attempt import group_id_of
 from torchrelay.worker.attempts.hosted_adapters import HostedAdapters, Reserve
 from torchrelay.worker.role import WorkerRole
 
@@ -258,12 +259,17 @@ async def test_unloaded_base_leaves_no_adapter_in_memory(scene_of: Make) -> None
     async def read(_digest: str) -> bytes:
         return b""
 
+    read_adapters: list[ref[Adapter]] = []
+
     async def made(adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
-        return Adapter(adapter_id, (), 10)
+        adapter = Adapter(adapter_id, (), 10)
+        read_adapters.append(ref(adapter))
+        return adapter
 
     async with scene_of() as scene:
         adapters = scene.decode.worker.adapters = HostedAdapters(read)
-        adapter = ref(await adapters.get(scene.decode.instance_id, types_pb2.Adapter(adapter_id="a"), made))
+        await adapters.get(scene.decode.instance_id, types_pb2.Adapter(adapter_id="a"), made)
+        (adapter,) = read_adapters
         assert adapter() is not None
         await scene.decode.unload()
         await scene.decode.until_free()
@@ -302,6 +308,22 @@ async def test_start_that_reads_for_longer_than_an_offer_waits_is_awaited(
         await scene.streams[1].cancel(ending.start.key)
         await ending.finished()
         assert "ended before it started" in ending.error().message
+
+
+async def test_a_start_is_awaited_though_another_that_awaits_it_is_cancelled(scene_of: Make) -> None:
+    """The cancelled call took away the future of the other, which waited until its limit and then for ever."""
+    async with scene_of(start_timeout_s=HANG_S) as scene:
+        request, role = scene.request(PROMPT), scene.decode.worker.roles[1]
+        first, second = (asyncio.ensure_future(role.wait_for_start(group_id_of(request.start.key))) for _ in range(2))
+        await eventually(lambda: role.num_awaited_starts > 0)
+        first.cancel()
+        await asyncio.wait((first,))
+        assert role.num_awaited_starts == 1
+        await scene.send(request)
+        attempt = await second
+        assert attempt.is_started
+        await request.finished()
+        await scene.assert_idle()
 
 
 async def test_lost_prefill_worker_is_reported_by_the_decode_worker(scene_of: Make) -> None:

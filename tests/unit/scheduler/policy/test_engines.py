@@ -226,3 +226,70 @@ def test_a_request_for_absent_devices_is_refused_with_their_number(changes: dict
     scene.pass_time(scene.config.unserved_s + 1)
     refusal = scene.refusal("r1")
     assert refusal is not None and refusal.message == f"acme/tiny needs {needed}"
+
+
+def running(scene: PaperCluster, request_id: str) -> str:
+    """The worker that computes the request."""
+    scene.pass_time(1.0)
+    scene.finish_loads()
+    scene.pass_time(0.2)
+    placement = scene.placement(request_id)
+    assert placement is not None
+    scene.check()
+    return placement.decode.worker_id
+
+
+def test_calls_leave_instances_with_fewer_devices_than_their_model_needs_now() -> None:
+    """Calls went on to the instances of one device after a change of ``vllm`` to ``vllm:2``."""
+    single, pair = without_handover(a_worker("w-a")), without_handover(a_worker("w-b", num_devices=2))
+    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), single, pair)
+    scene.admit(a_model(engine="vllm"), "r1")
+    assert running(scene, "r1") == "w-a"
+    scene.admit(a_model(engine="vllm", num_devices=2), "r2")
+    assert running(scene, "r2") == "w-b" and scene.refusal("r1") is None
+    (event,) = [event for event in scene.events if event.kind == "drain"]
+    assert event.reason == "it runs with vllm on 1 device, and its model needs vllm on 2 devices now"
+
+
+def test_calls_leave_another_engine_once_a_worker_with_theirs_appears() -> None:
+    """They stayed, because no worker had the engine at the change."""
+    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"))
+    scene.admit(a_model(), "r1")
+    assert running(scene, "r1") == "w-b"
+    scene.admit(a_model(engine="vllm"), "r2")
+    assert running(scene, "r2") == "w-b" and "drain" not in scene.kinds()
+    scene.workers["w-a"] = without_handover(a_worker("w-a"))
+    scene.report("w-a")
+    assert "drain" in scene.kinds(), "before the next call"
+    scene.admit(a_model(engine="vllm"), "r3")
+    assert running(scene, "r3") == "w-a"
+
+
+@pytest.mark.parametrize("late", ["w-a", "w-b"])
+def test_calls_leave_another_engine_after_a_restart_of_the_scheduler(late: str) -> None:
+    """The new scheduler saw no change of the model, and took over its instances on other engines."""
+    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"))
+    scene.admit(a_model(), "r1")
+    assert running(scene, "r1") == "w-b"
+    again = PaperCluster(PolicyConfig())
+    worker = scene.workers["w-b"]
+    worker = replace(worker, slot=replace(worker.slot, instance_id="from before"))
+    peers = {"w-b": worker, "w-a": without_handover(a_worker("w-a"))}
+    last = peers.pop(late)
+    again.settle(a_store("store-1", "host-1"), *peers.values())
+    again.admit(a_model(engine="vllm"), "r2")
+    again.settle(last)
+    again.admit(a_model(engine="vllm"), "r3")
+    assert running(again, "r3") == "w-a"
+    assert all(instance.worker_id == "w-a" for instance in again.policy.state.instances)
+    again.check()
+
+
+def test_a_model_that_takes_any_slot_keeps_its_instances() -> None:
+    scene = PaperCluster(PolicyConfig())
+    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a", num_devices=2)), a_worker("w-b"))
+    scene.admit(a_model(engine="vllm", num_devices=2), "r1")
+    assert running(scene, "r1") == "w-a"
+    scene.admit(a_model(), "r2")
+    scene.settle(a_worker("w-c"))
+    assert scene.placement("r2") is not None and "drain" not in scene.kinds()

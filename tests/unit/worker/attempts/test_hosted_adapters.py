@@ -19,6 +19,7 @@ class Made:
     def __init__(self) -> None:
         self.ids: list[str] = []
         self.failures = 0
+        self.last: ref[Adapter] | None = None
 
     async def read(self, digest: str) -> bytes:
         await asyncio.sleep(0)
@@ -31,7 +32,9 @@ class Made:
         assert (document, weights) == (b"config", b"weights")
         reserve(10)
         self.ids.append(adapter_id)
-        return Adapter(adapter_id, (), 10)
+        adapter = Adapter(adapter_id, (), 10)
+        self.last = ref(adapter)
+        return adapter
 
 
 def named(adapter_id: str) -> types_pb2.Adapter:
@@ -85,7 +88,31 @@ async def test_adapters_of_running_groups_count_and_are_not_read_twice() -> None
 async def test_unloaded_model_leaves_no_adapter() -> None:
     made = Made()
     hosted = HostedAdapters(made.read)
-    adapter = ref(await hosted.get("i1", named("a"), made.make))
-    assert adapter() is not None
+    await hosted.get("i1", named("a"), made.make)
+    assert made.last is not None and made.last() is not None
     hosted.clear()
-    assert adapter() is None
+    assert made.last() is None
+
+
+async def test_a_refused_adapter_evicts_nothing_and_others_evict_only_what_they_need() -> None:
+    """A refusal evicted all adapters, and one that fitted began with those of running groups, which frees nothing."""
+    made = Made()
+    hosted = HostedAdapters(made.read, max_bytes=40)
+    running = [await hosted.get("i1", named(adapter_id), made.make) for adapter_id in ("a", "b")]
+    for adapter_id in ("c", "d"):
+        await hosted.get("i1", named(adapter_id), made.make)
+
+    async def large(adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
+        reserve(30)
+        return Adapter(adapter_id, (), 30)
+
+    with pytest.raises(Overloaded, match="has 30 B and those of running requests 20 B; a worker holds 40 B"):
+        await hosted.get("i1", named("large"), large)
+    await hosted.get("i1", named("e"), made.make)
+    for adapter_id in ("d", "e"):
+        await hosted.get("i1", named(adapter_id), made.make)
+    assert made.ids == ["a", "b", "c", "d", "e"], "c alone was evicted, for e"
+    running.clear()
+    for adapter_id in ("a", "b"):
+        await hosted.get("i1", named(adapter_id), made.make)
+    assert made.ids == ["a", "b", "c", "d", "e"]

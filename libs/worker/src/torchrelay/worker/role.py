@@ -80,7 +80,7 @@ class WorkerRole(ABC):
     def __init__(self, worker: RoleContext) -> None:
         self.worker = worker
         self.attempts: dict[str, Attempt] = {}  # the running ones, by group id
-        self._awaited_starts: dict[str, asyncio.Future[Attempt]] = {}
+        self._awaited_starts: dict[str, set[asyncio.Future[Attempt]]] = {}  # a future of each waiter
 
     @property
     def num_awaited_starts(self) -> int:
@@ -166,16 +166,18 @@ class WorkerRole(ABC):
         if attempt is not None and attempt.is_started:
             return attempt
         timeout_s = self.worker.settings.start_timeout_s
-        future = self._awaited_starts.setdefault(group_id, asyncio.get_running_loop().create_future())
+        future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
+        waiters = self._awaited_starts.setdefault(group_id, set())
+        waiters.add(future)
         try:
             await asyncio.wait((future,), timeout=timeout_s)
-            if not future.done():
-                if group_id not in self.attempts:
-                    raise Unavailable(f"no gateway started {group_id} here within {timeout_s:g} s")
-                future = self._awaited_starts.setdefault(group_id, future)
-            return await asyncio.shield(future)
+            if not future.done() and group_id not in self.attempts:
+                raise Unavailable(f"no gateway started {group_id} here within {timeout_s:g} s")
+            return await future
         finally:
-            self._awaited_starts.pop(group_id, None)
+            waiters.remove(future)
+            if not waiters:
+                del self._awaited_starts[group_id]
 
     async def _write(self, outbox: Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while True:
@@ -229,18 +231,17 @@ class WorkerRole(ABC):
                 attempt.adapter = await self.worker.adapters.get(start.instance_id, start.adapter, self._read_adapter)
             if self.is_running(attempt):
                 attempt.is_started = True
-                if awaited := self._awaited_start(attempt):
-                    awaited.set_result(attempt)
+                for future in self._awaited_start(attempt):
+                    future.set_result(attempt)
                 await self.begin(attempt)
         except TorchrelayError as error:
             self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
         except Exception as error:
             self.fail_unexpected(attempt, error)
 
-    def _awaited_start(self, attempt: Attempt) -> asyncio.Future[Attempt] | None:
-        """The future of those that wait for the attempt's start, if there are any."""
-        awaited = self._awaited_starts.get(attempt.group_id)
-        return awaited if awaited is not None and not awaited.done() else None
+    def _awaited_start(self, attempt: Attempt) -> list[asyncio.Future[Attempt]]:
+        """The futures of all that wait for the attempt's start."""
+        return [future for future in self._awaited_starts.get(attempt.group_id, ()) if not future.done()]
 
     async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
         engine = self.worker.engine
@@ -336,8 +337,8 @@ class WorkerRole(ABC):
             return False
         if attempt.deadline is not None:
             attempt.deadline.cancel()
-        if awaited := self._awaited_start(attempt):
-            awaited.set_exception(Conflict("the attempt ended before it started"))
+        for future in self._awaited_start(attempt):
+            future.set_exception(Conflict("the attempt ended before it started"))
         self.drop(attempt)
         self.worker.attempt_ended()
         return True

@@ -299,7 +299,10 @@ ANY, OWN, VLLM, PAIR = SlotClass(), SlotClass(1, "torchrelay"), SlotClass(1, "vl
         ({"acme/m": PAIR}, PAIR),
         ({"acme/m": ANY, "acme/adapter": OWN}, OWN),
         ({"acme/m": VLLM, "acme/n": OWN}, ANY),
-        ({"acme/m": VLLM, "acme/n": PAIR}, ANY),
+        ({"acme/m": VLLM, "acme/n": PAIR}, VLLM),
+        ({"acme/m": VLLM, "birch/m": PAIR}, VLLM),  # weights that only vLLM computes went to Torchrelay's own slots
+        ({"acme/m": ANY, "acme/n": PAIR, "acme/o": VLLM}, VLLM),
+        ({"acme/m": ANY, "birch/m": VLLM, "birch/n": PAIR}, ANY),
         ({"acme/m": PAIR, "birch/m": PAIR}, PAIR),
         ({"acme/m": ANY, "birch/m": PAIR}, ANY),
     ],

@@ -160,3 +160,14 @@ def test_minimum_of_a_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() ->
     scene.settle(replace(a_worker("w-b"), engine="vllm"))
     scene.pass_time(2.0)
     assert targets(scene) == {1: (2, 2)}, "a slot of the pool has the engine now"
+
+
+def test_call_of_a_model_whose_engine_the_pool_lacks_raises_no_target() -> None:
+    """A launcher started a worker of its own engine for it, which could not serve it."""
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_worker("w-a"))  # its store is away
+    scene.pass_time(2.0)
+    assert targets(scene) == {1: (1, 0)}
+    scene.admit(a_model("acme/other", engine="vllm"), "r1")
+    assert targets(scene) == {1: (1, 0)}
+    scene.admit(FIRST, "r2")
+    assert targets(scene) == {1: (1, 1)}

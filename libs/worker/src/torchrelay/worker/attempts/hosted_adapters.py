@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from copy import copy
 from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
-
-from cachetools import LRUCache
 
 from torchrelay.common.errors import Overloaded
 from torchrelay.common.quantities import format_bytes
@@ -20,8 +19,8 @@ Reserve: TypeAlias = Callable[[int], None]  # raises ``Overloaded`` if the bytes
 
 
 class HostedAdapters:
-    """The adapters of the hosted instance, and those that groups still use, within ``max_bytes`` together. The longest
-    unused leave first.
+    """The adapters of the hosted instance, within ``max_bytes``. The longest unused leave first, and never those that
+    groups still use.
     """
 
     def __init__(self, read: Callable[[str], Awaitable[bytes]], max_bytes: int = MAX_BYTES) -> None:
@@ -35,8 +34,9 @@ class HostedAdapters:
     def clear(self) -> None:
         """Forgets all adapters, for the hosted instance is unloaded."""
         self._instance_id = ""
-        self._kept: LRUCache[str, Adapter] = LRUCache(self._max_bytes, getsizeof=lambda adapter: adapter.num_bytes)
-        self._in_memory: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # also those of groups alone
+        self._kept: dict[str, Adapter] = {}  # the longest unused first
+        # A group gets a copy, which shares the weights: where a copy lives, an eviction would free nothing.
+        self._in_use: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
 
     async def get(
         self,
@@ -59,26 +59,31 @@ class HostedAdapters:
                 return adapter
             document, weights = await self._read(wanted.config_digest), await self._read(wanted.weights_digest)
             adapter = await make(wanted.adapter_id, document, weights, self._reserve)
-            if instance_id == self._instance_id:
-                self._in_memory[wanted.adapter_id] = self._kept[wanted.adapter_id] = adapter
-            return adapter
+            if instance_id != self._instance_id:
+                return adapter
+            self._kept[wanted.adapter_id] = adapter
+            return self._lend(wanted.adapter_id)
 
     def _known(self, adapter_id: str) -> Adapter | None:
-        adapter = self._in_memory.get(adapter_id)
-        if adapter is not None:
-            self._kept[adapter_id] = adapter
-        return adapter
+        return self._lend(adapter_id) if adapter_id in self._kept else None
+
+    def _lend(self, adapter_id: str) -> Adapter:
+        self._kept[adapter_id] = adapter = self._kept.pop(adapter_id)
+        return self._in_use.setdefault(adapter_id, copy(adapter))
 
     def _reserve(self, num_bytes: int) -> None:
-        while self._num_bytes + num_bytes > self._max_bytes:
-            if not self._kept:
-                raise Overloaded(
-                    f"the adapter has {format_bytes(num_bytes)} and those of running requests "
-                    f"{format_bytes(self._num_bytes)}; a worker holds {format_bytes(self._max_bytes)}",
-                    field="model",
-                )
-            self._kept.popitem()
-
-    @property
-    def _num_bytes(self) -> int:
-        return sum(adapter.num_bytes for adapter in list(self._in_memory.values()))
+        """Evicts as few unused adapters as needed. Raises ``Overloaded``, and evicts none, if all would not suffice."""
+        num_bytes_used = sum(adapter.num_bytes for adapter in list(self._in_use.values()))
+        if num_bytes_used + num_bytes > self._max_bytes:
+            raise Overloaded(
+                f"the adapter has {format_bytes(num_bytes)} and those of running requests "
+                f"{format_bytes(num_bytes_used)}; a worker holds {format_bytes(self._max_bytes)}",
+                field="model",
+            )
+        num_bytes_over = sum(adapter.num_bytes for adapter in self._kept.values()) + num_bytes - self._max_bytes
+        for adapter_id, adapter in list(self._kept.items()):
+            if num_bytes_over <= 0:
+                return
+            if adapter_id not in self._in_use:
+                del self._kept[adapter_id]
+                num_bytes_over -= adapter.num_bytes

@@ -199,6 +199,8 @@ class Policy:
         changes = state.instances.observe(accepted, now)
         for change in changes:
             instance_changes.record(self.state, change, now)
+        if before is None:
+            scaling.leave_other_slots(state, tuple(state.instances.versions), now)
         if accepted.is_leaving and not (before is not None and before.is_leaving):
             self._worker_leaves(accepted, now)
         own = sorted({change.instance.version_id for change in changes})

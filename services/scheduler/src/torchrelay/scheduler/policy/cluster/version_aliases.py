@@ -117,14 +117,18 @@ class VersionAliases:
         return min(use.tbt_target_s for use in _in_use(shared, now))
 
     def slot_class(self, version_id: str, now: float) -> SlotClass:
-        """The slots that the models in use name; those of any engine, with one device, if they name several, or if
-        another tenant's model names none: no tenant's setting takes another tenant's slots.
+        """The slots that the models in use name. Where they differ, one device, and any engine unless all name the
+        same: no tenant's setting takes another tenant's slots, and weights that need an engine keep it. A tenant's
+        models that name none leave the choice to its others.
         """
         shared = self._versions.get(version_id)
         classes = {use.slot_class for use in _in_use(shared, now)} if shared is not None else set()
         if shared is not None and len({tenant_of(name) for name in shared.names}) <= 1:
             classes.discard(SlotClass())
-        return classes.pop() if len(classes) == 1 else SlotClass()
+        engines = {each.engine for each in classes}
+        if len(classes) == 1:
+            return classes.pop()
+        return SlotClass(engine=engines.pop()) if len(engines) == 1 else SlotClass()
 
     def max_instances(self, version_id: str, now: float, default: int) -> int:
         """The greatest limit of the models in use, so that no tenant's setting reduces another tenant's instances; 0 if

@@ -27,23 +27,25 @@ _SEEN_S = 600.0  # until an empty pool may have got workers of another engine
 
 
 def request_waits(state: State, model: Model, now: float) -> None:
-    """Raises the targets at once if a request waits for a pool that should have no slot: a launcher learns of the first
-    request without waiting for the next evaluation, which may raise them further.
+    """Raises the targets at once if a request waits for a pool that should have no slot, and whose slots have its
+    engine: a launcher learns of the first request without waiting for the next evaluation, which may raise them
+    further.
     """
     target = state.pool_targets.get(model.num_devices)
-    if (target is None or not target.num_wanted) and state.queues.num_waiting(model.version_id) and _is_on(state, now):
-        lacking = SlotShortage(model.name, 1)  # without a slot in use no role is played
-        known = target.load if target is not None else PoolLoad(model.num_devices)
-        raised = pool_target(replace(known, shortages=(lacking,)), state.config)
-        state.pool_targets = {**state.pool_targets, model.num_devices: raised}
-        for role in ROLES:
-            of_role = state.role_targets.get((model.num_devices, role))
-            known = of_role.load if of_role is not None else PoolLoad(model.num_devices, role=role)
-            state.role_targets[model.num_devices, role] = pool_target(
-                replace(known, shortages=(lacking,)), state.config
-            )
-        state.pools_evaluated_at = now
-        state.effects.events.append(_event(raised, state.config.pool_mode, now))
+    if (target is not None and target.num_wanted) or not state.queues.num_waiting(model.version_id):
+        return
+    if not _is_on(state, now) or not _has_engine(state, model, now):
+        return
+    shortages = (SlotShortage(model.name, 1),)  # without a slot in use no role is played
+    known = target.load if target is not None else PoolLoad(model.num_devices)
+    raised = pool_target(replace(known, shortages=shortages), state.config)
+    state.pool_targets = {**state.pool_targets, model.num_devices: raised}
+    for role in ROLES:
+        of_role = state.role_targets.get((model.num_devices, role))
+        known = of_role.load if of_role is not None else PoolLoad(model.num_devices, role=role)
+        state.role_targets[model.num_devices, role] = pool_target(replace(known, shortages=shortages), state.config)
+    state.pools_evaluated_at = now
+    state.effects.events.append(_event(raised, state.config.pool_mode, now))
 
 
 def _is_on(state: State, now: float) -> bool:

@@ -16,7 +16,17 @@ from torchrelay.scheduler.policy.handlers import demands, recalls, relay_plans
 from torchrelay.scheduler.policy.handlers.cluster_load import autoscaler_input
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
+from torchrelay.scheduler.policy.types import (
+    BOTH,
+    Instance,
+    InstancePhase,
+    Model,
+    Role,
+    Roles,
+    SlotClass,
+    StoreStatus,
+    WorkerStatus,
+)
 
 LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0
@@ -124,20 +134,33 @@ def idle_versions(state: State, now: float) -> list[str]:
 
 
 def note_model(state: State, model: Model, now: float, *, is_new_call: bool) -> None:
-    """Stores the newest settings of a version. Once it needs an engine that a slot has, its instances on other engines
-    are drained. ``is_new_call``: see ``VersionAliases.note``.
+    """Stores the newest settings of a version, whose instances leave slots in which it does not run any more.
+    ``is_new_call``: see ``VersionAliases.note``.
     """
-    before = state.models.get(model.version_id)
     state.note_model(model, now, is_new_call=is_new_call)
-    noted = state.models[model.version_id]
-    is_changed = before is None or before.engine != noted.engine
-    if not noted.engine or not is_changed or not state.membership.sizes.present(noted.slot_class):
-        return
-    for instance in list(state.instances.of_version(noted.version_id)):
-        worker = state.membership.workers.get(instance.worker_id)
-        if instance.staying and worker is not None and worker.engine != noted.engine:
-            text = f"it runs with {worker.engine}, and its model needs {noted.engine} now"
+    leave_other_slots(state, (model.version_id,), now)
+
+
+def leave_other_slots(state: State, version_ids: Iterable[str], now: float) -> None:
+    """Drains instances in slots without the engine or the devices that their model names, if a slot with them is
+    present.
+    """
+    for version_id in version_ids:
+        model = state.models.get(version_id)
+        if model is None or model.slot_class == SlotClass():
+            continue
+        for instance in state.instances.of_version(version_id):
+            worker = state.membership.workers.get(instance.worker_id)
+            if not instance.staying or worker is None or model.slot_class.fits(worker):
+                continue
+            if not state.membership.sizes.present(model.slot_class):
+                break
+            text = f"it runs with {_slot_text(worker)}, and its model needs {_slot_text(model)} now"
             drain(state, instance, Reason("other_engine", text), now)
+
+
+def _slot_text(slot: WorkerStatus | Model) -> str:
+    return f"{slot.engine or 'any engine'} on {format_count(slot.num_devices, 'device')}"
 
 
 def set_minimums(state: State, models: Sequence[Model], now: float) -> None:
