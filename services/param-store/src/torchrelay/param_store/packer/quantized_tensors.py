@@ -71,7 +71,7 @@ class _Layers:
             yield replace(slot, name=name, shape=tensor.shape, group=name, dtype=tensor.dtype, is_linear=False)
 
     def _is_plain(self, slot: TensorSpec) -> bool:
-        """Whether the layer is plain. Raises ``PackRefused`` if the checkpoint differs, or the parts of one layer do."""
+        """Whether the layer is plain. Raises ``PackRefused`` if the checkpoint or a part of the layer differs."""
         layer = slot.name.removesuffix(".weight")
         field, is_plain = self._plain.field(layer), self._plain.has(layer)
         tensor = self._checkpoint.tensors.get(slot.name)
