@@ -190,6 +190,38 @@ def test_layers_that_are_not_stored_as_the_config_says_are_refused_by_file_and_t
     assert str(refused.value).startswith(expected)
 
 
+def with_bias(value: float, size: int = 64, dtype: torch.dtype = torch.float16) -> Callable[[Tensors], Any]:
+    bias = torch.zeros(size, dtype=dtype)
+    bias[-1] = value
+    return lambda tensors: tensors.update({f"{LAYER}bias": bias})
+
+
+def test_biases_of_gptq_that_are_zero_are_left_out_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(quantized_checkpoint(tmp_path, "gptq")[0], with_bias(-0.0))
+    manifest, _ = packed(folder)
+    assert f"{LAYER}bias" not in {entry.name for entry in manifest.tensors}
+    assert f"LlamaForCausalLM does not use were left out: '{LAYER}bias'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fault"),
+    [
+        ("gptq", with_bias(1.0), "element 63 is not zero, and config.json has no biases"),
+        ("gptq", with_bias(float("nan")), "element 63 is not zero, and config.json has no biases"),
+        ("gptq", with_bias(0.0, 65), "is not part of LlamaForCausalLM"),
+        ("gptq", with_bias(0.0, dtype=torch.float64), "is not part of LlamaForCausalLM"),
+        ("awq", with_bias(0.0), "is not part of LlamaForCausalLM"),
+    ],
+)
+def test_other_biases_are_refused(tmp_path: Path, name: str, change: Callable[[Tensors], Any], fault: str) -> None:
+    folder = changed(quantized_checkpoint(tmp_path, name)[0], change)
+    with pytest.raises(PackRefused) as refused:
+        packed(folder)
+    assert str(refused.value).startswith(f"model.safetensors: tensor '{LAYER}bias'") and fault in str(refused.value)
+
+
 def test_a_head_is_quantized_only_where_gptq_declares_it(tmp_path: Path) -> None:
     folder, _ = quantized_checkpoint(tmp_path, "gptq")
     packed(folder)

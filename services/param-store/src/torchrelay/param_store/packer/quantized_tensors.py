@@ -18,11 +18,14 @@ from torchrelay.param_store.packer.core import PackRefused, StoredTensor, quoted
 
 @dataclass(slots=True)
 class QuantizedTensors:
-    """``scales`` are the names of tensors whose numbers must be positive, ``required`` the bytes of others."""
+    """``scales`` are the names of tensors whose numbers must be positive, ``required`` the bytes of others. ``biases``
+    are of quantized layers, and may be left out if they are zero.
+    """
 
     segments: list[tuple[TensorSpec, ...]]
     scales: set[str] = field(default_factory=set)
     required: dict[str, bytes] = field(default_factory=dict)
+    biases: dict[str, StoredTensor] = field(default_factory=dict)
 
 
 def quantized_tensors(
@@ -59,6 +62,10 @@ class _Layers:
             parts = self._quantization.parts(num_out, num_in)
         except UnsupportedModel as error:
             raise PackRefused(CONFIG, f"{error.field}: {error}, as {quoted(slot.name)} needs") from None
+        bias = stored.get(f"{stem}bias")
+        fits = bias is not None and bias.shape == (num_out,) and bias.dtype in DTYPE_BYTES
+        if bias is not None and fits and self._quantization.method == "gptq":
+            self._planned.biases[f"{stem}bias"] = bias  # AutoGPTQ writes zeros for layers without a bias
         for part in parts:
             name = stem + part.ending
             tensor = _matching(name, part, stored, self._checkpoint.file)
