@@ -7,16 +7,25 @@ import json
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.integration.roles_testbed import running_testbed
-from tests.support.quantized_checkpoints import quantized_checkpoint
+from tests.support.checkpoints import make_checkpoint
+from tests.support.quantized_checkpoints import FORMATS, quantized_checkpoint
 from tests.support.wait import eventually
+from tests.unit.modelspec.test_quantization import LLAMA, W8A8
 from tests.unit.param_store.running_store import publish, running_store
 from tests.vllm.test_start import loading
+from torchrelay.engine.core import LoadFailed
+from torchrelay.vllm import served_model
+from torchrelay.vllm.engine import VllmEngine
+from torchrelay.vllm.model_document import model_document
+from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine import EngineHooks
 from torchrelay.worker.slot.slot import FREE, READY
 
 PROMPTS = [[(7 * salt + 3 * index) % 250 for index in range(length)] for salt, length in enumerate((1, 33, 64))]
@@ -75,3 +84,25 @@ async def test_blocks_of_fp8_end_the_load_with_vllms_reason(tmp_path: Path, nats
         slot = worker.worker.slot
         await eventually(lambda: slot.state == FREE and slot.error, "the end of the load")
         assert "Failed to find a kernel that can implement the ScaledMM linear layer" in slot.error
+
+
+def test_weights_of_another_engine_end_the_load() -> None:
+    settings = WorkerSettings(node_key="00" * 32, worker_id="w", device="cpu", kv_pool_bytes=1 << 20)
+    config = LLAMA | {"quantization_config": W8A8}
+    slab = cast(Any, SimpleNamespace(manifest=SimpleNamespace(config=config), data=memoryview(b"")))
+    hooks = EngineHooks(lambda: None, lambda: None, lambda: None)
+    with pytest.raises(LoadFailed, match="only the engine torchrelay computes these weights"):
+        VllmEngine(settings).load(slab, hooks)
+
+
+async def test_a_parameter_that_no_tensor_of_the_pack_fills_ends_the_load(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pack is of plain weights, and vLLM's config declares scales: their parameters would keep any old numbers."""
+    quantized = {"quantization_config": dict(FORMATS["fp8-channels"].config)}
+    monkeypatch.setattr(served_model, "model_document", lambda config: model_document(config) | quantized)
+    checkpoint = make_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16", head_dim=32)
+    async with loading(tmp_path, checkpoint, nats_url) as worker:
+        slot = worker.worker.slot
+        await eventually(lambda: slot.state == FREE and slot.error, "the end of the load")
+        assert "the pack has no tensor for 'model.layers.0.self_attn.qkv_proj.weight_scale'" in slot.error

@@ -70,6 +70,7 @@ def test_only_what_was_checked_reaches_vllm() -> None:
         ({**GPTQ, "sym": False}, "sym"),
         ({**GPTQ, "dynamic": {"+:(a+)+$": {"bits": 8}}}, "dynamic"),
         ({**GPTQ, "lm_head": "yes"}, "lm_head"),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, "checkpoint_format"),
         ({**FP8, "activation_scheme": "none"}, "activation_scheme"),
         ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
         ({**FP8, "weight_block_size": [0, 128]}, "weight_block_size"),

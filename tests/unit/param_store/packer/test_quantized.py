@@ -92,17 +92,149 @@ def test_hostile_tensors_are_refused_by_file_and_tensor(
 
 def test_layers_that_do_not_fit_the_groups_are_refused(tmp_path: Path) -> None:
     folder, _ = quantized_checkpoint(tmp_path, "awq")
-    document = json.loads((folder / "config.json").read_text())
-    document["quantization_config"]["group_size"] = 40
-    (folder / "config.json").write_text(json.dumps(document))
+    with_config(folder, group_size=40)
     with pytest.raises(PackRefused, match=r"^config.json: quantization_config.group_size: a layer of 64 does not"):
         packed(folder)
+
+
+ATTENTION = "model.layers.0.self_attn."
+
+
+def with_config(folder: Path, **changes: Any) -> Path:
+    document = json.loads((folder / "config.json").read_text())
+    document["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(document))
+    return folder
+
+
+def unquantized(folder: Path, meant: Path, *layers: str) -> Path:
+    """The checkpoint with these layers as plain weights in F16."""
+    weights = load_file(meant / "model.safetensors")
+
+    def change(tensors: Tensors) -> None:
+        for layer in layers:
+            for name in [each for each in tensors if each.startswith(f"{layer}.")]:
+                del tensors[name]
+            tensors[f"{layer}.weight"] = weights[f"{layer}.weight"].half()
+
+    return changed(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [
+        ("awq", {"modules_to_not_convert": ["0.self_attn.q_proj", "0.self_attn.k_", "0.self_attn.v"]}),
+        ("awq", {"modules_to_not_convert": ["0.self_attn.qkv", "lm_head"]}),
+        ("fp8", {"ignored_layers": [f"{ATTENTION}{letter}_proj" for letter in "qkv"], "modules_to_not_convert": ["x"]}),
+        ("fp8", {"modules_to_not_convert": [f"{ATTENTION}qkv_proj"]}),
+        (
+            "fp8-channels",
+            {"ignore": [r"re:^model\.layers\.0.*q_proj$", "re:.*0.*k_.*", f"{ATTENTION}v_proj", "lm_head"]},
+        ),
+        ("fp8-channels", {"ignore": ["re:.*layers.0.*attn.qkv_proj"]}),
+    ],
+)
+def test_layers_that_the_config_leaves_plain_are_packed_so(tmp_path: Path, name: str, listed: dict[str, Any]) -> None:
+    layers = [f"{ATTENTION}{letter}_proj" for letter in "qkv"]
+    folder = with_config(unquantized(*quantized_checkpoint(tmp_path, name), *layers), **listed)
+    packed(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "listed", "fault"),
+    [
+        ("fp8", "q", {"ignored_layers": []}, "q_proj.weight': it is stored in F16, and by {}.ignored_layers its layer"),
+        ("fp8", "qkv", {"ignored_layers": ["q_proj"]}, "q_proj.weight': it is stored in F16, and by {}.ignored_layers"),
+        (
+            "fp8-channels",
+            "q",
+            {"ignore": ["re:.*k_proj$"]},
+            "q_proj.weight': it is stored in F16, and by {}.ignore its",
+        ),
+        ("awq", "qkv", {}, "q_proj.weight': it is stored in F16, and by {}.modules_to_not_convert its layer is quant"),
+        ("gptq", "q", {}, "q_proj.weight': it is stored in F16, and by {} its layer is quantized"),
+        (
+            "fp8",
+            "",
+            {"ignored_layers": [f"{ATTENTION}q_proj"]},
+            "q_proj.weight': by {}.ignored_layers its layer is not",
+        ),
+        (
+            "awq",
+            "",
+            {"modules_to_not_convert": ["q_proj"]},
+            "q_proj.weight': by {}.modules_to_not_convert its layer is",
+        ),
+        (
+            "w4a16",
+            "",
+            {"ignore": ["re:.*q_proj"]},
+            "q_proj.weight': by {}.ignore its layer is not quantized, and it is",
+        ),
+        (
+            "fp8",
+            "q",
+            {"ignored_layers": [f"{ATTENTION}q_proj"]},
+            "k_proj.weight': vLLM computes it and 'model.layers.0",
+        ),
+    ],
+)
+def test_layers_that_are_not_stored_as_the_config_says_are_refused_by_file_and_tensor(
+    tmp_path: Path, name: str, plain: str, listed: dict[str, Any], fault: str
+) -> None:
+    layers = [f"{ATTENTION}{letter}_proj" for letter in plain]
+    folder = with_config(unquantized(*quantized_checkpoint(tmp_path, name), *layers), **listed)
+    with pytest.raises(PackRefused) as refused:
+        packed(folder)
+    expected = f"model.safetensors: tensor '{ATTENTION}{fault.format('quantization_config')}"
+    assert str(refused.value).startswith(expected)
+
+
+def with_bias(value: float, size: int = 64, dtype: torch.dtype = torch.float16) -> Callable[[Tensors], Any]:
+    bias = torch.zeros(size, dtype=dtype)
+    bias[-1] = value
+    return lambda tensors: tensors.update({f"{LAYER}bias": bias})
+
+
+def test_biases_of_gptq_that_are_zero_are_left_out_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(quantized_checkpoint(tmp_path, "gptq")[0], with_bias(-0.0))
+    manifest, _ = packed(folder)
+    assert f"{LAYER}bias" not in {entry.name for entry in manifest.tensors}
+    assert f"LlamaForCausalLM does not use were left out: '{LAYER}bias'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fault"),
+    [
+        ("gptq", with_bias(1.0), "element 63 is not zero, and config.json has no biases"),
+        ("gptq", with_bias(float("nan")), "element 63 is not zero, and config.json has no biases"),
+        ("gptq", with_bias(0.0, 65), "is not part of LlamaForCausalLM"),
+        ("gptq", with_bias(0.0, dtype=torch.float64), "is not part of LlamaForCausalLM"),
+        ("awq", with_bias(0.0), "is not part of LlamaForCausalLM"),
+    ],
+)
+def test_other_biases_are_refused(tmp_path: Path, name: str, change: Callable[[Tensors], Any], fault: str) -> None:
+    folder = changed(quantized_checkpoint(tmp_path, name)[0], change)
+    with pytest.raises(PackRefused) as refused:
+        packed(folder)
+    assert str(refused.value).startswith(f"model.safetensors: tensor '{LAYER}bias'") and fault in str(refused.value)
+
+
+def test_a_head_is_quantized_only_where_gptq_declares_it(tmp_path: Path) -> None:
+    folder, _ = quantized_checkpoint(tmp_path, "gptq")
+    packed(folder)
+    with pytest.raises(PackRefused, match=r"tensor 'lm_head.weight': it is stored in F16, and by quantization_config"):
+        packed(with_config(folder, lm_head=True))
 
 
 def test_weights_that_the_config_calls_quantized_and_are_not_are_refused(tmp_path: Path) -> None:
     folder, meant = quantized_checkpoint(tmp_path, "awq")
     (folder / "model.safetensors").write_bytes((meant / "model.safetensors").read_bytes())
-    with pytest.raises(PackRefused, match="it declares quantized weights, and the checkpoint has none"):
+    with pytest.raises(
+        PackRefused, match=r"q_proj.weight': it is stored in F32, and by quantization_config.*quantized"
+    ):
         packed(folder)
 
 

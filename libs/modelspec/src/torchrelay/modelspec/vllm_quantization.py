@@ -101,6 +101,7 @@ def _gptq(config: Mapping[str, Any]) -> VllmQuantization:
     bits = _one_of(config, "bits", (4, 8))
     _require(config, "desc_act", False)  # vLLM's kernels for a CPU ignore the order of the inputs
     _require(config, "sym", True)
+    _one_of(config, "checkpoint_format", (None, "gptq"))  # vLLM reads gptq_v2 as this, with each zero point off by one
     for key in ("dynamic", "modules_in_block_to_quantize"):
         if config.get(key):
             raise _refused(key, f"{key} is not supported")

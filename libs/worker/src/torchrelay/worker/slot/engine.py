@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepWork
-from torchrelay.engine.core import GroupSpec, StepResult
+from torchrelay.engine.core import GroupSpec, LoadFailed, StepResult
+from torchrelay.modelspec.config import read_config
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.worker.settings import WorkerSettings
 
@@ -95,6 +96,11 @@ class Engine(ABC):
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
+
+    def check_computes(self, config: Mapping[str, Any]) -> None:
+        """Raises ``LoadFailed`` if only another engine computes the weights of a model with this config.json."""
+        if (engine := read_config(config).needed_engine) not in ("", self.capabilities.engine):
+            raise LoadFailed(f"only the engine {engine} computes these weights")
 
     @abstractmethod
     def start(self) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.warm_up import warm_up
-from torchrelay.modelspec.config import read_config
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine import Capabilities, Engine, EngineHooks
@@ -29,8 +27,7 @@ class RelayEngine(Engine):
 
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> Instance:
         settings = self._settings
-        if (engine := read_config(slab.manifest.config).needed_engine) not in ("", self.capabilities.engine):
-            raise LoadFailed(f"only the engine {engine} computes these weights")
+        self.check_computes(slab.manifest.config)
         return Instance(
             slab.manifest,
             slab.data,

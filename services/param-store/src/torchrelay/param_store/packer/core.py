@@ -39,7 +39,7 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True)
 class PackPlan:
     """A pack to be written: ``layout.tensors[i]`` is copied from ``sources[i]`` of the upload; those in ``scales`` must
-    be positive, those in ``required`` have these bytes.
+    be positive, those in ``required`` have these bytes. ``zeros`` are left out, and must be zero.
     """
 
     layout: PackLayout
@@ -47,6 +47,7 @@ class PackPlan:
     notes: tuple[str, ...]  # a sentence for each departure from the upload: weights converted, or left out
     scales: frozenset[int] = frozenset()
     required: Mapping[int, bytes] = field(default_factory=dict)
+    zeros: tuple[StoredTensor, ...] = ()
 
 
 def quoted(name: object) -> str:

@@ -37,3 +37,9 @@ def first_not_positive(data: memoryview, dtype: str) -> tuple[int, str] | None:
         return None
     index = int(np.argmax(wrong))
     return index, "negative" if int(values[index]) & _MAGNITUDE[dtype] else "zero"
+
+
+def first_not_zero(data: memoryview, dtype: str) -> int | None:
+    """The index of the first value that is not zero, with either sign. None: all values are."""
+    wrong = np.bitwise_and(np.frombuffer(data, _BITS[dtype]), _MAGNITUDE[dtype])
+    return int(np.argmax(wrong != 0)) if wrong.any() else None

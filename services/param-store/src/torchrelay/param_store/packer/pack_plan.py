@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -57,7 +57,9 @@ def plan_pack(config: ModelConfig, checkpoint: Checkpoint, declared_dtype: str |
     dtype = _common_dtype(weights, declared_dtype)
     scale_dtype = _common_dtype(scales, "F32") if scales else ""
     notes = [*checkpoint.notes, *_conversions(weights, dtype), *_conversions(scales, scale_dtype)]
-    if unused := _unused(config, checkpoint.tensors, {slot.name for slot in slots}):
+    needed = {slot.name for slot in slots}
+    zeros = {name: stored for name, stored in quantized.biases.items() if name not in needed}
+    if unused := _unused(config, checkpoint.tensors, needed, zeros):
         notes.append(f"tensors that {config.architecture.name} does not use were left out: {listed(unused)}")
 
     def typed(slot: TensorSpec) -> TensorSpec:
@@ -68,7 +70,7 @@ def plan_pack(config: ModelConfig, checkpoint: Checkpoint, declared_dtype: str |
     required = {
         index: quantized.required[slot.name] for index, slot in enumerate(slots) if slot.name in quantized.required
     }
-    return PackPlan(layout, sources, tuple(notes), are_scales, required)
+    return PackPlan(layout, sources, tuple(notes), are_scales, required, tuple(zeros.values()))
 
 
 def _common_dtype(sources: Sequence[StoredTensor], preferred: str | None) -> str:
@@ -108,8 +110,10 @@ def _matching(slot: TensorSpec, checkpoint: Checkpoint) -> StoredTensor:
     return stored
 
 
-def _unused(config: ModelConfig, tensors: dict[str, StoredTensor], needed: set[str]) -> list[str]:
-    """The tensors that the model does not need: buffers, other heads, other parts.
+def _unused(
+    config: ModelConfig, tensors: dict[str, StoredTensor], needed: set[str], zeros: Container[str]
+) -> list[str]:
+    """The tensors that the model does not need: buffers, other heads, other parts, ``zeros``.
 
     Raises ``PackRefused`` for a tensor of a layer, or of a module that the model has: the config does not describe
     the model whose weights these are.
@@ -120,7 +124,7 @@ def _unused(config: ModelConfig, tensors: dict[str, StoredTensor], needed: set[s
         if name in needed:
             continue
         is_served = name.rpartition(".")[0] in modules or _OF_LAYER.match(name)
-        if is_served and not _BUFFER.search(name):
+        if is_served and name not in zeros and not _BUFFER.search(name):
             raise PackRefused(stored.file, f"tensor {quoted(stored.name)} is not part of {config.architecture.name}")
         unused.append(stored.name)
     return sorted(unused)

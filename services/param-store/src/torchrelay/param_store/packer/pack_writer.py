@@ -16,7 +16,7 @@ from blake3 import blake3
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.dtype_conversion import convert
-from torchrelay.param_store.packer.finite_values import FLOATS, first_not_finite, first_not_positive
+from torchrelay.param_store.packer.finite_values import FLOATS, first_not_finite, first_not_positive, first_not_zero
 from torchrelay.param_store.packer.packed_int8 import remove_offset
 from torchrelay.transfer.manifest import chunk_bytes_for
 from torchrelay.transfer.pack_layout import ITEM_BYTES
@@ -43,7 +43,7 @@ def write_pack(
 ) -> tuple[int, tuple[bytes, ...]]:
     """Writes the pack to ``path``, durably. Returns the chunk size and each chunk's BLAKE3 digest.
 
-    Raises ``PackRefused`` at the first weight that is not finite.
+    Raises ``PackRefused`` at the first weight that is not finite, or a bias that is left out and not zero.
     """
     chunk_bytes = chunk_bytes_for(plan.layout.num_bytes)
     buffer = memoryview(bytearray(chunk_bytes))
@@ -52,8 +52,10 @@ def write_pack(
     with ExitStack() as stack:
         files = {
             name: stack.enter_context((folder / name).open("rb", buffering=0)).fileno()
-            for name in sorted({source.file for source in plan.sources})
+            for name in sorted({source.file for source in (*plan.sources, *plan.zeros)})
         }
+        for source in plan.zeros:
+            _check_zero(files[source.file], source)
         out = stack.enter_context(path.open("wb", buffering=0))
         for begin, end, pieces in _chunks(plan, chunk_bytes):
             chunk = buffer[: end - begin]
@@ -115,12 +117,7 @@ def _convert(descriptor: int, into: memoryview, piece: _Piece) -> None:
 def _read(descriptor: int, into: memoryview, piece: _Piece, num_skipped: int) -> None:
     """Reads the values of a tensor after the first ``num_skipped``, and checks them."""
     source = piece.source
-    done, begin = 0, source.offset + num_skipped * ITEM_BYTES[source.dtype]
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], begin + done)
-        if count == 0:
-            raise PackRefused(source.file, "the file was truncated while it was read")
-        done += count
+    _read_bytes(descriptor, into, source, source.offset + num_skipped * ITEM_BYTES[source.dtype])
     if source.dtype in FLOATS:
         _check_numbers(into, source.dtype, piece, num_skipped)
     elif source.is_offset:
@@ -129,6 +126,23 @@ def _read(descriptor: int, into: memoryview, piece: _Piece, num_skipped: int) ->
         skipped = num_skipped * ITEM_BYTES[source.dtype]
         if into != piece.required[skipped : skipped + len(into)]:
             raise PackRefused(source.file, f"tensor {quoted(source.name)}: its numbers contradict config.json")
+
+
+def _read_bytes(descriptor: int, into: memoryview, source: StoredTensor, begin: int) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], begin + done)
+        if count == 0:
+            raise PackRefused(source.file, "the file was truncated while it was read")
+        done += count
+
+
+def _check_zero(descriptor: int, source: StoredTensor) -> None:
+    values = memoryview(bytearray(source.num_bytes))
+    _read_bytes(descriptor, values, source, source.offset)
+    if (index := first_not_zero(values, source.dtype)) is not None:
+        detail = f"element {index:,} is not zero, and config.json has no biases"
+        raise PackRefused(source.file, f"tensor {quoted(source.name)}: {detail}")
 
 
 def _check_numbers(values: memoryview, dtype: str, piece: _Piece, num_skipped: int, where: str = "") -> None:
