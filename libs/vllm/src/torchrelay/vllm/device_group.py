@@ -11,14 +11,13 @@ from __future__ import annotations
 import copy
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.common.process.telemetry import get_logger
@@ -44,12 +43,13 @@ class _Rank:
     ) -> None:
         self.rank = rank
         self._on_failed, self._on_lost = on_failed, on_lost
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "torchrelay.vllm.rank_process", str(theirs.fileno()), str(rank)]
+        calls, self._calls = Pipe(duplex=False)
+        self._returned, answers = Pipe(duplex=False)
+        with calls, answers:
+            descriptors = [calls.fileno(), answers.fileno()]
+            command = [sys.executable, "-m", "torchrelay.vllm.rank_process", *map(str, descriptors), str(rank)]
             environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        self._connection = Connection(ours.detach())
+            self.process = subprocess.Popen(command, pass_fds=descriptors, env=environment)
         self._sending = threading.Lock()  # segments come from another thread than calls
         self._answers: queue.Queue[Any] = queue.Queue(2)
         self._is_stopped = False
@@ -59,8 +59,8 @@ class _Rank:
 
     def send(self, message: object) -> None:
         # The process may have ended: its reader ends the worker.
-        with self._sending, suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send(message)
+        with self._sending, suppress(BrokenPipeError):
+            self._calls.send(message)
 
     def answer(self) -> Any:
         answer = self._answers.get()
@@ -82,7 +82,8 @@ class _Rank:
         self.process.kill()
         self.process.wait()
         self._reader.join()
-        self._connection.close()
+        self._calls.close()
+        self._returned.close()
 
     @property
     def computed_tenths(self) -> int:
@@ -94,12 +95,12 @@ class _Rank:
     def _read(self) -> None:
         try:
             while True:
-                answer = self._connection.recv()
+                answer = self._returned.recv()
                 if isinstance(answer, Failed):
                     self._parting = self._end_later(answer.reason)
                     self._on_failed(answer.reason)
                 self._answers.put(answer)
-        except (EOFError, ConnectionResetError):
+        except EOFError:
             if not self._is_stopped:
                 log.error("rank_ended", rank=self.rank, status=self.process.wait())
                 self._on_lost()
