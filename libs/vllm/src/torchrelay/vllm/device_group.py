@@ -132,8 +132,8 @@ class DeviceGroup:
     def start(self, num_threads: int) -> None:
         """Starts the processes, and waits until they have imported vLLM. ``num_threads``: of each, on a CPU."""
         self._ranks = [_Rank(rank, num_threads, self._failed, self._on_lost) for rank in range(1, self.num_devices)]
-        for rank in self._ranks:
-            assert isinstance(rank.answer(), Imported)
+        imported = [rank.answer() for rank in self._ranks]
+        assert all(isinstance(answer, Imported) for answer in imported)
 
     def stop(self) -> None:
         """Ends the processes."""
