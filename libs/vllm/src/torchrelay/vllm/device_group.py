@@ -14,7 +14,6 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Pipe
@@ -24,6 +23,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.process.watchdog import end_process
 from torchrelay.engine.core import LoadFailed
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.vllm.computed_time import main_thread_tenths
 from torchrelay.vllm.rank_messages import Call, Close, Closed, Done, Fail, Failed, Imported, Open, SegmentReady, Start
 
 if TYPE_CHECKING:
@@ -84,13 +84,6 @@ class _Rank:
         self._reader.join()
         self._calls.close()
         self._returned.close()
-
-    @property
-    def computed_tenths(self) -> int:
-        """(any thread) Tenths of a second that the process has computed."""
-        with suppress(OSError):  # it has ended
-            return int(time.clock_gettime((~self.process.pid << 3) | 2) * 10)
-        return 0
 
     def _read(self) -> None:
         try:
@@ -193,8 +186,8 @@ class DeviceGroup:
 
     @property
     def computed_tenths(self) -> int:
-        """(any thread) Tenths of a second that the processes have computed."""
-        return sum(rank.computed_tenths for rank in self._ranks)
+        """(any thread) Tenths of a second that the main threads of the processes have computed."""
+        return sum(main_thread_tenths(pid) for pid in self.pids)
 
     def _send(self, message: object) -> None:
         for rank in self._ranks:
