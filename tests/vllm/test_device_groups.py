@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -20,6 +21,7 @@ from tests.unit.engine.harness import Model
 from tests.unit.param_store.running_store import REMOTE, publish, running_store
 from tests.vllm import test_worker_contract as contract
 from torchrelay.engine.core import LoadFailed
+from torchrelay.vllm import device_group
 from torchrelay.vllm.device_group import DeviceGroup
 from torchrelay.worker.slot.slot import FREE
 
@@ -87,6 +89,33 @@ def test_a_rank_fails_with_its_reason_and_goes_on_until_it_is_killed(
     (pid,) = group.pids
     os.kill(pid, signal.SIGKILL)
     assert lost.get(timeout=HANG_S) == "lost"
+
+
+def test_a_rank_that_neither_answers_nor_parts_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch, lost: SimpleQueue[str]
+) -> None:
+    monkeypatch.setattr(device_group, "_PARTING_S", 1.0)
+    group = DeviceGroup(3, on_lost=lambda: lost.put("lost"))
+    group.start(num_threads=1)
+    first, second = group.pids
+    try:
+        os.kill(second, signal.SIGSTOP)
+        group.begin_call("no_such_method", (), {}, True)
+        with ThreadPoolExecutor(1) as engine:
+            results = engine.submit(group.results)
+            try:
+                assert lost.get(timeout=HANG_S) == "lost"
+            finally:
+                os.kill(second, signal.SIGCONT)
+            with pytest.raises(LoadFailed, match="no_such_method"):
+                results.result(HANG_S)
+        os.kill(first, signal.SIGSTOP)
+        group.begin_close()  # the engine's thread has a part of its own to end, which may wait for the others
+        assert lost.get(timeout=HANG_S) == "lost"
+        os.kill(first, signal.SIGCONT)
+        group.close()
+    finally:
+        group.stop()
 
 
 def ranks_of(worker: int) -> list[int]:

@@ -53,7 +53,6 @@ class _Rank:
         self._sending = threading.Lock()  # segments come from another thread than calls
         self._answers: queue.Queue[Any] = queue.Queue(2)
         self._is_stopped = False
-        self._parting: threading.Timer | None = None
         self._reader = threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True)
         self._reader.start()
 
@@ -63,18 +62,11 @@ class _Rank:
             self._calls.send(message)
 
     def answer(self) -> Any:
-        answer = self._answers.get()
-        if self._parting is not None:
-            self._parting.cancel()
-        return answer
+        return self._answers.get()
 
-    def close(self) -> None:
-        """Returns when the process has released the model; ends the worker if it does not."""
-        self.send(Close())
-        limit = self._end_later("it does not part from its group")
+    def wait_until_closed(self) -> None:
         while not isinstance(self.answer(), Closed):
             pass  # answers to calls that have failed here
-        limit.cancel()
 
     def stop(self) -> None:
         """Ends the process."""
@@ -90,23 +82,12 @@ class _Rank:
             while True:
                 answer = self._returned.recv()
                 if isinstance(answer, Failed):
-                    self._parting = self._end_later(answer.reason)
                     self._on_failed(answer.reason)
                 self._answers.put(answer)
         except EOFError:
             if not self._is_stopped:
                 log.error("rank_ended", rank=self.rank, status=self.process.wait())
                 self._on_lost()
-
-    def _end_later(self, reason: str) -> threading.Timer:
-        def end() -> None:
-            log.error("rank_hangs", rank=self.rank, reason=reason)
-            self._on_lost()
-
-        timer = threading.Timer(_PARTING_S, end)
-        timer.daemon = True
-        timer.start()
-        return timer
 
 
 class DeviceGroup:
@@ -118,6 +99,8 @@ class DeviceGroup:
         self._on_lost = on_lost
         self._ranks: list[_Rank] = []
         self._on_failed: Callable[[str], None] = lambda reason: None
+        self._limits: list[threading.Timer] = []  # started by failures and by a close, until all ranks have answered
+        self._is_closing = False
 
     def __deepcopy__(self, memo: object) -> DeviceGroup:
         return self  # vLLM copies its configuration, and the group is part of it
@@ -133,6 +116,7 @@ class DeviceGroup:
         for rank in self._ranks:
             rank.stop()
         self._ranks = []
+        self._cancel_limits()
 
     @property
     def pids(self) -> list[int]:
@@ -174,15 +158,26 @@ class DeviceGroup:
     def results(self) -> list[Any]:
         """The results of what was begun last. Raises ``LoadFailed`` with the reason of a rank."""
         answers = [rank.answer() for rank in self._ranks]
+        self._cancel_limits()
         for answer in answers:
             if isinstance(answer, Failed):
                 raise LoadFailed(answer.reason)
         return [answer.result for answer in answers if isinstance(answer, Done)]
 
+    def begin_close(self) -> None:
+        """Makes the processes release the model, as the caller does then: a GPU leaves a group when all do."""
+        if self._ranks and not self._is_closing:
+            self._is_closing = True
+            self._start_limit("a process does not part from its group")
+            self._send(Close())
+
     def close(self) -> None:
-        """Releases the model in the processes."""
+        """Returns when the processes have released the model; ends the worker if they do not."""
+        self.begin_close()
         for rank in self._ranks:
-            rank.close()
+            rank.wait_until_closed()
+        self._is_closing = False
+        self._cancel_limits()
 
     @property
     def computed_tenths(self) -> int:
@@ -194,5 +189,20 @@ class DeviceGroup:
             rank.send(message)
 
     def _failed(self, reason: str) -> None:
+        self._start_limit(reason)
         self.failure = self.failure or reason
         self._on_failed(reason)
+
+    def _start_limit(self, reason: str) -> None:
+        def end() -> None:
+            log.error("group_hangs", reason=reason)
+            self._on_lost()
+
+        limit = threading.Timer(_PARTING_S, end)
+        limit.daemon = True
+        limit.start()
+        self._limits.append(limit)
+
+    def _cancel_limits(self) -> None:
+        while self._limits:
+            self._limits.pop().cancel()

@@ -64,12 +64,13 @@ class RankProcess:
         try:
             while True:
                 message = self._messages.recv()
+                pack = self._pack  # none once a failed load is closed, while its last segments arrive
                 if isinstance(message, SegmentReady):
-                    assert self._pack is not None
-                    self._pack.segment_ready(message.segment)
+                    if pack is not None:
+                        pack.segment_ready(message.segment)
                 elif isinstance(message, Fail):
-                    assert self._pack is not None
-                    self._pack.fail(message.reason)
+                    if pack is not None:
+                        pack.fail(message.reason)
                 else:
                     self._calls.put(message)
         except EOFError:
