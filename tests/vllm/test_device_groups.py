@@ -29,7 +29,11 @@ model = contract.model  # a fixture
 
 
 @pytest.mark.timeout(900)  # two imports of vLLM and four loads, on a busy machine
-async def test_two_devices_answer_as_one_does(tmp_path: Path, model: Model, nats_url: str) -> None:
+async def test_two_devices_answer_as_one_does(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "not-used")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "not-used")
     # Attention on a CPU has no heads of 16 dimensions: each rank finds out when it computes the first token.
     refused = make_checkpoint(tmp_path / "refused", "llama", head_dim=16)
     async with running_store(tmp_path / "store") as store:
@@ -53,6 +57,8 @@ async def test_two_devices_answer_as_one_does(tmp_path: Path, model: Model, nats
             await worker.until_ready()
             scene.streams = await scene.connect()
             await contract.test_greedy_tokens_equal_the_reference_also_when_resumed(scene, model)
+            listening = [*listening_addresses(os.getpid()), *(of_rank := listening_addresses(rank))]
+            assert of_rank and set(listening) <= {"127.0.0.1", "[::ffff:127.0.0.1]"}
             await contract.test_sampled_tokens_equal_the_reference_also_when_resumed(scene, model)
             await contract.test_grammar_bounds_the_answer_also_when_resumed(scene, model)
             await contract.test_stop_tokens_logprobs_and_limits(scene, model)
@@ -123,6 +129,11 @@ def ranks_of(worker: int) -> list[int]:
     children = Path(f"/proc/{worker}/task").glob("*/children")
     pids = [int(pid) for of_thread in children for pid in of_thread.read_text().split()]
     return [pid for pid in pids if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def listening_addresses(pid: int) -> list[str]:
+    sockets = subprocess.check_output(("ss", "-Hltnp"), text=True).splitlines()
+    return [line.split()[3].rpartition(":")[0] for line in sockets if f"pid={pid}," in line]
 
 
 def is_running(pid: int) -> bool:

@@ -33,6 +33,8 @@ log = get_logger(__name__)
 # Between the failure of a rank, or the end of a model, and its end in all ranks. A rank that waits for another in a
 # kernel of vLLM waits for ever, and only the end of its process ends that.
 _PARTING_S = 30.0
+# Torch's groups authenticate no peer, so they must not listen where other hosts connect.
+_ONLY_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class _Rank:
@@ -107,6 +109,8 @@ class DeviceGroup:
 
     def start(self, num_threads: int) -> None:
         """Starts the processes, and waits until they have imported vLLM. ``num_threads``: of each, on a CPU."""
+        if self.num_devices > 1:
+            os.environ.update(_ONLY_LOOPBACK)  # of this process and of the others
         self._ranks = [_Rank(rank, num_threads, self._failed, self._on_lost) for rank in range(1, self.num_devices)]
         imported = [rank.answer() for rank in self._ranks]
         assert all(isinstance(answer, Imported) for answer in imported)
