@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -20,6 +21,7 @@ from tests.unit.engine.harness import Model
 from tests.unit.param_store.running_store import REMOTE, publish, running_store
 from tests.vllm import test_worker_contract as contract
 from torchrelay.engine.core import LoadFailed
+from torchrelay.vllm import device_group
 from torchrelay.vllm.device_group import DeviceGroup
 from torchrelay.worker.slot.slot import FREE
 
@@ -27,7 +29,11 @@ model = contract.model  # a fixture
 
 
 @pytest.mark.timeout(900)  # two imports of vLLM and four loads, on a busy machine
-async def test_two_devices_answer_as_one_does(tmp_path: Path, model: Model, nats_url: str) -> None:
+async def test_two_devices_answer_as_one_does(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "not-used")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "not-used")
     # Attention on a CPU has no heads of 16 dimensions: each rank finds out when it computes the first token.
     refused = make_checkpoint(tmp_path / "refused", "llama", head_dim=16)
     async with running_store(tmp_path / "store") as store:
@@ -51,6 +57,8 @@ async def test_two_devices_answer_as_one_does(tmp_path: Path, model: Model, nats
             await worker.until_ready()
             scene.streams = await scene.connect()
             await contract.test_greedy_tokens_equal_the_reference_also_when_resumed(scene, model)
+            listening = [*listening_addresses(os.getpid()), *(of_rank := listening_addresses(rank))]
+            assert of_rank and set(listening) <= {"127.0.0.1", "[::ffff:127.0.0.1]"}
             await contract.test_sampled_tokens_equal_the_reference_also_when_resumed(scene, model)
             await contract.test_grammar_bounds_the_answer_also_when_resumed(scene, model)
             await contract.test_stop_tokens_logprobs_and_limits(scene, model)
@@ -89,11 +97,43 @@ def test_a_rank_fails_with_its_reason_and_goes_on_until_it_is_killed(
     assert lost.get(timeout=HANG_S) == "lost"
 
 
+def test_a_rank_that_neither_answers_nor_parts_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch, lost: SimpleQueue[str]
+) -> None:
+    monkeypatch.setattr(device_group, "_PARTING_S", 1.0)
+    group = DeviceGroup(3, on_lost=lambda: lost.put("lost"))
+    group.start(num_threads=1)
+    first, second = group.pids
+    try:
+        os.kill(second, signal.SIGSTOP)
+        group.begin_call("no_such_method", (), {}, True)
+        with ThreadPoolExecutor(1) as engine:
+            results = engine.submit(group.results)
+            try:
+                assert lost.get(timeout=HANG_S) == "lost"
+            finally:
+                os.kill(second, signal.SIGCONT)
+            with pytest.raises(LoadFailed, match="no_such_method"):
+                results.result(HANG_S)
+        os.kill(first, signal.SIGSTOP)
+        group.begin_close()  # the engine's thread has a part of its own to end, which may wait for the others
+        assert lost.get(timeout=HANG_S) == "lost"
+        os.kill(first, signal.SIGCONT)
+        group.close()
+    finally:
+        group.stop()
+
+
 def ranks_of(worker: int) -> list[int]:
     """The processes of further devices that the worker has started."""
     children = Path(f"/proc/{worker}/task").glob("*/children")
     pids = [int(pid) for of_thread in children for pid in of_thread.read_text().split()]
     return [pid for pid in pids if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def listening_addresses(pid: int) -> list[str]:
+    sockets = subprocess.check_output(("ss", "-Hltnp"), text=True).splitlines()
+    return [line.split()[3].rpartition(":")[0] for line in sockets if f"pid={pid}," in line]
 
 
 def is_running(pid: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from tests.integration.roles_testbed import DECODE, PREFILL, RunningWorker, mode
 from tests.support.checkpoints import make_checkpoint
 from tests.support.wait import eventually
 from tests.unit.param_store.running_store import REMOTE, publish, running_store
-from torchrelay.vllm.computed_time import ComputedTime
+from torchrelay.vllm.computed_time import ComputedTime, main_thread_tenths
 from torchrelay.worker.slot.slot import FREE
 
 
@@ -53,3 +55,27 @@ def test_computed_time_is_that_of_its_own_thread() -> None:
         while mine.tenths < before + 3 and time.monotonic() - begun_s < 60:
             sum(range(10_000))
         assert (mine.tenths >= before + 3, waiting.tenths) == (True, 0)
+
+
+SPINNING_HELPER = """
+import sys, threading, time
+
+def spin():
+    while time.thread_time() < 1:
+        pass
+
+helper = threading.Thread(target=spin)
+helper.start()
+helper.join()
+print(time.thread_time(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_computed_time_of_a_process_is_that_of_its_main_thread() -> None:
+    command = (sys.executable, "-c", SPINNING_HELPER)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        main_thread_s = float(process.stdout.readline())
+        assert abs(main_thread_tenths(process.pid) - 10 * main_thread_s) < 2
+    assert main_thread_tenths(process.pid) == 0

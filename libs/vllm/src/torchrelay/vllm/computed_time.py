@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class ComputedTime:
@@ -16,3 +20,13 @@ class ComputedTime:
     def tenths(self) -> int:
         """(any thread) Whole tenths of a second, while the thread lives."""
         return int(time.clock_gettime(self._clock) * 10)
+
+
+def main_thread_tenths(pid: int) -> int:
+    """Tenths of a second that the main thread of a process has computed; its other threads may spin for ever."""
+    try:
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return 0
+    in_user, in_system = fields[11:13]
+    return (int(in_user) + int(in_system)) * 10 // _TICKS_PER_S

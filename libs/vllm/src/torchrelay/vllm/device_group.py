@@ -11,20 +11,19 @@ from __future__ import annotations
 import copy
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING, Any
 
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.process.watchdog import end_process
 from torchrelay.engine.core import LoadFailed
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.vllm.computed_time import main_thread_tenths
 from torchrelay.vllm.rank_messages import Call, Close, Closed, Done, Fail, Failed, Imported, Open, SegmentReady, Start
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ log = get_logger(__name__)
 # Between the failure of a rank, or the end of a model, and its end in all ranks. A rank that waits for another in a
 # kernel of vLLM waits for ever, and only the end of its process ends that.
 _PARTING_S = 30.0
+# Torch's groups authenticate no peer, so they must not listen where other hosts connect.
+_ONLY_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class _Rank:
@@ -44,37 +45,30 @@ class _Rank:
     ) -> None:
         self.rank = rank
         self._on_failed, self._on_lost = on_failed, on_lost
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "torchrelay.vllm.rank_process", str(theirs.fileno()), str(rank)]
+        calls, self._calls = Pipe(duplex=False)
+        self._returned, answers = Pipe(duplex=False)
+        with calls, answers:
+            descriptors = [calls.fileno(), answers.fileno()]
+            command = [sys.executable, "-m", "torchrelay.vllm.rank_process", *map(str, descriptors), str(rank)]
             environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        self._connection = Connection(ours.detach())
+            self.process = subprocess.Popen(command, pass_fds=descriptors, env=environment)
         self._sending = threading.Lock()  # segments come from another thread than calls
         self._answers: queue.Queue[Any] = queue.Queue(2)
         self._is_stopped = False
-        self._parting: threading.Timer | None = None
         self._reader = threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True)
         self._reader.start()
 
     def send(self, message: object) -> None:
         # The process may have ended: its reader ends the worker.
-        with self._sending, suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send(message)
+        with self._sending, suppress(BrokenPipeError):
+            self._calls.send(message)
 
     def answer(self) -> Any:
-        answer = self._answers.get()
-        if self._parting is not None:
-            self._parting.cancel()
-        return answer
+        return self._answers.get()
 
-    def close(self) -> None:
-        """Returns when the process has released the model; ends the worker if it does not."""
-        self.send(Close())
-        limit = self._end_later("it does not part from its group")
+    def wait_until_closed(self) -> None:
         while not isinstance(self.answer(), Closed):
             pass  # answers to calls that have failed here
-        limit.cancel()
 
     def stop(self) -> None:
         """Ends the process."""
@@ -82,37 +76,20 @@ class _Rank:
         self.process.kill()
         self.process.wait()
         self._reader.join()
-        self._connection.close()
-
-    @property
-    def computed_tenths(self) -> int:
-        """(any thread) Tenths of a second that the process has computed."""
-        with suppress(OSError):  # it has ended
-            return int(time.clock_gettime((~self.process.pid << 3) | 2) * 10)
-        return 0
+        self._calls.close()
+        self._returned.close()
 
     def _read(self) -> None:
         try:
             while True:
-                answer = self._connection.recv()
+                answer = self._returned.recv()
                 if isinstance(answer, Failed):
-                    self._parting = self._end_later(answer.reason)
                     self._on_failed(answer.reason)
                 self._answers.put(answer)
-        except (EOFError, ConnectionResetError):
+        except EOFError:
             if not self._is_stopped:
                 log.error("rank_ended", rank=self.rank, status=self.process.wait())
                 self._on_lost()
-
-    def _end_later(self, reason: str) -> threading.Timer:
-        def end() -> None:
-            log.error("rank_hangs", rank=self.rank, reason=reason)
-            self._on_lost()
-
-        timer = threading.Timer(_PARTING_S, end)
-        timer.daemon = True
-        timer.start()
-        return timer
 
 
 class DeviceGroup:
@@ -124,21 +101,26 @@ class DeviceGroup:
         self._on_lost = on_lost
         self._ranks: list[_Rank] = []
         self._on_failed: Callable[[str], None] = lambda reason: None
+        self._limits: list[threading.Timer] = []  # started by failures and by a close, until all ranks have answered
+        self._is_closing = False
 
     def __deepcopy__(self, memo: object) -> DeviceGroup:
         return self  # vLLM copies its configuration, and the group is part of it
 
     def start(self, num_threads: int) -> None:
         """Starts the processes, and waits until they have imported vLLM. ``num_threads``: of each, on a CPU."""
+        if self.num_devices > 1:
+            os.environ.update(_ONLY_LOOPBACK)  # of this process and of the others
         self._ranks = [_Rank(rank, num_threads, self._failed, self._on_lost) for rank in range(1, self.num_devices)]
-        for rank in self._ranks:
-            assert isinstance(rank.answer(), Imported)
+        imported = [rank.answer() for rank in self._ranks]
+        assert all(isinstance(answer, Imported) for answer in imported)
 
     def stop(self) -> None:
         """Ends the processes."""
         for rank in self._ranks:
             rank.stop()
         self._ranks = []
+        self._cancel_limits()
 
     @property
     def pids(self) -> list[int]:
@@ -180,25 +162,51 @@ class DeviceGroup:
     def results(self) -> list[Any]:
         """The results of what was begun last. Raises ``LoadFailed`` with the reason of a rank."""
         answers = [rank.answer() for rank in self._ranks]
+        self._cancel_limits()
         for answer in answers:
             if isinstance(answer, Failed):
                 raise LoadFailed(answer.reason)
         return [answer.result for answer in answers if isinstance(answer, Done)]
 
+    def begin_close(self) -> None:
+        """Makes the processes release the model, as the caller does then: a GPU leaves a group when all do."""
+        if self._ranks and not self._is_closing:
+            self._is_closing = True
+            self._start_limit("a process does not part from its group")
+            self._send(Close())
+
     def close(self) -> None:
-        """Releases the model in the processes."""
+        """Returns when the processes have released the model; ends the worker if they do not."""
+        self.begin_close()
         for rank in self._ranks:
-            rank.close()
+            rank.wait_until_closed()
+        self._is_closing = False
+        self._cancel_limits()
 
     @property
     def computed_tenths(self) -> int:
-        """(any thread) Tenths of a second that the processes have computed."""
-        return sum(rank.computed_tenths for rank in self._ranks)
+        """(any thread) Tenths of a second that the main threads of the processes have computed."""
+        return sum(main_thread_tenths(pid) for pid in self.pids)
 
     def _send(self, message: object) -> None:
         for rank in self._ranks:
             rank.send(message)
 
     def _failed(self, reason: str) -> None:
+        self._start_limit(reason)
         self.failure = self.failure or reason
         self._on_failed(reason)
+
+    def _start_limit(self, reason: str) -> None:
+        def end() -> None:
+            log.error("group_hangs", reason=reason)
+            self._on_lost()
+
+        limit = threading.Timer(_PARTING_S, end)
+        limit.daemon = True
+        limit.start()
+        self._limits.append(limit)
+
+    def _cancel_limits(self) -> None:
+        while self._limits:
+            self._limits.pop().cancel()

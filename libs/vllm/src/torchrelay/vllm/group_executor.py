@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.utils.network_utils import get_distributed_init_method, get_loopback_ip, get_open_port
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from torchrelay.engine.core import LoadFailed
@@ -25,6 +26,8 @@ class GroupExecutor(UniProcExecutor):
 
     def _distributed_args(self) -> tuple[str, int, int]:
         init_method, rank, _ = super()._distributed_args()
+        if not init_method.startswith("file:"):  # with some kernels of ROCm; vLLM's address is that of the network
+            init_method = get_distributed_init_method(get_loopback_ip(), get_open_port())
         self._group.begin_start(self.vllm_config, init_method)
         return init_method, rank, self._group.first_gpu
 

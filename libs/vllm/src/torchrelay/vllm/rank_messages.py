@@ -1,7 +1,7 @@
 """The messages between a worker and the further processes of its slot.
 
-They are pickled, like vLLM's own between its processes, and go through a socket pair that only a worker and the process
-that it has started hold.
+They are pickled, like vLLM's own between its processes, and go through two pipes without a name, which only a worker
+and the process that it has started hold. No socket carries them.
 """
 
 from __future__ import annotations

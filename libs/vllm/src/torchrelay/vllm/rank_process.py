@@ -1,6 +1,7 @@
-"""A further process of a slot with several devices: `python -m torchrelay.vllm.rank_process DESCRIPTOR RANK`.
+"""A further process of a slot with several devices: `python -m torchrelay.vllm.rank_process CALLS ANSWERS RANK`.
 
-It computes one rank of each model that its worker loads, and ends with the worker.
+CALLS and ANSWERS are the descriptors of two pipes. The process computes one rank of each model that its worker loads,
+and ends with the worker.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _MAX_CALLS = 16  # queued; the worker waits for the answer to each
 class RankProcess:
     """A thread reads the messages, so that segments arrive while the main thread loads or computes."""
 
-    def __init__(self, connection: Connection, rank: int) -> None:
-        self._connection, self._rank = connection, rank
+    def __init__(self, calls: Connection, answers: Connection, rank: int) -> None:
+        self._messages, self._answers, self._rank = calls, answers, rank
         self._calls: queue.Queue[Open | Start | Call | Close] = queue.Queue(_MAX_CALLS)
         self._slab: MappedSlab | None = None
         self._pack: ArrivingPack | None = None
@@ -51,24 +52,25 @@ class RankProcess:
 
     def run(self) -> None:
         threading.Thread(target=self._read, name="messages", daemon=True).start()
-        self._connection.send(Imported())
+        self._answers.send(Imported())
         while True:
             message = self._calls.get()
             answer = self._close() if isinstance(message, Close) else self._answer(message)
-            self._connection.send(answer)
+            self._answers.send(answer)
             if isinstance(answer, Failed):
                 end_group()  # so that no other rank waits for this one
 
     def _read(self) -> None:
         try:
             while True:
-                message = self._connection.recv()
+                message = self._messages.recv()
+                pack = self._pack  # none once a failed load is closed, while its last segments arrive
                 if isinstance(message, SegmentReady):
-                    assert self._pack is not None
-                    self._pack.segment_ready(message.segment)
+                    if pack is not None:
+                        pack.segment_ready(message.segment)
                 elif isinstance(message, Fail):
-                    assert self._pack is not None
-                    self._pack.fail(message.reason)
+                    if pack is not None:
+                        pack.fail(message.reason)
                 else:
                     self._calls.put(message)
         except EOFError:
@@ -133,7 +135,8 @@ def main() -> None:
     # The worker ends this process: a Ctrl-C in its terminal must not be faster.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    RankProcess(Connection(int(sys.argv[1])), int(sys.argv[2])).run()
+    calls, answers, rank = map(int, sys.argv[1:])
+    RankProcess(Connection(calls, writable=False), Connection(answers, readable=False), rank).run()
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ class VllmModel:
                 _compute_a_token(vllm)
                 times_s.append(time.monotonic())
         except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
+            self._group.begin_close()
             _discard(vllm)
             if isinstance(error, LoadFailed) and (self._is_ended or not self._group.failure):
                 raise
@@ -153,6 +154,7 @@ class VllmModel:
     def close(self) -> None:
         vllm, self._vllm = self._vllm, None
         self._is_broken = True
+        self._group.begin_close()
         if vllm is not None:
             vllm.engine_core.shutdown()
         end_group()
