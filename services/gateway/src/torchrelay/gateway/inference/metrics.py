@@ -49,7 +49,7 @@ class InferenceMetrics:
         self._num_choices: Counter[tuple[str, str]] = Counter()  # by model and cause of the end
         duration, ttft = "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token"
         self._duration = seconds_histogram(meter, duration, "From a request's start to its end.", _DURATION_BUCKETS_S)
-        self._ttft = seconds_histogram(meter, ttft, "From a request's start to its first token.", _TTFT_BUCKETS_S)
+        self._ttft = seconds_histogram(meter, ttft, "From a request's arrival to its first token.", _TTFT_BUCKETS_S)
         self._tbt = seconds_histogram(
             meter,
             "gen_ai.server.time_per_output_token",

@@ -117,9 +117,9 @@ class RunningRequest:
         self._is_opened = False
         self._failure: TorchrelayError | ClientDisconnected | None = None
         self._traceparent = current_traceparent()
-        self._started_at = time.monotonic()
-        self.ttft_s: float | None = None  # until the first token was accepted
-        self._generated_s: float | None = None  # until the last token was accepted
+        self._arrived_at = time.monotonic() - max(now_unix_us() - resolved.arrived_unix_us, 0) / 1e6
+        self.ttft_s: float | None = None  # from its arrival until the first token was accepted
+        self._generated_s: float | None = None  # from its arrival until the last token was accepted
 
     @property
     def is_finished(self) -> bool:
@@ -303,14 +303,14 @@ class RunningRequest:
             self._generation.advance_prompt(output)
             return
         if self.ttft_s is None:
-            self.ttft_s = time.monotonic() - self._started_at
+            self.ttft_s = time.monotonic() - self._arrived_at
         attempt.note(output, len(delta.token_ids))
         self._accepted.append(delta)
         if delta.finish is not None and self._generation.is_over(number):
             del self._attempts[number]
             attempt.end(is_running=False)
             if self._generation.is_finished:
-                self._generated_s = time.monotonic() - self._started_at
+                self._generated_s = time.monotonic() - self._arrived_at
                 self._notifier.end_pause()
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
