@@ -9,6 +9,7 @@ from playwright.sync_api import Page, Route, expect
 
 from tests.console.conftest import Console
 from tests.console.test_console import HOSTILE, chat, serious_issues, turn_to
+from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -51,6 +52,22 @@ def test_model_and_status_select(console: Console) -> None:
     page.get_by_label("Model").fill("reader/glossary")
     page.get_by_label("Model").blur()
     expect(page.get_by_role("region", name="Requests").locator("tbody tr").first).to_contain_text("reader/glossary")
+
+
+def test_answer_slower_than_the_period_of_the_list_is_shown(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is patience?")
+    held: list[Route] = []
+    page.route("**/v1/requests?*", lambda route: held.append(route))
+    page.clock.install()
+    turn_to(page, "Requests")
+    wait_until(lambda: page.evaluate("true") and held, "the list's call")
+    page.clock.run_for(11_000)
+    assert page.evaluate("true") and len(held) == 1
+    held[0].continue_()
+    expect(page.get_by_role("region", name="Requests")).to_be_visible()
+    page.clock.run_for(5_000)
+    wait_until(lambda: page.evaluate("true") and held[1:], "the list's next call")
 
 
 def test_older_page_and_back(console: Console) -> None:
