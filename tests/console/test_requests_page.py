@@ -111,6 +111,34 @@ def test_lost_timeline_is_explained(console: Console) -> None:
     console.errors[:] = [each for each in console.errors if "404" not in each]
 
 
+def test_other_errors_of_a_timeline_are_shown_as_they_are(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is a scheduler?")
+    down = {"error": {"message": "the scheduler does not answer"}}
+    page.route("**/explain", lambda route: route.fulfill(status=503, json=down))
+    page.get_by_role("link", name="Where its time went").click()
+    expect(page.get_by_role("alert")).to_have_text("the scheduler does not answer")
+    expect(page.get_by_text("2,048")).to_have_count(0)
+    console.errors[:] = [each for each in console.errors if "503" not in each]
+
+
+def test_timeline_of_a_running_request_grows(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is growth?")
+    link = page.get_by_role("link", name="Where its time went")
+    with console.platform.admin() as admin:
+        request = admin.call("GET", f"/v1/requests/{str(link.get_attribute('href')).rpartition('/')[2]}")
+    request |= {"status": "running", "ended_unix_us": None, "causes": []}
+    page.route("**/v1/requests/*", lambda route: route.fulfill(json=request))
+    empty = {"object": "explanation", "phases": [], "decisions": []}
+    page.route("**/explain", lambda route: route.fulfill(json=empty), times=1)
+    page.clock.install()
+    link.click()
+    page.get_by_text("No phase of it has ended.").wait_for()
+    page.clock.run_for(5_000)
+    expect(page.get_by_role("region", name="Phases")).to_be_visible()
+
+
 def test_hostile_names_are_text(console: Console) -> None:
     page = console.open(console.reader)
     chat(page, HOSTILE)
