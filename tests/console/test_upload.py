@@ -196,6 +196,26 @@ def test_upload_is_stopped_continued_and_aborted(console: Console, sender: Sende
         assert sender.tenant not in json.dumps(admin.call("GET", "/v1/uploads"))
 
 
+def test_commit_that_the_platform_could_not_end_goes_on(console: Console, sender: Sender, folder: Path) -> None:
+    """The gateway's last line tells of a fault of the platform: the upload stays open."""
+    page = console.open(sender.key)
+    lines = [
+        {"error": {"message": "the param-store is down"}, "status": 503},
+        {"error": {"message": "internal error during the commit"}, "status": 500},
+    ]
+
+    def fail(route: Route) -> None:
+        route.fulfill(content_type="application/x-ndjson", body=json.dumps(lines.pop(0)) + "\n")
+
+    page.route("**/commit", fail, times=len(lines))
+    send(page, folder, "terms")
+    expect(area(page).get_by_role("alert")).to_have_text("internal error during the commit")
+    assert lines == []  # it went on by itself after the first
+    expect(area(page).get_by_role("button", name="Abort")).to_be_visible()
+    area(page).get_by_role("button", name="Continue").click()
+    expect_published(page, f"{sender.tenant}/terms")
+
+
 def test_refusals_name_the_file_and_the_field(console: Console, sender: Sender, folder: Path) -> None:
     page = console.open(sender.key)
     config = json.loads((folder / "config.json").read_text())

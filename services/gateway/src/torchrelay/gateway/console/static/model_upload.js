@@ -177,7 +177,7 @@ export class ModelUpload {
       const lines = (text + value).split("\n");
       text = lines.pop();
       for (const line of lines.map(JSON.parse)) {
-        if (line.error) throw refusal(422, line.error);
+        if (line.error) throw refusal(line.status, line.error);
         if (line.model) return line.model;
         this.committed = [line.done, line.total];
         this.trouble = "";
