@@ -216,6 +216,26 @@ def test_commit_that_the_platform_could_not_end_goes_on(console: Console, sender
     expect_published(page, f"{sender.tenant}/terms")
 
 
+def test_failed_abort_is_shown(console: Console, sender: Sender, folder: Path) -> None:
+    page = console.open(sender.key)
+    send_first_part(page, folder, "terms")
+    area(page).get_by_role("button", name="Stop").click()
+    down = {"error": {"message": "the param-store is down"}}
+    page.route("**/v1/uploads/*", lambda route: route.fulfill(status=503, json=down), times=1)
+    area(page).get_by_role("button", name="Abort").click()
+    area(page).get_by_role("button", name="Yes").click()
+    expect(area(page).get_by_role("alert")).to_have_text("the param-store is down")
+    with console.platform.admin() as admin:
+        [upload] = [
+            each for each in admin.call("GET", "/v1/uploads")["data"] if each["model"] == f"{sender.tenant}/terms"
+        ]
+        admin.call("DELETE", f"/v1/uploads/{upload['id']}")
+    area(page).get_by_role("button", name="Abort").click()
+    area(page).get_by_role("button", name="Yes").click()
+    expect(area(page).get_by_role("progressbar")).to_have_count(0)
+    console.errors[:] = [each for each in console.errors if "503" not in each and "404" not in each]
+
+
 def test_refusals_name_the_file_and_the_field(console: Console, sender: Sender, folder: Path) -> None:
     page = console.open(sender.key)
     config = json.loads((folder / "config.json").read_text())

@@ -69,6 +69,15 @@ export class ModelUpload {
     this._onChange();
   }
 
+  // Frees what was sent; true if nothing of it is left. The gateway answers 404 if it has freed it already.
+  async abort() {
+    try { await call(`/v1/uploads/${this.id}`, { method: "DELETE" }); } catch (failure) {
+      if (failure.status !== 404) this._fail(failure);
+      return failure.status === 404;
+    }
+    return true;
+  }
+
   // Begins, or goes on after an error or a stop.
   async proceed() {
     const stopped = this._stopped = new AbortController();
@@ -83,11 +92,14 @@ export class ModelUpload {
       this.published = await this._commit(before);
       this._set("published");
     } catch (failure) {
-      if (stopped.signal.aborted) return;
-      [this.error, this.field, this.trouble] = [failure.message, failure.field ?? "", ""];
-      this.isRefused = failure.status === 422;
-      this.stop();
+      if (!stopped.signal.aborted) this._fail(failure);
     }
+  }
+
+  _fail(failure) {
+    [this.error, this.field, this.trouble] = [failure.message, failure.field ?? "", ""];
+    this.isRefused = failure.status === 422;
+    this.stop();
   }
 
   _set(stage) {
