@@ -216,6 +216,28 @@ def test_commit_that_the_platform_could_not_end_goes_on(console: Console, sender
     expect_published(page, f"{sender.tenant}/terms")
 
 
+def test_upload_that_is_stopped_early_and_continued_runs_once(console: Console, sender: Sender, folder: Path) -> None:
+    page = console.open(sender.key)
+    turn_to(page, "Models")
+    drop(page, folder)
+    sent = parts_sent(page)
+    held: list[Route] = []
+    begun: list[str] = []
+    page.on("request", lambda request: begun.append(request.url) if request.method == "POST" else None)
+    is_held = True
+    page.route("**/v1/models", lambda route: held.append(route) if is_held else route.continue_())
+    page.get_by_role("button", name="Upload", exact=True).click()
+    wait_until(lambda: page.evaluate("true") and held[1:], "the calls of the page and of the upload")
+    area(page).get_by_role("button", name="Stop").click()
+    area(page).get_by_role("button", name="Continue").click()
+    is_held = False
+    for route in held:
+        route.continue_()
+    expect_published(page, f"{sender.tenant}/my-glossary")
+    assert [url.rpartition("/")[2] for url in begun] == ["uploads", "commit"]
+    assert len(sent) == len(set(sent))
+
+
 def test_failed_abort_is_shown(console: Console, sender: Sender, folder: Path) -> None:
     page = console.open(sender.key)
     send_first_part(page, folder, "terms")
