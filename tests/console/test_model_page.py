@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.console.conftest import MODEL, Console
 from tests.console.test_console import chat, serious_issues
@@ -73,6 +73,26 @@ def test_tenant_sets_engine_and_aliases(console: Console, author: str) -> None:
     assert page.get_by_role("button", name="Set price").count() == 0
     assert page.get_by_label("Least instances").count() == 0
     console.errors[:] = [each for each in console.errors if "400" not in each]  # Chromium tells of every refusal
+
+
+def test_settings_keep_an_engine_on_several_gpus(console: Console, author: str) -> None:
+    page = console.open(author)
+    model = described(console, "author/terms") | {"engine": "vllm:2"}  # no worker of this platform has it
+
+    def with_engine(route: Route) -> None:
+        if route.request.method == "GET":
+            route.fulfill(json=model)
+        else:
+            route.continue_()
+
+    page.route("**/v1/models/author/terms", with_engine)
+    open_model(page, "author/terms")
+    expect(page.get_by_label("Engine")).to_have_value("vllm:2")
+    page.get_by_label("Most instances per role").fill("4")
+    with page.expect_request(lambda request: request.method == "PATCH") as sent:
+        page.get_by_role("button", name="Save", exact=True).click()
+    page.get_by_text("Saved.").wait_for()
+    assert sent.value.post_data_json == {"max_instances": 4}
 
 
 def test_admin_sets_schedule_targets_and_price(console: Console, author: str) -> None:

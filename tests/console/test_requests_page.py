@@ -9,6 +9,7 @@ from playwright.sync_api import Page, Route, expect
 
 from tests.console.conftest import Console
 from tests.console.test_console import HOSTILE, chat, serious_issues, turn_to
+from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -53,6 +54,22 @@ def test_model_and_status_select(console: Console) -> None:
     expect(page.get_by_role("region", name="Requests").locator("tbody tr").first).to_contain_text("reader/glossary")
 
 
+def test_answer_slower_than_the_period_of_the_list_is_shown(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is patience?")
+    held: list[Route] = []
+    page.route("**/v1/requests?*", lambda route: held.append(route))
+    page.clock.install()
+    turn_to(page, "Requests")
+    wait_until(lambda: page.evaluate("true") and held, "the list's call")
+    page.clock.run_for(11_000)
+    assert page.evaluate("true") and len(held) == 1
+    held[0].continue_()
+    expect(page.get_by_role("region", name="Requests")).to_be_visible()
+    page.clock.run_for(5_000)
+    wait_until(lambda: page.evaluate("true") and held[1:], "the list's next call")
+
+
 def test_older_page_and_back(console: Console) -> None:
     page = console.open(console.reader)
     chat(page, "What is a page?")
@@ -92,6 +109,34 @@ def test_lost_timeline_is_explained(console: Console) -> None:
     page.get_by_text("No timeline: no recent request").wait_for()
     expect(page.locator("dl")).to_contain_text("reader/glossary")
     console.errors[:] = [each for each in console.errors if "404" not in each]
+
+
+def test_other_errors_of_a_timeline_are_shown_as_they_are(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is a scheduler?")
+    down = {"error": {"message": "the scheduler does not answer"}}
+    page.route("**/explain", lambda route: route.fulfill(status=503, json=down))
+    page.get_by_role("link", name="Where its time went").click()
+    expect(page.get_by_role("alert")).to_have_text("the scheduler does not answer")
+    expect(page.get_by_text("2,048")).to_have_count(0)
+    console.errors[:] = [each for each in console.errors if "503" not in each]
+
+
+def test_timeline_of_a_running_request_grows(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is growth?")
+    link = page.get_by_role("link", name="Where its time went")
+    with console.platform.admin() as admin:
+        request = admin.call("GET", f"/v1/requests/{str(link.get_attribute('href')).rpartition('/')[2]}")
+    request |= {"status": "running", "ended_unix_us": None, "causes": []}
+    page.route("**/v1/requests/*", lambda route: route.fulfill(json=request))
+    empty = {"object": "explanation", "phases": [], "decisions": []}
+    page.route("**/explain", lambda route: route.fulfill(json=empty), times=1)
+    page.clock.install()
+    link.click()
+    page.get_by_text("No phase of it has ended.").wait_for()
+    page.clock.run_for(5_000)
+    expect(page.get_by_role("region", name="Phases")).to_be_visible()
 
 
 def test_hostile_names_are_text(console: Console) -> None:

@@ -196,6 +196,68 @@ def test_upload_is_stopped_continued_and_aborted(console: Console, sender: Sende
         assert sender.tenant not in json.dumps(admin.call("GET", "/v1/uploads"))
 
 
+def test_commit_that_the_platform_could_not_end_goes_on(console: Console, sender: Sender, folder: Path) -> None:
+    """The gateway's last line tells of a fault of the platform: the upload stays open."""
+    page = console.open(sender.key)
+    lines = [
+        {"error": {"message": "the param-store is down"}, "status": 503},
+        {"error": {"message": "internal error during the commit"}, "status": 500},
+    ]
+
+    def fail(route: Route) -> None:
+        route.fulfill(content_type="application/x-ndjson", body=json.dumps(lines.pop(0)) + "\n")
+
+    page.route("**/commit", fail, times=len(lines))
+    send(page, folder, "terms")
+    expect(area(page).get_by_role("alert")).to_have_text("internal error during the commit")
+    assert lines == []  # it went on by itself after the first
+    expect(area(page).get_by_role("button", name="Abort")).to_be_visible()
+    area(page).get_by_role("button", name="Continue").click()
+    expect_published(page, f"{sender.tenant}/terms")
+
+
+def test_upload_that_is_stopped_early_and_continued_runs_once(console: Console, sender: Sender, folder: Path) -> None:
+    page = console.open(sender.key)
+    turn_to(page, "Models")
+    drop(page, folder)
+    sent = parts_sent(page)
+    held: list[Route] = []
+    begun: list[str] = []
+    page.on("request", lambda request: begun.append(request.url) if request.method == "POST" else None)
+    is_held = True
+    page.route("**/v1/models", lambda route: held.append(route) if is_held else route.continue_())
+    page.get_by_role("button", name="Upload", exact=True).click()
+    wait_until(lambda: page.evaluate("true") and held[1:], "the calls of the page and of the upload")
+    area(page).get_by_role("button", name="Stop").click()
+    area(page).get_by_role("button", name="Continue").click()
+    is_held = False
+    for route in held:
+        route.continue_()
+    expect_published(page, f"{sender.tenant}/my-glossary")
+    assert [url.rpartition("/")[2] for url in begun] == ["uploads", "commit"]
+    assert len(sent) == len(set(sent))
+
+
+def test_failed_abort_is_shown(console: Console, sender: Sender, folder: Path) -> None:
+    page = console.open(sender.key)
+    send_first_part(page, folder, "terms")
+    area(page).get_by_role("button", name="Stop").click()
+    down = {"error": {"message": "the param-store is down"}}
+    page.route("**/v1/uploads/*", lambda route: route.fulfill(status=503, json=down), times=1)
+    area(page).get_by_role("button", name="Abort").click()
+    area(page).get_by_role("button", name="Yes").click()
+    expect(area(page).get_by_role("alert")).to_have_text("the param-store is down")
+    with console.platform.admin() as admin:
+        [upload] = [
+            each for each in admin.call("GET", "/v1/uploads")["data"] if each["model"] == f"{sender.tenant}/terms"
+        ]
+        admin.call("DELETE", f"/v1/uploads/{upload['id']}")
+    area(page).get_by_role("button", name="Abort").click()
+    area(page).get_by_role("button", name="Yes").click()
+    expect(area(page).get_by_role("progressbar")).to_have_count(0)
+    console.errors[:] = [each for each in console.errors if "503" not in each and "404" not in each]
+
+
 def test_refusals_name_the_file_and_the_field(console: Console, sender: Sender, folder: Path) -> None:
     page = console.open(sender.key)
     config = json.loads((folder / "config.json").read_text())

@@ -191,7 +191,9 @@ async def test_refused_commit_ends_the_upload(rig: RestRig, as_lines: bool) -> N
     headers = {"accept": "application/x-ndjson"} if as_lines else {}
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
     assert reply.status_code == (200 if as_lines else 422)
-    error = json.loads(reply.text.splitlines()[-1])["error"]
+    last = json.loads(reply.text.splitlines()[-1])
+    error = last["error"]
+    assert last.get("status") == (422 if as_lines else None)
     assert (error["code"], error["param"]) == ("upload_refused", "model.safetensors")
     assert (await rig.acme.get("/v1/models")).json()["data"] == []
     assert rig.events == []
@@ -271,7 +273,8 @@ async def test_crashed_commit_ends_with_an_error_line(rig: RestRig, monkeypatch:
     monkeypatch.setattr(rig.parts.catalog, "publish_in", broken)
     headers = {"accept": "application/x-ndjson"}
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
-    assert json.loads(reply.text.splitlines()[-1])["error"]["code"] == "internal"
+    last = json.loads(reply.text.splitlines()[-1])
+    assert (last["error"]["code"], last["status"]) == ("internal", 500)
 
 
 async def test_quota_counts_models_and_open_uploads(rig: RestRig) -> None:

@@ -7,7 +7,7 @@ const VERSION_DIGITS = 16;
 const addressOf = (id) => `/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`;
 export const instancesOf = (last, id) => (last?.instances ?? []).filter((each) => each.models.includes(id));
 
-const ENGINES = ["auto", "torchrelay", "vllm"];
+const ENGINES = ["auto", "torchrelay", "vllm"]; // a model may have another: vllm:2
 const TENANTS_SETTINGS = { idle_timeout_s: "Idle timeout, s", max_instances: "Most instances per role" };
 const ADMINS_SETTINGS = {
   min_instances: "Least instances per role",
@@ -37,7 +37,7 @@ function Settings({ model, isAdmin, onChange }) {
   };
   return html`<form onSubmit=${submit}><div class="row">
       ${Object.entries(fields).map(([name, label]) => html`<label>${label} <input name=${name} type="number" min="0" step="any" required defaultValue=${model[name]} /></label>`)}
-      <label>Engine <select name="engine">${ENGINES.map((name) => html`<option value=${name} selected=${name === model.engine}>${name}</option>`)}</select></label></div>
+      <label>Engine <select name="engine">${[...new Set([...ENGINES, model.engine])].map((name) => html`<option value=${name} selected=${name === model.engine}>${name}</option>`)}</select></label></div>
     ${isAdmin && html`<label>Least instances at times, an entry per line
       <textarea name="schedule" rows="2" placeholder="mon-fri 08:00-18:00 Europe/Berlin = 2" defaultValue=${model.schedule.join("\n")}></textarea></label>`}
     <div class="row"><button>Save</button> <span role="status">${note}</span></div>

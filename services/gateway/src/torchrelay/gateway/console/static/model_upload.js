@@ -13,8 +13,8 @@ const NUM_WORKERS = Math.min(4, navigator.hardwareConcurrency);
 const escaped = (path) => path.split("/").map(encodeURIComponent).join("/");
 const isLost = ({ name, status }) => name === "TypeError" || [502, 503, 504].includes(status); // fetch throws a TypeError
 const isOf = (fullName, name) => fullName === name || fullName.endsWith(`/${name}`);
-const isOfFiles = (upload, files, ...fields) => upload.files.length === files.length
-  && files.every((file) => upload.files.some((state) => ["path", "size", ...fields].every((field) => state[field] === file[field])));
+const isOfFiles = (upload, files, fields) => upload.files.length === files.length
+  && files.every((file) => upload.files.some((state) => fields.every((field) => state[field] === file[field])));
 
 function digest(file, signal, onDone) {
   return new Promise((resolve, reject) => {
@@ -32,15 +32,15 @@ function digest(file, signal, onDone) {
 }
 
 // Open uploads whose files have these fields. The list gives sizes: only uploads of the same size are asked for theirs.
-async function openUploads(files, ...fields) {
+async function openUploads(files, fields, signal) {
   const numBytes = files.reduce((sum, { size }) => sum + size, 0);
-  const listed = (await json("/v1/uploads")).data.filter((upload) => upload.size_bytes === numBytes);
-  const described = await Promise.all(listed.map(({ id }) => json(`/v1/uploads/${id}`)));
-  return described.filter((upload) => isOfFiles(upload, files, ...fields));
+  const listed = (await json("/v1/uploads", { signal })).data.filter((upload) => upload.size_bytes === numBytes);
+  const described = await Promise.all(listed.map(({ id }) => json(`/v1/uploads/${id}`, { signal })));
+  return described.filter((upload) => isOfFiles(upload, files, fields));
 }
 
 // The models under which this folder is being uploaded already, as far as paths and sizes tell.
-export const modelsOfOpenUploads = async ({ chosen }) => (await openUploads(chosen.map(([path, { size }]) => ({ path, size })))).map(({ model }) => model);
+export const modelsOfOpenUploads = async ({ chosen }) => (await openUploads(chosen.map(([path, { size }]) => ({ path, size })), ["path", "size"])).map(({ model }) => model);
 
 export class ModelUpload {
   // Stages: digest, send, the stages of a commit, published; what ended it otherwise is the `error`.
@@ -69,6 +69,15 @@ export class ModelUpload {
     this._onChange();
   }
 
+  // Frees what was sent; true if nothing of it is left. The gateway answers 404 if it has freed it already.
+  async abort() {
+    try { await call(`/v1/uploads/${this.id}`, { method: "DELETE" }); } catch (failure) {
+      if (failure.status !== 404) this._fail(failure);
+      return failure.status === 404;
+    }
+    return true;
+  }
+
   // Begins, or goes on after an error or a stop.
   async proceed() {
     const stopped = this._stopped = new AbortController();
@@ -83,11 +92,14 @@ export class ModelUpload {
       this.published = await this._commit(before);
       this._set("published");
     } catch (failure) {
-      if (stopped.signal.aborted) return;
-      [this.error, this.field, this.trouble] = [failure.message, failure.field ?? "", ""];
-      this.isRefused = failure.status === 422;
-      this.stop();
+      if (!stopped.signal.aborted) this._fail(failure);
     }
+  }
+
+  _fail(failure) {
+    [this.error, this.field, this.trouble] = [failure.message, failure.field ?? "", ""];
+    this.isRefused = failure.status === 422;
+    this.stop();
   }
 
   _set(stage) {
@@ -110,11 +122,11 @@ export class ModelUpload {
     await Promise.all(Array.from({ length: NUM_WORKERS }, work));
   }
 
-  async _version() { return (await json("/v1/models")).data.find(({ id }) => isOf(id, this.model))?.version; }
+  async _version() { return (await json("/v1/models", { signal: this._stopped.signal })).data.find(({ id }) => isOf(id, this.model))?.version; }
 
   async _begin() {
     const declared = this.files.map(({ path, size, sha256 }) => ({ path, size, sha256 }));
-    const open = (await openUploads(declared, "sha256")).find((upload) => isOf(upload.model, this.model));
+    const open = (await openUploads(declared, ["path", "size", "sha256"], this._stopped.signal)).find((upload) => isOf(upload.model, this.model));
     const upload = open ?? await (await this._call("/v1/uploads", { method: "POST", body: { model: this.model, files: declared } })).json();
     this.id = upload.id;
     this.model = upload.model;
@@ -177,7 +189,7 @@ export class ModelUpload {
       const lines = (text + value).split("\n");
       text = lines.pop();
       for (const line of lines.map(JSON.parse)) {
-        if (line.error) throw refusal(422, line.error);
+        if (line.error) throw refusal(line.status, line.error);
         if (line.model) return line.model;
         this.committed = [line.done, line.total];
         this.trouble = "";
@@ -200,6 +212,7 @@ export class ModelUpload {
 
   // Waits before the next try, and shows why; a failure that a further try cannot change is thrown.
   async _wait(failure, mayConflict = true) {
+    this._stopped.signal.throwIfAborted();
     if (!isLost(failure) && !(mayConflict && failure.status === 409)) throw failure;
     this._pauseS = this.trouble ? Math.min(this._pauseS * 2, MAX_PAUSE_S) : 0.5;
     this.trouble = failure.status ? failure.message : "The connection is broken.";

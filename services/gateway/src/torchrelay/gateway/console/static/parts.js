@@ -3,21 +3,22 @@ import { html, useEffect, useState } from "/console/vendor/preact-htm.js";
 import { json } from "/console/api.js";
 import { time } from "/console/format.js";
 
-// A REST answer: its data (null before the first), its error, and a function that asks again.
+// A REST answer: its data (null before the first), its error and the error's status, and a function that asks again. It is
+// asked for again `everyMs` after it came, so that an answer slower than that is shown as well.
 export function useAnswer(path, everyMs = 0) {
   const [answer, setAnswer] = useState({ path, data: null, error: "" });
   const [turn, setTurn] = useState(0);
+  const again = () => setTurn((before) => before + 1);
   useEffect(() => {
     const ended = new AbortController();
+    let timer;
     json(path, { signal: ended.signal }).then(
       (data) => setAnswer({ path, data, error: "" }),
-      (failure) => ended.signal.aborted || setAnswer((before) => ({ ...before, error: failure.message })),
-    );
-    const timer = everyMs && setInterval(() => setTurn((before) => before + 1), everyMs);
-    return () => { ended.abort(); clearInterval(timer); };
+      (failure) => ended.signal.aborted || setAnswer((before) => ({ ...before, error: failure.message, status: failure.status })),
+    ).then(() => { if (everyMs && !ended.signal.aborted) timer = setTimeout(again, everyMs); });
+    return () => { ended.abort(); clearTimeout(timer); };
   }, [path, turn]);
-  const again = () => setTurn((before) => before + 1);
-  return answer.path === path ? { ...answer, again } : { data: null, error: answer.error, again };
+  return answer.path === path ? { ...answer, again } : { ...answer, data: null, again };
 }
 
 export const Loading = () => html`<p class="dim">Loading.</p>`;

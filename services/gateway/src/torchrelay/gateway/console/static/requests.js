@@ -84,12 +84,12 @@ function Timeline({ phases }) {
     <${Table} label="Phases" columns=${columns} rows=${ended} />`;
 }
 
-function Explained({ id, model }) {
-  const { data, error } = useAnswer(`/v1/requests/${encodeURIComponent(id)}/explain`);
-  if (error) return html`<p>No timeline: ${error}.</p><p class="dim">The scheduler keeps the timelines of the last 2,048 requests that it placed, of all gateways together, since it
+function Explained({ id, model, isRunning }) {
+  const { data, error, status } = useAnswer(`/v1/requests/${encodeURIComponent(id)}/explain`, isRunning ? 5000 : 0);
+  if (error && status === 404) return html`<p>No timeline: ${error}.</p><p class="dim">The scheduler keeps the timelines of the last 2,048 requests that it placed, of all gateways together, since it
     began. <a href=${modelOf(model)}>The model's page</a> has the last decisions about the model.</p>`;
-  if (!data) return html`<${Loading} />`;
-  return html`<h2>Timeline</h2><${Timeline} phases=${data.phases} />
+  if (!data) return error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`;
+  return html`${error && html`<${Alert}>${error}<//>`}<h2>Timeline</h2><${Timeline} phases=${data.phases} />
     <h2>Decisions</h2><${Decisions} decisions=${data.decisions}>The scheduler decided nothing about its model meanwhile.<//>`;
 }
 
@@ -111,7 +111,7 @@ function Request({ id }) {
   return html`${back}<h2>${id}</h2>
     <p>${MEANINGS[request.status]}</p>
     <dl>${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
-    <${Explained} key=${request.status} id=${id} model=${request.model} />`;
+    <${Explained} key=${request.status} id=${id} model=${request.model} isRunning=${request.status === "running"} />`;
 }
 
 export function Requests({ isAdmin, path }) {

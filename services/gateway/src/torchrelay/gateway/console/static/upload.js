@@ -102,7 +102,11 @@ function Progress({ upload, onAbort }) {
   const [done, total] = upload.done;
   const isBefore = stage === "digest" || stage === "send";
   const left = upload.isRunning && stage === "send" && bytesPerS > 0 ? `, ${bytes(Math.round(bytesPerS))}/s, ${seconds((total - done) / bytesPerS)} left` : "";
-  const abort = () => call(`/v1/uploads/${upload.id}`, { method: "DELETE" }).catch(() => {}).then(() => { stopUpload(); onAbort(); });
+  const abort = async () => {
+    if (!(await upload.abort())) return;
+    stopUpload();
+    onAbort();
+  };
   const of = (file) => (stage === "digest" ? file.digested : file.sent);
   return html`<span role="status">${upload.isRunning ? STAGES[stage] ?? stage : "Stopped:"} ${model}</span>
     <label>In total: ${bytes(done)} of ${bytes(total)}${left}

@@ -168,10 +168,10 @@ async def _lines(
                 yield _line({"stage": step.stage, "done": step.num_bytes_done, "total": step.num_bytes_total})
         yield _line({"model": await _published(services, caller, upload, notes)})
     except TorchrelayError as error:  # the status has been sent: the result is in the last line
-        yield _line(error_body(error))
+        yield _error_line(error)
     except Exception:  # the app's own handler could no longer write the last line
         log.exception("commit_crashed", upload_id=upload.upload_id)
-        yield _line(error_body(TorchrelayError("internal error during the commit")))
+        yield _error_line(TorchrelayError("internal error during the commit"))
 
 
 async def _published(services: Services, caller: Caller, upload: Upload, notes: list[str]) -> dict[str, Any]:
@@ -192,6 +192,11 @@ async def _body_of(request: Request) -> AsyncIterator[bytes]:
 
 def _line(value: Any) -> bytes:
     return json.dumps(value).encode() + b"\n"
+
+
+def _error_line(error: TorchrelayError) -> bytes:
+    """The error with the status that a reply of one piece would have had."""
+    return _line({**error_body(error), "status": error.http_status})
 
 
 def _shown(upload: Upload, files: Files) -> dict[str, Any]:
