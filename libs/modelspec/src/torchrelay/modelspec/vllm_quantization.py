@@ -65,11 +65,13 @@ class VllmQuantization:
 
 
 def vllm_quantization(quantization: Mapping[str, Any]) -> VllmQuantization:
-    """Reads a quantization_config. Raises ``UnsupportedModel`` for what is not known to be safe for vLLM."""
+    """Reads a quantization_config, except of compressed-tensors. Raises ``UnsupportedModel`` for what is not known
+    to be safe for vLLM.
+    """
     method = quantization.get("quant_method")
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
-        known = ", ".join(_READERS)
+        known = ", ".join((*_READERS, COMPRESSED))
         raise _refused("quant_method", f"quant_method {method!r:.80} is not supported; supported are {known}")
     return reader(quantization)
 
@@ -149,10 +151,32 @@ def _fp8_parts(of: VllmQuantization, num_out: int, num_in: int) -> tuple[Part, .
 
 # compressed-tensors
 
+COMPRESSED: Final = "compressed-tensors"
 _FORMATS: Final = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
+# What would change the weights or their meaning, and its values that do not.
+_ABSENT: Final[Mapping[str, tuple[Any, ...]]] = {
+    "sparsity_config": (None, {}, {"format": "dense"}),
+    "transform_config": (None, {}),
+    "kv_cache_scheme": (None,),
+}
 
 
-def _compressed_tensors(config: Mapping[str, Any]) -> VllmQuantization:
+@dataclass(frozen=True, slots=True)
+class CompressedLayers:
+    """The parts of a quantization_config of compressed-tensors, in which all linear layers are treated alike.
+
+    ``weights``, ``activations`` and ``config`` are not checked. ``place`` is the field of the group.
+    """
+
+    config: Mapping[str, Any]
+    stored: str
+    place: str
+    weights: Any
+    activations: Any
+
+
+def compressed_layers(config: Mapping[str, Any]) -> CompressedLayers:
+    """Parses a quantization_config of compressed-tensors. Raises ``UnsupportedModel`` for what no engine computes."""
     stored = _one_of(config, "format", tuple(_FORMATS))
     for key, harmless in _ABSENT.items():
         if config.get(key) not in harmless:
@@ -162,31 +186,29 @@ def _compressed_tensors(config: Mapping[str, Any]) -> VllmQuantization:
         raise _refused("config_groups", "it must be an object with one group, as all linear layers are treated alike")
     ((name, group),) = groups.items()
     place = f"config_groups.{name}"
-    if not isinstance(group, Mapping):
-        raise _refused(place, "it must be an object")
+    group = _object(group, place)
     _require(group, "targets", ["Linear"], place)
     _require(group, "output_activations", None, place)
     if "format" in group:
         _require(group, "format", stored, place)
-    weights = _weights(group.get("weights"), stored, f"{place}.weights")
-    activations = _activations(group.get("input_activations"), stored, f"{place}.input_activations")
+    return CompressedLayers(config, stored, place, group.get("weights"), group.get("input_activations"))
+
+
+def vllm_compressed(layers: CompressedLayers) -> VllmQuantization:
+    """The quantization of parsed layers. Raises ``UnsupportedModel`` for what is not known to be safe for vLLM."""
+    config, stored = layers.config, layers.stored
+    weights = _weights(layers.weights, stored, f"{layers.place}.weights")
+    activations = _activations(layers.activations, stored, f"{layers.place}.input_activations")
     checked = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     document = {
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED,
         "format": stored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": checked | {"output_activations": None}},
         "ignore": _names(config, "ignore", patterns=True),
     }
     kind = "F8_E4M3" if weights["type"] == "float" else f"I{weights['num_bits']}"
-    return VllmQuantization("compressed-tensors", kind, weights["group_size"] or 0, document, _compressed_parts)
-
-
-_ABSENT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "sparsity_config": (None, {}, {"format": "dense"}),
-    "transform_config": (None, {}),
-    "kv_cache_scheme": (None,),
-}
+    return VllmQuantization(COMPRESSED, kind, weights["group_size"] or 0, document, _compressed_parts)
 
 
 def _weights(weights: Any, stored: str, place: str) -> dict[str, Any]:
@@ -261,7 +283,6 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], VllmQuantization]]] =
     "awq": _awq,
     "gptq": _gptq,
     "fp8": _fp8,
-    "compressed-tensors": _compressed_tensors,
 }
 
 
