@@ -28,7 +28,9 @@ class PackLoader(BaseModelLoader):
         pack = self.load_config.model_loader_extra_config["pack"]
         assert isinstance(pack, ArrivingPack)
         vllm_model: Any = model  # every model of vLLM has load_weights
-        _check_all_loaded(model, vllm_model.load_weights(pack.tensors()))
+        loaded = vllm_model.load_weights(pack.tensors())
+        if loaded is not None:  # a model of vLLM may return none
+            _check_all_loaded(model, loaded)
 
 
 def _check_all_loaded(model: nn.Module, loaded: Container[str]) -> None:
