@@ -31,3 +31,10 @@ def test_lists_of_long_names_keep_the_other_columns() -> None:
             console.print(table)
         (line,) = [line for line in captured.get().splitlines() if "birch" in line]
         assert all(words in line for words in whole) and "…" in line and len(line) <= 80
+
+
+def test_an_adapter_is_listed_with_its_base() -> None:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        console.print(models_table([MODEL | {"id": "acme/tuned", "parent": "acme/base"}]))
+    assert "acme/tuned: adapter of acme/base" in captured.get()

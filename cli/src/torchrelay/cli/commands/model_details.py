@@ -64,6 +64,7 @@ def settings(
 def _facts(model: dict[str, Any]) -> dict[str, str]:
     return {
         "model": model["id"],
+        **({"adapter of": model["parent"]} if model.get("parent") else {}),
         "version": model["version"][:12],
         "aliases": ", ".join(model["aliases"]) or "none",
         "architecture": f"{model['architecture']}, {model['dtype']}",

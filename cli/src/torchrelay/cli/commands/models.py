@@ -86,9 +86,10 @@ def _more_settings(model: dict[str, Any]) -> list[str]:
     if between_s := model.get("tbt_target_s"):
         targets.append(f"{format_duration(between_s)} between tokens")
     schedule = [f"min {entry}" for entry in model.get("schedule", ())]
+    base = [f"adapter of {model['parent']}"] if model.get("parent") else []
     aliases = [f"also {', '.join(model['aliases'])}"] if model.get("aliases") else []
     engine = [f"engine {model['engine']}"] if model.get("engine", "auto") != "auto" else []
-    return [*aliases, *engine, *schedule, *([f"targets: {'; '.join(targets)}"] if targets else [])]
+    return [*base, *aliases, *engine, *schedule, *([f"targets: {'; '.join(targets)}"] if targets else [])]
 
 
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:

@@ -120,7 +120,8 @@ def upload(
     before = _version_before(access, full_name)  # also checks the key, before minutes of conversion
     with _model_folder(source, conversion, quantize) as folder:
         model = _run(access, folder, full_name, settings)
-    facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"
+    kind = f"adapter of {model['parent']}" if model.get("parent") else f"{model['architecture']}, {model['dtype']}"
+    facts = f"{kind}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
     for note in model.get("notes", ()):

@@ -111,6 +111,11 @@ class Version:
         """The id of the adapter that the instances add; empty for a model."""
         return self.version_id if self.base_version_id else ""
 
+    @property
+    def own_bytes(self) -> int:
+        """The bytes of its weights: of an adapter those of its files, without the base's."""
+        return self.stored_bytes if self.base_version_id else self.pack_bytes
+
 
 LEAST_TARGET_S, MOST_TARGET_S = 0.001, 86_400.0
 

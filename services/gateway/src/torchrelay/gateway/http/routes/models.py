@@ -136,7 +136,7 @@ def _version_entry(version: Version) -> dict[str, Any]:
         "object": "version",
         "architecture": version.architecture,
         "dtype": version.dtype,
-        "size_bytes": version.pack_bytes,
+        "size_bytes": version.own_bytes,
         "replaced": None,
         "kept_until": None,
     }
@@ -247,7 +247,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "context_length": version.shape.max_context_tokens,
         "architecture": version.architecture,
         "dtype": version.dtype,
-        "size_bytes": version.stored_bytes if version.adapter_id else version.pack_bytes,
+        "size_bytes": version.own_bytes,
         "idle_timeout_s": model.idle_timeout_s,
         "max_instances": model.max_instances,
         "engine": model.engine,
