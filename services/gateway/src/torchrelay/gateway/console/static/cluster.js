@@ -1,6 +1,6 @@
 import { html, useMemo } from "/console/vendor/preact-htm.js";
 import { bytes, count, percent, rate, seconds, time } from "/console/format.js";
-import { Alert, Decisions, Loading, Table, useAnswer } from "/console/parts.js";
+import { Alert, Decisions, Loading, Table, useAnswer, useAnswers } from "/console/parts.js";
 
 const link = (model) => html`<a href=${`#/models/${model.split("/").map(encodeURIComponent).join("/")}`}>${model}</a>`;
 export const links = (models) => models.map((model, place) => html`${place ? ", " : ""}${model.includes("/") ? link(model) : model}`);
@@ -74,13 +74,14 @@ function Instance({ id, last }) {
     ...(instance.moves.length > 0 && { "Prompts moved to": instance.moves.map(([worker, num]) => `${worker}: ${count(num)}`).join(", ") }),
   };
   return html`<dl>${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
-    <${WhyInstance} id=${id} model=${instance.models[0]} />`;
+    <${WhyInstance} id=${id} models=${instance.models} />`;
 }
 
-function WhyInstance({ id, model }) {
-  const { data, error } = useAnswer(`/v1/explain?model=${encodeURIComponent(model)}`, 5000);
+// Models with the same files share instances, and each decision is kept with the model that it was made for.
+function WhyInstance({ id, models }) {
+  const { data, error } = useAnswers(models.map((model) => `/v1/explain?model=${encodeURIComponent(model)}`), 5000);
   if (!data) return error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`;
-  return html`<h2>Why</h2><${Decisions} decisions=${data.decisions.filter(({ subject }) => subject === id)}>The scheduler keeps no decision about it any more: it keeps the last 100 of a model, since it began.<//>`;
+  return html`<h2>Why</h2><${Decisions} decisions=${data.flatMap(({ decisions }) => decisions).filter(({ subject }) => subject === id).sort((a, b) => a.at_unix_us - b.at_unix_us)}>The scheduler keeps no decision about it any more: it keeps the last 100 of a model, since it began.<//>`;
 }
 
 const RELAY_EVENT_COLUMNS = [

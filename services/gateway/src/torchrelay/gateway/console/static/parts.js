@@ -3,22 +3,28 @@ import { html, useEffect, useState } from "/console/vendor/preact-htm.js";
 import { json } from "/console/api.js";
 import { time } from "/console/format.js";
 
-// A REST answer: its data (null before the first), its error and the error's status, and a function that asks again. It is
-// asked for again `everyMs` after it came, so that an answer slower than that is shown as well.
-export function useAnswer(path, everyMs = 0) {
+// REST answers: their data (null before the first), an error and its status, and a function that asks again. They are
+// asked for again `everyMs` after they came, so that answers slower than that are shown as well.
+export function useAnswers(paths, everyMs = 0) {
+  const path = paths.join("\n");
   const [answer, setAnswer] = useState({ path, data: null, error: "" });
   const [turn, setTurn] = useState(0);
   const again = () => setTurn((before) => before + 1);
   useEffect(() => {
     const ended = new AbortController();
     let timer;
-    json(path, { signal: ended.signal }).then(
+    Promise.all(paths.map((each) => json(each, { signal: ended.signal }))).then(
       (data) => setAnswer({ path, data, error: "" }),
       (failure) => ended.signal.aborted || setAnswer((before) => ({ ...before, error: failure.message, status: failure.status })),
     ).then(() => { if (everyMs && !ended.signal.aborted) timer = setTimeout(again, everyMs); });
     return () => { ended.abort(); clearTimeout(timer); };
   }, [path, turn]);
   return answer.path === path ? { ...answer, again } : { ...answer, data: null, again };
+}
+
+export function useAnswer(path, everyMs) {
+  const { data, ...others } = useAnswers([path], everyMs);
+  return { data: data && data[0], ...others };
 }
 
 export const Loading = () => html`<p class="dim">Loading.</p>`;
