@@ -44,7 +44,8 @@ _POSTGRES_DISK_FULL = "53100"
 # Classes of SQLSTATE: no connection, no resources (such as connections), and an operator's action (such as a start).
 _POSTGRES_AWAY = ("08", "53", "57")
 _SMALLEST_WRITE_BYTES = 64 << 10  # SQLite's shared memory file and a page
-# On SQLite's disk before it is written again: a single freed page would admit a request whose bill does not fit.
+# On SQLite's disk, once it was full, before requests are opened again: a freed page would admit a request whose bill
+# does not fit.
 _SPACE_AFTER_FULL_BYTES = 1 << 20
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
 TIME_LIMIT_S = 5.0
@@ -154,7 +155,8 @@ class Database:
                     await connection.begin_writing()
                     yield connection
                     await connection.commit()
-                    self.disk_fault = ""
+                    if self.disk_fault and self._has_space():
+                        self.disk_fault = ""
             finally:
                 self._end_writing()
 
@@ -170,10 +172,14 @@ class Database:
     async def transact(self, work: Callable[[Connection], T]) -> T:
         """Runs ``work`` with a plain connection, in a transaction that is committed unless it raises.
 
+        Raises ``DiskFull`` without a try while SQLite's disk, once full, has less than 1 MiB of space.
+
         For frequent work: with SQLite it runs on one thread, which costs two thread switches in all, where each
         statement of ``write()`` costs about six. The work of a caller that is cancelled goes on.
         """
         async with self._limited(self._time_limit_s) as limit:
+            if self.disk_fault and self._folder is not None and not self._has_space():
+                raise disk_full(self._folder)
             await self._begin_writing()
             running = self.own(asyncio.ensure_future(self._transacted(work)))
             running.add_done_callback(lambda _: self._end_writing())  # not before, even if the caller leaves
@@ -190,13 +196,13 @@ class Database:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, _in_transaction, self._transact_engine, work)
 
+    def _has_space(self) -> bool:
+        return self._folder is None or free_bytes(self._folder) >= _SPACE_AFTER_FULL_BYTES
+
     async def _begin_writing(self) -> None:
-        """SQLite has one writer at a time. Raises ``DiskFull`` while its disk, once full, has little space."""
-        if self._folder is None:
-            return
-        if self.disk_fault and free_bytes(self._folder) < _SPACE_AFTER_FULL_BYTES:
-            raise disk_full(self._folder)
-        await self._writing.acquire()
+        """SQLite has one writer at a time."""
+        if self.is_sqlite:
+            await self._writing.acquire()
 
     def _end_writing(self) -> None:
         if self.is_sqlite:
