@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,6 +15,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.brokers import nats_server, redis_server
+from tests.support.cpu_times import CpuTimes
 from torchrelay.common.process.heap import trim_heap
 
 # A suite started in a shell's background has SIGINT ignored, and so would have the programs that it interrupts.
@@ -30,6 +32,15 @@ hypothesis.settings.load_profile("torchrelay")
 metrics.set_meter_provider(metrics.NoOpMeterProvider())
 # Read when Triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-times", metavar="FILE", help="write a table of where the time went to FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes(Path(path)))
 
 
 @pytest.fixture(scope="session")
