@@ -1,4 +1,4 @@
-"""A table of where a run of the tests spends its time: ``pytest --cpu-times FILE``.
+"""A table of where a run of the tests spends its time: ``pytest --cpu-times=FILE``.
 
 The CPU time of a phase of a test is that of the pytest process and of all its descendants, so the platform that a test
 starts counts, and the platform that several tests share counts in the test that runs meanwhile. Waiting is the time
