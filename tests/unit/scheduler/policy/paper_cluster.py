@@ -28,6 +28,7 @@ from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     CopyAccepted,
+    FirstToken,
     GatewayConnected,
     Input,
     LoadAccepted,
@@ -187,6 +188,13 @@ class PaperCluster:
         self.apply(Admit(admission, model, current))
         return admission
 
+    def warm_up(self, model: Model) -> None:
+        """Loads the model by a request that ends."""
+        admission = self.admit(model, "cold")
+        self.finish_loads()
+        self.apply(FirstToken(admission.key))
+        self.release("cold")
+
     def release(
         self, request_id: str, attempt: int = 1, delivered: bool = True, outcome: Outcome | None = None
     ) -> None:
@@ -210,6 +218,7 @@ class PaperCluster:
 
     def obey(self, command: Command) -> None:
         if isinstance(command, LoadCommand):
+            assert len({hop.store_id for hop in command.hops}) == len(command.hops)
             for hop in command.hops:
                 for order in hop.loads:
                     self.load(order.instance_id, order.worker_id, order.roles, command.model)
@@ -270,12 +279,31 @@ class PaperCluster:
         placements = [placement for placement in placed if placement.key == key]
         return placements[-1] if placements else None
 
+    def placed(self, request_id: str, attempt: int = 1) -> Placement:
+        """The placement, which there must be."""
+        placement = self.placement(request_id, attempt)
+        assert placement is not None, (request_id, attempt)
+        return placement
+
+    def refused(self, request_id: str, attempt: int = 1) -> AdmissionRefused:
+        """The refusal, which there must be."""
+        refusal = self.refusal(request_id, attempt)
+        assert refusal is not None, (request_id, attempt)
+        return refusal
+
     def refusal(self, request_id: str, attempt: int = 1) -> AdmissionRefused | None:
         key = AttemptKey(request_id, attempt)
         return next((a for a in self.answers if isinstance(a, AdmissionRefused) and a.key == key), None)
 
     def loads(self) -> list[LoadCommand]:
         return [command for command in self.commands if isinstance(command, LoadCommand)]
+
+    def unloads(self) -> list[UnloadCommand]:
+        return [command for command in self.commands if isinstance(command, UnloadCommand)]
+
+    def told(self, kind: str = "", topic: str = "") -> list[SchedulerEvent]:
+        """The events of this kind, or with this topic."""
+        return [event for event in self.events if event.kind == (kind or event.kind) and topic in ("", event.topic)]
 
     def kinds(self) -> list[str]:
         return [happening.kind for happening in self.events]
@@ -323,10 +351,7 @@ def hosts(num_hosts: int, **config: object) -> PaperCluster:
     peers: list[WorkerStatus | StoreStatus] = []
     for number in range(1, num_hosts + 1):
         host_id = f"host-{number}"
-        peers += [
-            a_store(f"store-{number}", host_id),
-            *a_pair(f"p-{number}", f"d-{number}", host_id),
-        ]
+        peers += [a_store(f"store-{number}", host_id), *a_pair(f"p-{number}", f"d-{number}", host_id)]
     return scene.settle(*peers)
 
 

@@ -18,6 +18,7 @@ from torchrelay.scheduler.policy.effects import (
     DisconnectCommand,
     Placed,
     Recall,
+    RefusalReason,
     UnloadCommand,
 )
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -148,6 +149,21 @@ class RunningCluster(PaperCluster):
         call = self.calls[name] = Call(name, model, num_tokens, decode_s, self.now, changes)
         self._ask(call)
         return call
+
+    def ask_again(self, call: Call) -> None:
+        """The gateway repeats the admission of an open call, which has no effect but the same answer."""
+        for what_is_due in (Due(), Tick()):
+            self.apply(what_is_due)
+        self.hear()
+        if not self.is_gateway_here or call.end or call.admit_at is not None:
+            return
+        placement, state, num_commands = call.placement, self.policy.state, len(self.commands)
+        before = len(state.attempts), len(state.queues)
+        effects = self.policy.apply(Admit(self._admission(call), call.model), self.now)
+        assert (len(state.attempts), len(state.queues), len(self.commands)) == (*before, num_commands)
+        assert not effects.commands
+        assert [answer.placement for answer in effects.answers if isinstance(answer, Placed)] in ([], [placement])
+        self.do(effects)
 
     def leave(self, call: Call) -> None:
         """The client hangs up."""
@@ -291,6 +307,7 @@ class RunningCluster(PaperCluster):
         call = self._call_of(refusal.key)
         if call is None or not self.is_gateway_here:
             return
+        assert refusal.reason is not RefusalReason.QUEUE_FULL or refusal.retry_after_s >= 1.0
         if call.placement is not None:
             self._retry(call)
         else:

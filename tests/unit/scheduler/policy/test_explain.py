@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, two_workers_one_host
-from tests.unit.scheduler.policy.paper_cluster import a_model as model_of
+from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS
 from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.prediction import Outcome, Prediction
@@ -126,16 +125,6 @@ def test_rings_are_bounded() -> None:
         explain.note(SchedulerEvent(float(number), "load", "acme/tiny", "i", "because"))
     assert len(explain.model("acme/tiny")) == 100
     assert explain.model("acme/none") == []
-
-
-def test_every_decision_of_the_policy_has_a_reason() -> None:
-    scene = two_workers_one_host(idle_timeout_s=1.0)
-    scene.admit(model_of(), "r1")
-    scene.finish_loads()
-    scene.release("r1")
-    scene.pass_time(2.0)
-    assert {"load", "plan", "ready", "drain", "idle", "released"} <= set(scene.kinds())
-    assert all(happening.reason for happening in scene.events)
 
 
 def test_prediction_is_shown_beside_measurement() -> None:

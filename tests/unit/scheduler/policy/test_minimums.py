@@ -1,4 +1,4 @@
-"""Instances that an operator wants loaded though nobody asks for their model."""
+"""Instances without a request: minimums that an operator wants loaded, and forecasts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_minimum_is_loaded_without_request_until_removed() -> None:
     set_minimums(scene, KEPT)
     wake = scene.loads()[0]
     assert [order.worker_id for hop in wake.hops for order in hop.loads] == ["w-a", "w-b"]
-    assert {event.reason for event in scene.events if event.kind == "scale_up"} == {"its minimum is 1 per role"}
+    assert {event.reason for event in scene.told("scale_up")} == {"its minimum is 1 per role"}
     scene.pass_time(20.0)
     assert loaded(scene) == [KEPT.name] and len(scene.loads()) == 1
     set_minimums(scene)
@@ -64,21 +64,12 @@ def test_minimum_takes_idle_slot_and_keeps_it() -> None:
     scene.pass_time(0.9)
     scene.finish_loads()
     assert loaded(scene) == [KEPT.name]
-    evicted = next(event for event in scene.events if event.kind == "evict")
+    evicted = next(event for event in scene.told("evict"))
     assert "a model of another tenant lacks instances of its minimum, 1 per role" in evicted.reason
     assert all(math.isfinite(value) for value in evicted.fields.values() if isinstance(value, float)), evicted.fields
     scene.admit(OTHER, "r2")
     scene.pass_time(9.0)
     assert loaded(scene) == [KEPT.name] and scene.placement("r2") is None and scene.refusal("r2") is None
-
-
-def test_minimum_of_lost_worker_is_loaded_elsewhere() -> None:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
-    set_minimums(scene, KEPT)
-    (first,) = scene.policy.state.instances
-    scene.kill(first.worker_id)
-    (second,) = scene.policy.state.instances
-    assert second.worker_id != first.worker_id and second.model == KEPT.name
 
 
 def test_larger_minimum_of_identical_uploads_counts() -> None:
@@ -140,16 +131,6 @@ def test_greatest_of_overlapping_minimums_counts() -> None:
     assert minimums.next_change(KEPT.version_id, 60) is None
 
 
-def test_inactive_schedule_costs_nothing() -> None:
-    scene = one_slot()
-    set_minimums(scene, replace(KEPT, min_instances=0, scheduled=(scheduled(scene.now + 1e6, scene.now + 2e6),)))
-    scene.admit(OTHER, "r1")
-    scene.finish_loads()
-    scene.release("r1")
-    scene.pass_time(3.0)
-    assert loaded(scene) == [] and KEPT.version_id not in scene.policy.state.minimums.in_force
-
-
 def test_schedule_is_hidden_from_other_tenants() -> None:
     scene = one_slot()
     own = replace(KEPT, min_instances=0, scheduled=(scheduled(scene.now, scene.now + 60),))
@@ -199,19 +180,6 @@ def test_request_with_freeable_slot_is_not_refused() -> None:
     assert scene.placement("r2") is not None
 
 
-def test_interrupted_time_without_slot_starts_over() -> None:
-    scene = one_slot()
-    set_minimums(scene, KEPT)
-    scene.admit(OTHER, "r1")
-    scene.pass_time(9.0)
-    set_minimums(scene)
-    scene.obedient = False
-    scene.pass_time(0.2)
-    set_minimums(scene, KEPT)
-    scene.pass_time(9.0)
-    assert scene.refusal("r1") is None
-
-
 def test_request_whose_kv_fits_only_reserved_slots_is_refused() -> None:
     small = a_worker("w-small", kv_pool_bytes=1024 * 200)
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-large"))
@@ -251,3 +219,45 @@ def test_request_for_own_instance_is_not_refused_on_full_host() -> None:
     assert scene.placement("r2") is None and not why_refused(scene, "r2")
     scene.release("r1")
     assert scene.placement("r2") is not None
+
+
+MODEL = a_model("acme/every-minute", idle_timeout_s=5.0)
+EVERY_S = 60.0
+
+
+def asked_every_minute(num_times: int) -> PaperCluster:
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    for number in range(num_times):
+        scene.admit(MODEL, f"r{number}")
+        scene.finish_loads()
+        scene.release(f"r{number}")
+        scene.pass_time(EVERY_S, step_s=0.5)
+        scene.finish_loads()
+    return scene
+
+
+def causes(scene: PaperCluster) -> list[str]:
+    return [event.reason for event in scene.told("scale_up")]
+
+
+def test_periodic_model_is_loaded_just_before_use() -> None:
+    scene = asked_every_minute(14)
+    assert causes(scene)[:9] == ["at zero, 1 waiting"] * 9
+    assert all(cause.startswith("its next request is expected within") for cause in causes(scene)[10:])
+    idle = [event.reason for event in scene.told("idle")]
+    assert idle[0].startswith("idle for 5 s") and idle[-1].startswith("idle for 250 ms (limit 0 ms")  # at the next turn
+
+
+def test_missed_forecast_ends_and_slot_is_freed() -> None:
+    scene = asked_every_minute(12)
+    before = len(causes(scene))
+    scene.pass_time(300.0, step_s=0.5)
+    assert len(causes(scene)) == before and not list(scene.policy.state.instances)
+
+
+def test_needed_slot_goes_to_waiting_model() -> None:
+    scene = asked_every_minute(12)
+    assert [instance.model for instance in scene.policy.state.instances] == [MODEL.name], "expected now"
+    scene.admit(a_model("birch/other"), "other")
+    scene.pass_time(1.0)
+    assert [instance.model for instance in scene.policy.state.instances] == ["birch/other"]

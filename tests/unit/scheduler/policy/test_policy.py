@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
     PaperCluster,
-    a_copy,
     a_model,
     a_store,
     a_worker,
@@ -39,16 +39,8 @@ def test_first_request_wakes_separate_roles_with_one_copy() -> None:
     scene.load(first.instance_id, first.worker_id, first.roles, model)
     assert scene.placement("r1") is None  # half of it is not enough
     scene.load(second.instance_id, second.worker_id, second.roles, model)
-    placement = scene.placement("r1")
-    assert placement is not None and placement.cold and placement.needs_kv_transfer
-
-
-def test_single_fitting_slot_plays_both_roles() -> None:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.admit(a_model(), "r1")
-    assert scene.workers["w-a"].slot.roles == BOTH
-    placement = scene.placement("r1")
-    assert placement is not None and not placement.needs_kv_transfer
+    placement = scene.placed("r1")
+    assert placement.cold and placement.needs_kv_transfer
 
 
 def test_model_outside_ram_wakes_on_host_with_disk_copy() -> None:
@@ -62,28 +54,22 @@ def test_model_outside_ram_wakes_on_host_with_disk_copy() -> None:
     assert hop.store_id == "store-2" and hop.sources == (REMOTE,)
 
 
-def test_cold_model_waits_for_workers() -> None:
-    scene = PaperCluster().settle()
-    scene.admit(a_model(), "r1")
-    scene.pass_time(5)
-    assert scene.refusal("r1") is None
-    scene.settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    assert scene.placement("r1") is not None
-
-
-def test_weights_that_fit_nowhere_are_refused_with_both_numbers() -> None:
+@pytest.mark.parametrize(
+    ("model", "admitted", "told"),
+    [
+        ({"pack_bytes": 5000 * MB}, {}, f"{5000 * MB:,} bytes; the largest slot holds {1024 * MB:,}"),
+        ({}, {"max_tokens": 100_000}, "of KV"),
+        ({"num_devices": 4}, {}, "acme/tiny needs a slot of 4 devices; no worker has one"),
+        ({"engine": "vllm"}, {}, "acme/tiny needs a worker with the engine vllm; no worker has it"),
+        ({"engine": "vllm", "num_devices": 4}, {}, "a worker with the engine vllm on 4 devices; no worker has it"),
+    ],
+)
+def test_request_that_no_slot_can_hold_is_refused(model: dict[str, Any], admitted: dict[str, Any], told: str) -> None:
     scene = two_workers_one_host()
-    scene.admit(a_model(pack_bytes=5000 * MB), "r1")
-    refusal = scene.refusal("r1")
-    assert refusal is not None and refusal.reason is RefusalReason.NO_CAPACITY
-    assert f"{5000 * MB:,} bytes" in refusal.message and f"largest slot holds {1024 * MB:,}" in refusal.message
-
-
-def test_kv_that_fits_no_pool_is_refused() -> None:
-    scene = two_workers_one_host()
-    scene.admit(a_model(), "r1", max_tokens=100_000)
-    refusal = scene.refusal("r1")
-    assert refusal is not None and refusal.reason is RefusalReason.NO_CAPACITY and "KV" in refusal.message
+    scene.admit(a_model(**model), "r1", **admitted)
+    scene.pass_time(scene.config.unserved_s + 1)
+    refusal = scene.refused("r1")
+    assert refusal.reason is RefusalReason.NO_CAPACITY and told in refusal.message, refusal
 
 
 @pytest.mark.parametrize(("num_devices", "own_s", "kept_s"), [(1, 0.0, 8.0), (4, 0.0, 2.0), (4, 8.0, 8.0)])
@@ -148,7 +134,7 @@ def test_idle_model_gives_slot_to_waiting_model() -> None:
     scene.admit(second, "r2")
     assert scene.placement("r2") is not None
     assert "evict" in scene.kinds()
-    evicted = next(happening for happening in scene.events if happening.kind == "evict")
+    evicted = next(happening for happening in scene.told("evict"))
     assert "acme/second" in evicted.reason
     # The other slot stays with the first model, which goes on in it.
     scene.admit(first, "r3")
@@ -165,8 +151,7 @@ def test_busy_model_gives_second_slot_to_waiting_model() -> None:
     assert scene.placement("r2") is None
     scene.pass_time(1.5)
     assert scene.placement("r2") is not None
-    running = scene.placement("r1")
-    assert running is not None
+    running = scene.placed("r1")
     assert scene.workers[running.decode.worker_id].slot.roles == BOTH  # decoding went on where it was
     assert "preempt_spare" in scene.kinds()
 
@@ -187,25 +172,12 @@ def test_burst_wakes_three_hosts_by_one_chain() -> None:
     assert {worker.slot.phase for worker in scene.workers.values()} == {InstancePhase.LOADING}
 
 
-def test_growth_follows_chain_up_to_maximum() -> None:
-    scene = hosts(4)
-    model = a_model(max_instances=2)
-    scene.stores["store-4"] = a_store("store-4", "host-4", [a_copy(model)])
-    scene.report_all()
-    for number in range(40):
-        scene.admit(model, f"r{number}", num_prompt_tokens=500)
-    hops = [hop for wake in scene.loads() for hop in wake.hops]
-    assert len(hops) == 2
-    assert hops[0].store_id == "store-4" and hops[1].sources[0] == "store-4"
-
-
 def test_long_queues_at_measured_rates_justify_more_instances() -> None:
     scene = hosts(2)
     model = a_model()
     scene.admit(model, "r1")
     scene.finish_loads()
-    placement = scene.placement("r1")
-    assert placement is not None
+    placement = scene.placed("r1")
     worker = scene.workers[placement.prefill.worker_id]
     scene.workers[worker.worker_id] = replace(worker, prefill_tokens_per_s=100.0)
     scene.report(worker.worker_id)
@@ -219,16 +191,15 @@ def test_restarted_scheduler_adopts_instances() -> None:
     model = a_model()
     old.admit(model, "r1")
     old.finish_loads()
-    placement = old.placement("r1")
-    assert placement is not None
+    placement = old.placed("r1")
     scene = PaperCluster(now=old.now)
     scene.workers, scene.stores = old.workers, old.stores
     scene.admit(model, "r2")  # before any report: it waits, and loads nothing
     scene.admit(model, "r1", current=placement)
     assert scene.commands == [] and scene.placement("r1") is None  # it runs; nothing is said
     scene.report_all()
-    adopted = scene.placement("r2")
-    assert adopted is not None and adopted.prefill == placement.prefill and adopted.decode == placement.decode
+    adopted = scene.placed("r2")
+    assert adopted.prefill == placement.prefill and adopted.decode == placement.decode
     assert scene.commands == [] and scene.now == old.now
     assert len(scene.policy.state.attempts.at(placement.decode.instance_id).decodes) == 2
     scene.check()

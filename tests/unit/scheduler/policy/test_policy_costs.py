@@ -126,9 +126,7 @@ def test_reserved_slots_are_grouped_once_for_all_models() -> None:
     assert of_slots_for_many == pytest.approx(of_slots, rel=0.05)
 
 
-def test_expired_requests_are_not_placed_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_expired_requests_are_not_placed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them would be late at any place, and all were evaluated whenever a single request could be placed."""
     scene = PaperCluster(PolicyConfig(replicate=False)).settle(a_store("s1", "h1"), a_worker("w1", "h1"))
     for number in range(100):
@@ -251,17 +249,3 @@ def test_too_large_requests_are_not_placed_at_each_call(monkeypatch: pytest.Monk
     scene.finish_loads()
     scene.pass_time(0.2)
     assert scene.placement("large 0") is not None, "the model has an instance that is large enough"
-
-
-def search_for_model_of_pack(num_models: int) -> int:
-    state = PaperCluster(PolicyConfig(replicate=False)).policy.state
-    for number in range(num_models):
-        state.note_model(a_model(f"acme/m{number}"), 1000.0)
-    last = a_model(f"acme/m{num_models - 1}")
-    assert state.model_of_pack(last.pack_id) == last
-    return num_bytecodes(lambda: state.model_of_pack(last.pack_id))
-
-
-def test_model_of_pack_is_not_searched() -> None:
-    """Each event of a transfer looked at up to all 16,384 remembered versions."""
-    assert search_for_model_of_pack(1000) == search_for_model_of_pack(10)

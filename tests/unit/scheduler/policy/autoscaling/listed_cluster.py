@@ -1,14 +1,36 @@
-"""A cluster given as lists, as the autoscaler's input."""
+"""A cluster given as lists, as the autoscaler's input: instances and their loads, workers, stores and demands."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, ClusterLoad, Demand, InstanceLoad
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    FIRST_SLOT,
+    AutoscalerInput,
+    ClusterLoad,
+    Demand,
+    InstanceLoad,
+)
+from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
-from torchrelay.scheduler.policy.types import Instance, InstancePhase, StoreStatus
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.types import (
+    BOTH,
+    Instance,
+    InstancePhase,
+    Model,
+    Role,
+    Roles,
+    SlotStatus,
+    StoreStatus,
+    WorkerStatus,
+)
+
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+RULES = PolicyConfig()
 
 
 @dataclass(frozen=True)
@@ -74,3 +96,63 @@ class ListedStores:
 
     def disk_holders(self, pack_id: str) -> list[StoreStatus]:
         return [store for store in self.stores.values() if pack_id in (store.disk_pack_ids or ())]
+
+
+def a_demand(model: Model, num_waiting: int = 1, **changes: object) -> Demand:
+    return replace(Demand(model, num_waiting, 0, 0.0), **changes)  # type: ignore[arg-type]
+
+
+def an_instance(
+    model: Model, worker: WorkerStatus, roles: Roles = BOTH, phase: InstancePhase = InstancePhase.READY
+) -> Instance:
+    return Instance(
+        f"i-{worker.worker_id}", model.name, model.version_id, model.pack_id, worker.worker_id, worker.incarnation,
+        worker.host_id, roles, phase, 0, 0, accepted_at=1.0,
+    )  # fmt: skip
+
+
+def a_situation(
+    demands: list[Demand],
+    loads: list[InstanceLoad],
+    workers: list[WorkerStatus],
+    stores: list[StoreStatus],
+    now: float = 100.0,
+) -> AutoscalerInput:
+    taken = {load.instance.worker_id: load.instance for load in loads}
+    seated = [
+        replace(worker, slot=SlotStatus(taken[worker.worker_id].phase)) if worker.worker_id in taken else worker
+        for worker in workers
+    ]
+    by_host = {store.host_id: store for store in stores}
+    return AutoscalerInput(
+        now,
+        demands,
+        ListedLoad(loads),
+        {w.worker_id: w for w in seated},
+        by_host,
+        prices_s={},
+        free_workers=FreeWorkers(w for w in seated if w.slot.phase is InstancePhase.FREE),
+        holder_index=ListedStores(by_host),
+        waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
+    )
+
+
+def crowded_demand(model: Model, num_waiting: int = 40, **changes: object) -> Demand:
+    """5 requests a second of 0.1 s each, and 0.5 s to wait for them."""
+    crowd = a_demand(model, num_waiting, arrivals_per_s=5.0, load=0.5, target_s=0.6, backlog_s=num_waiting / 10)
+    return replace(crowd, **changes)  # type: ignore[arg-type]
+
+
+def answers(num_answers: int, arrivals_per_s: float, **changes: object) -> DecodeDemand:
+    """An instance holds 10 answers of 10 s each: one of them is one second of its work."""
+    demand = DecodeDemand(
+        num_answers,
+        num_held=10,
+        num_most=20,
+        answer_s=10.0,
+        arrivals_per_s=arrivals_per_s,
+        target_s=2.0,
+        price_s=60.0,
+        late_s=60.0,
+    )
+    return replace(demand, **changes)  # type: ignore[arg-type]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import ListedLoad, ListedStores
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
+    DECODE,
+    PREFILL,
+    RULES,
+    a_demand,
+    a_situation,
+    an_instance,
+    crowded_demand,
+)
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    AutoscalerInput,
-    Demand,
     Drain,
     InstanceLoad,
     Load,
@@ -22,68 +27,8 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
-from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
-from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.types import (
-    BOTH,
-    Instance,
-    InstancePhase,
-    Model,
-    Role,
-    Roles,
-    SlotStatus,
-    StoreStatus,
-    WorkerStatus,
-)
-
-PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
-RULES = PolicyConfig()
-
-
-def a_demand(model: Model, num_waiting: int = 1, **changes: object) -> Demand:
-    return replace(Demand(model, num_waiting, 0, 0.0), **changes)  # type: ignore[arg-type]
-
-
-def an_instance(
-    model: Model, worker: WorkerStatus, roles: Roles = BOTH, phase: InstancePhase = InstancePhase.READY
-) -> Instance:
-    return Instance(
-        f"i-{worker.worker_id}", model.name, model.version_id, model.pack_id, worker.worker_id, worker.incarnation,
-        worker.host_id, roles, phase, 0, 0, accepted_at=1.0,
-    )  # fmt: skip
-
-
-def a_situation(
-    demands: list[Demand],
-    loads: list[InstanceLoad],
-    workers: list[WorkerStatus],
-    stores: list[StoreStatus],
-    now: float = 100.0,
-) -> AutoscalerInput:
-    taken = {load.instance.worker_id: load.instance for load in loads}
-    seated = [
-        replace(worker, slot=SlotStatus(taken[worker.worker_id].phase)) if worker.worker_id in taken else worker
-        for worker in workers
-    ]
-    by_host = {store.host_id: store for store in stores}
-    return AutoscalerInput(
-        now,
-        demands,
-        ListedLoad(loads),
-        {w.worker_id: w for w in seated},
-        by_host,
-        prices_s={},
-        free_workers=FreeWorkers(w for w in seated if w.slot.phase is InstancePhase.FREE),
-        holder_index=ListedStores(by_host),
-        waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
-    )
-
-
-def crowded_demand(model: Model, num_waiting: int = 40, **changes: object) -> Demand:
-    """5 requests a second of 0.1 s each, and 0.5 s to wait for them."""
-    crowd = a_demand(model, num_waiting, arrivals_per_s=5.0, load=0.5, target_s=0.6, backlog_s=num_waiting / 10)
-    return replace(crowd, **changes)  # type: ignore[arg-type]
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, Roles
 
 
 def test_growth_reason_names_figures() -> None:
@@ -116,26 +61,6 @@ def test_uncrowded_instance_is_drained_though_used() -> None:
     assert drained(last_full_at=30.0) == ["i-w1"]
     assert drained(last_full_at=50.0) == []
     assert drained(last_full_at=50.0, price_s=20.0) == ["i-w1"]
-
-
-def test_long_load_is_not_idle_when_it_ends() -> None:
-    """An instance that no request was placed on yet: its idle clock began when it was created."""
-    model, (first, second) = a_model(), (a_worker("w1"), a_worker("w2"))
-    busy = InstanceLoad(an_instance(model, first), 1, 1)
-    loaded = InstanceLoad(replace(an_instance(model, second), since=99.0), 0, 0, last_active=0.0)
-    stores, workers = [a_store("s1", "host-1", [a_copy(model)])], [first, second]
-    timeout_s = RULES.idle_timeout_s
-    assert decide(a_situation([], [busy, loaded], workers, stores, now=99.0 + timeout_s - 1), RULES) == ()
-    (drain,) = decide(a_situation([], [busy, loaded], workers, stores, now=99.0 + timeout_s), RULES)
-    assert isinstance(drain, Drain) and drain.instance_id == "i-w2"
-
-
-def test_idle_reason_names_duration() -> None:
-    model, worker = a_model(), a_worker("w-a")
-    load = InstanceLoad(an_instance(model, worker), 0, 0, last_active=28.5)
-    (drain,) = decide(a_situation([], [load], [worker], [a_store("store-1", "host-1")]), RULES)
-    assert isinstance(drain, Drain) and drain.reason.text == "idle for 71.5 s (limit 60 s)"
-    assert drain.reason.figures == {"idle_s": 71.5, "idle_timeout_s": 60.0}
 
 
 def test_reason_for_tenant_hides_other_tenants() -> None:
@@ -214,47 +139,12 @@ def test_missing_role_is_set_if_no_slot_is_free() -> None:
     assert decide(a_situation([a_demand(model)], [load], [only_prefill], [store]), RULES) == ()
 
 
-def test_idle_instance_is_evicted_and_used_is_not() -> None:
-    first, waiting = a_model("acme/first"), a_model("acme/waiting")
-    w1, w2, w3 = (a_worker(f"w{number}") for number in (1, 2, 3))
-    loads = [
-        InstanceLoad(an_instance(first, w1, PREFILL), 0, 0, last_active=50.0),
-        InstanceLoad(an_instance(first, w2, DECODE), 0, 0, last_active=60.0),
-        InstanceLoad(an_instance(a_model("acme/busy"), w3), 1, 0),
-    ]
-    store = a_store("s1", "host-1")
-    drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
-    assert [(drain.instance_id, drain.reason.cause) for drain in drains if isinstance(drain, Drain)] == [
-        ("i-w1", "evict")
-    ]
-    draining = replace(loads[0].instance, phase=InstancePhase.DRAINING, since=90.0)
-    leaving = [loads[0]._replace(instance=draining), *loads[1:]]
-    assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
-    both_wait = [a_demand(waiting), a_demand(first)]
-    assert decide(a_situation(both_wait, loads, [w1, w2, w3], [store]), RULES) == ()
-
-
 def test_roles_apart_need_two_victims() -> None:
     first, waiting = a_model("acme/first"), a_model("acme/waiting")
     w1, w2 = a_worker("w1", playable_roles=PREFILL), a_worker("w2", playable_roles=DECODE)
     loads = [InstanceLoad(an_instance(first, w1, PREFILL), 0, 0), InstanceLoad(an_instance(first, w2, DECODE), 0, 0)]
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
     assert [action.reason.cause for action in drains if isinstance(action, Drain)] == ["evict", "evict"]
-
-
-def test_spare_idle_instances_are_evicted_first() -> None:
-    model = a_model()
-    workers = [a_worker(f"w{number}") for number in range(3)]
-    busy = [
-        InstanceLoad(an_instance(model, workers[0], PREFILL), 1, 0),
-        InstanceLoad(an_instance(model, workers[1], DECODE), 1, 0),
-    ]
-    spare = InstanceLoad(an_instance(model, workers[2]), 0, 0)
-    store = a_store("s1", "host-1")
-    drains = decide(a_situation([], [*busy, spare], workers, [store]), RULES)
-    assert [action.instance_id for action in drains if isinstance(action, Drain)] == ["i-w2"]
-    idle_prefill = [InstanceLoad(busy[0].instance, 0, 0), busy[1]]
-    assert decide(a_situation([], idle_prefill, workers, [store]), RULES) == ()  # its decode instance needs it
 
 
 @pytest.mark.parametrize(("num_cold", "drained"), [(0, ["i-w1"]), (3, [])])
@@ -267,11 +157,7 @@ def test_load_with_placed_requests_is_not_idle(num_cold: int, drained: list[str]
     assert [action.instance_id for action in actions if isinstance(action, Drain)] == drained
 
 
-@given(
-    st.lists(st.sampled_from([PREFILL, DECODE, BOTH]), max_size=8),
-    st.integers(0, 3),
-    st.integers(0, 3),
-)
+@given(st.lists(st.sampled_from([PREFILL, DECODE, BOTH]), max_size=8), st.integers(0, 3), st.integers(0, 3))
 def test_assignments_have_no_half_pair_and_no_repeat(can: list[Roles], prefills: int, decodes: int) -> None:
     slots = [FreeSlot(f"w{n}", f"h{n % 2}", roles, Tier.REMOTE) for n, roles in enumerate(can)]
     chosen = assign(slots, prefills, decodes)
@@ -297,10 +183,7 @@ def cost_of_pair(pair: tuple[FreeSlot, FreeSlot]) -> tuple[object, ...]:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([PREFILL, DECODE, BOTH]),
-            st.integers(0, 3),
-            st.booleans(),
-            st.sampled_from([None, *Role]),
+            st.sampled_from([PREFILL, DECODE, BOTH]), st.integers(0, 3), st.booleans(), st.sampled_from([None, *Role])
         ),
         max_size=14,
     ),
@@ -366,34 +249,3 @@ def test_burst_at_zero_gives_each_model_a_slot() -> None:
     actions = decide(a_situation(demands, [], workers, [a_store("s1", "host-1")]), RULES)
     wakes = [(action.model.name, len(action.assignments)) for action in actions if isinstance(action, Load)]
     assert wakes == [(first.name, 1), (second.name, 1), (first.name, 2)]
-
-
-def test_two_half_pairs_do_not_block_each_other() -> None:
-    first, second = a_model("acme/first"), a_model("acme/second")
-    w1, w2 = a_worker("w1", playable_roles=PREFILL), a_worker("w2", playable_roles=DECODE)
-    loads = [InstanceLoad(an_instance(first, w1, PREFILL), 1, 0), InstanceLoad(an_instance(second, w2, DECODE), 1, 0)]
-    demands = [a_demand(first, oldest_wait_s=2.0), a_demand(second, oldest_wait_s=1.5)]
-    actions = decide(a_situation(demands, loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
-    assert [action.instance_id for action in actions if isinstance(action, Drain)] == ["i-w2"]
-
-
-class Unread(Mapping[str, StoreStatus]):
-    """Stores at which nobody may look."""
-
-    def __getitem__(self, key: str) -> StoreStatus:
-        raise AssertionError("its copies were looked at")
-
-    def __iter__(self) -> Iterator[str]:
-        raise AssertionError("all stores were looked at")
-
-    def __len__(self) -> int:
-        return 1
-
-
-def test_satisfied_model_examines_no_slot() -> None:
-    """B8: the free slots of each model were listed, over all stores, before it was known whether it wants any."""
-    model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
-    load = InstanceLoad(an_instance(model, workers[0]), 1, 0)
-    situation = a_situation([a_demand(model, 0)], [load], workers, [])
-    situation = replace(situation, stores=Unread(), holder_index=ListedStores(Unread()))
-    assert decide(situation, RULES) == ()

@@ -1,16 +1,44 @@
-"""How many instances of each role a model is worth."""
+"""How many instances a model is worth: arrivals, the price of a slot, progress of loads, and targets of pools."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
+from torchrelay.scheduler.policy.autoscaling.arrivals import MEAN_S, WINDOW_S, ArrivalRate, Arrivals
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
-from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of, wanted_instances
-from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.types import Role
+from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark, LoadProgress
+from torchrelay.scheduler.policy.autoscaling.pool_target import (
+    PoolLoad,
+    SlotShortage,
+    missing_roles,
+    num_missing_slots,
+    pool_target,
+)
+from torchrelay.scheduler.policy.autoscaling.price import (
+    IdleGaps,
+    IdlePlan,
+    held_s,
+    lateness,
+    least_keep_s,
+    least_plan,
+    least_saved,
+    num_gained,
+    num_lost,
+    num_saved,
+)
+from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
+from torchrelay.scheduler.policy.autoscaling.version_rotation import MOST_PER_S, VersionTurns
+from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
+from torchrelay.scheduler.policy.types import ROLES, Role
 
 RULES = PolicyConfig()
 
@@ -58,10 +86,225 @@ def test_queue_of_minutes_outweighs_any_cold_start() -> None:
     assert wanted(flood, 1, 2.0) == 3  # though the load takes longer than it is worth alone
 
 
-def test_instance_savings_equal_losses_and_decrease() -> None:
-    demand, lost = crowded(60), []
-    for number in (1, 2, 3, 4):
-        (sizing,) = sizings_of(demand, Counter(dict.fromkeys(Role, number + 1)))
-        assert sizing.num_lost == demand.num_saved(number, 0.0)
-        lost.append(sizing.num_lost)
-    assert lost == sorted(lost, reverse=True) and lost[0] > 2 * lost[1] > 0
+@given(
+    st.integers(1, 8), st.floats(0, 100), st.floats(0, 12), st.floats(0.1, 5), st.floats(1, 100)
+)  # fmt: skip
+def test_lateness_integrates_excess_over_target(
+    num_instances: int, backlog_s: float, load: float, target_s: float, horizon_s: float
+) -> None:
+    steps = 2000
+    excess = (
+        max(backlog_s - num_instances * target_s + (load - num_instances) * horizon_s * (step + 0.5) / steps, 0.0)
+        for step in range(steps)
+    )
+    measured = sum(excess) * horizon_s / steps
+    computed = lateness(num_instances, backlog_s, load, target_s, horizon_s)
+    assert computed == pytest.approx(measured, rel=0.01, abs=0.01 * horizon_s)
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    """An instance, a queue of 6 s, 5 requests per second of 0.1 s each, 0.5 s to wait; a cold start is worth 60 s."""
+    assert lateness(1, 6.0, 0.5, 0.5, 60.0) == pytest.approx(30.25)  # 5.5 s, gone in 11 s
+    saved = num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=1.0, horizon_s=60.0)
+    assert saved == pytest.approx((5.0**2 / 1.0 - 4.5**2 / 3.0) / 0.05)  # 365: it pays
+    assert held_s(1, 6.0, 1.0, 60.0) == 60.0
+    assert saved > least_saved(1.0, 60.0, 60.0) == pytest.approx(1 + 1 / 60)
+    assert num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=12.0, horizon_s=60.0) == 0.0  # it would come after the queue
+    assert num_lost(0.1, 4.0, 0.5) == pytest.approx(0.4 * (1 + math.log(5)))  # 0.4 requests: 1.04
+    assert num_lost(1.5, 14.0, 1.0) == pytest.approx(21 * (1 + math.log(8)))  # 21 requests: 65
+    assert num_lost(2.0, 4.0, 0.5) == pytest.approx(20.9, abs=0.1)
+    assert num_gained(0.1, 1, 0.0) == 1
+    assert num_gained(0.5, 12, 10.0) == 17
+
+
+def test_periodic_model_is_loaded_before_its_request() -> None:
+    about_ten_minutes = [600.0 + number % 5 for number in range(16)]
+    plan = least_plan(about_ten_minutes, 60.0, 10.0)
+    assert plan == IdlePlan(0.0, 590.0, 604.0)  # a cold start of 10 s, and 4 s more at most
+    assert plan.cost(602.0, 60.0) == 12.0
+    assert plan.cost(605.0, 60.0) == plan.cost(700.0, 60.0) == 14.0 + 60.0
+    bursts = [2.0] * 16 + about_ten_minutes
+    assert least_plan(bursts, 60.0, 10.0) == IdlePlan(2.0, 590.0, 604.0)
+    unlike = [100.0 * number for number in range(1, 17)]
+    assert least_plan(unlike, 60.0, 10.0) == IdlePlan(0.0), "to load 16 times too early costs more than a cold start"
+
+
+@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=24), st.floats(1, 100), st.floats(0.1, 20))
+def test_plan_costs_at_most_best_keep_time(gaps: list[float], break_even_s: float, load_s: float) -> None:
+    plan = least_plan(gaps, break_even_s, load_s)
+    kept = IdlePlan(least_keep_s(gaps, break_even_s))
+    paid, of_kept = (sum(item.cost(gap, break_even_s) for gap in gaps) for item in (plan, kept))
+    assert paid <= of_kept + 1e-6
+    assert math.isinf(plan.wake_s) or plan.keep_s < plan.wake_s <= plan.until_s <= plan.wake_s + break_even_s + 1e-6
+
+
+def cost(gap_s: float, kept_s: float, break_even_s: float) -> float:
+    return gap_s if gap_s <= kept_s else kept_s + break_even_s
+
+
+@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=12), st.floats(1, 100))
+def test_wake_time_would_have_cost_least(gaps: list[float], break_even_s: float) -> None:
+    kept_s = least_keep_s(gaps, break_even_s)
+    assert kept_s <= break_even_s
+    least = sum(cost(gap, kept_s, break_even_s) for gap in gaps)
+    for other_s in [0.0, break_even_s, *gaps]:
+        if other_s <= break_even_s:
+            assert least <= sum(cost(gap, other_s, break_even_s) for gap in gaps) + 1e-6
+
+
+def test_next_use_is_expected_by_longer_gaps() -> None:
+    gaps = IdleGaps()
+    assert gaps.return_s(40.0) == 40.0, "nothing is known: as long again"
+    assert gaps.return_s(0.0) == 1.0
+    for gap_s in (5.0, 600.0, 600.0, 600.0):
+        gaps.add(gap_s, 60.0, 2.0)
+    assert gaps.return_s(540.0) == pytest.approx((540.0 + 3 * 60.0) / 4)
+    assert gaps.return_s(700.0) == 700.0, "longer than all gaps: as long again"
+    assert gaps.return_s(2.0) == pytest.approx((2.0 + 3.0 + 3 * 598.0) / 5)
+
+
+@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=64), st.floats(1, 100))
+def test_plan_costs_at_most_twice_optimum_and_two_loads(gaps: list[float], break_even_s: float) -> None:
+    """A model that flaps on purpose: each gap is just longer than its slot was kept, as often as it likes."""
+    for flaps, misses in product((False, True), repeat=2):
+        history, paid_s, known_s = IdleGaps(), 0.0, 0.0
+        for gap in gaps:
+            plan = history.plan(break_even_s, 1.0)
+            gap = plan.keep_s + 0.01 if flaps else gap
+            if misses and not math.isinf(plan.until_s):
+                gap = plan.until_s + 0.01
+            paid_s += plan.cost(gap, break_even_s)
+            known_s += min(gap, break_even_s)
+            history.add(gap, break_even_s, 1.0)
+            assert paid_s <= 2 * known_s + 2 * break_even_s + 1e-6
+
+
+def test_rate_covers_last_seconds() -> None:
+    history = Arrivals().of("v")
+    assert history.rate(0.0) == ArrivalRate()
+    for number in range(20):
+        history.arrive(100, 0.5, 60.0, 1.0, number * 0.5, is_unused=False)
+    assert history.rate(9.9) == ArrivalRate(20 / WINDOW_S, 2000 / WINDOW_S)
+    assert history.rate(14.5) == ArrivalRate(10 / WINDOW_S, 1000 / WINDOW_S)
+    assert history.rate(40.0) == ArrivalRate()
+
+
+def test_long_run_rate_is_expected_between_bursts() -> None:
+    """The most popular model, idle between two bursts, gave its slot to the first request of any other."""
+    history = Arrivals().of("v")
+    assert history.expected_per_s(0.0) == 0.0
+    for burst in range(10):
+        for number in range(50):
+            history.arrive(10, 0.5, 60.0, 1.0, burst * 50.0 + number * 0.1, is_unused=False)
+    assert history.expected_per_s(455.0) == 5.0  # of late
+    assert history.rate(499.0) == ArrivalRate() and 0.9 < history.expected_per_s(499.0) < 1.2
+    assert history.expected_per_s(499.0 + 5 * MEAN_S) < 0.01
+    assert history.expected_per_s(1e9) < 1e-9
+
+
+def test_gaps_are_times_without_requests() -> None:
+    arrivals = Arrivals()
+    history = arrivals.of("v")
+    history.arrive(100, 0.5, 60.0, 1.0, 0.0, is_unused=True)
+    for number in range(1, 17):
+        history.arrive(100, 0.5, 60.0, 1.0, 1000.0 * number - 995.0, is_unused=False)
+        gap_s = 2.0 if number % 2 else 500.0
+        arrivals.used("v", 1000.0 * number - gap_s)  # an answer ends so long before the next request
+        history.arrive(100, 0.5, 60.0, 1.0, 1000.0 * number, is_unused=True)
+    assert history.idle_gaps.plan(60.0, 1.0).keep_s == 2.0
+    arrivals.used("unknown", 1.0)
+
+
+UNLIMITED = PolicyConfig()
+
+
+@pytest.mark.parametrize(
+    ("load", "config", "expected", "reason"),
+    [
+        (PoolLoad(1), UNLIMITED, 0, "0 slots needed: 0 in use"),
+        (PoolLoad(1, 4, 2), UNLIMITED, 2, "2 slots needed: 2 in use"),
+        (PoolLoad(1, 4, 2, 1, (SlotShortage("acme/a", 1),)), UNLIMITED, 2, "2 slots needed: 2 in use"),
+        (
+            PoolLoad(1, 1, 1, 0, (SlotShortage("acme/a", 1), SlotShortage("acme/b", 2))),
+            PolicyConfig(pool_spare_slots=1),
+            5,
+            "5 slots needed: 1 in use, 3 for acme/a, acme/b, 1 spare",
+        ),
+        (
+            PoolLoad(1, 1, 1, 0, (SlotShortage("acme/a", 3),)),
+            PolicyConfig(pool_max_slots=2),
+            2,
+            "4 slots needed: 1 in use, 3 for acme/a; the pool's maximum is 2",
+        ),
+        (PoolLoad(1), PolicyConfig(pool_min_slots=1), 1, "0 slots needed: 0 in use; the pool's minimum is 1"),
+    ],
+)
+def test_target_and_its_reason(load: PoolLoad, config: PolicyConfig, expected: int, reason: str) -> None:
+    target = pool_target(load, config)
+    assert (target.num_wanted, target.reason.text) == (expected, reason)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50), st.integers(0, 20), st.integers(0, 5))
+def test_target_keeps_to_its_limits(num_used: int, num_short: int, num_idle: int, least: int, num_more: int) -> None:
+    config = PolicyConfig(pool_min_slots=least, pool_max_slots=max(least + num_more, 1))
+    load = PoolLoad(1, 100, num_used, min(num_idle, num_used), (SlotShortage("acme/a", num_short),))
+    assert least <= pool_target(load, config).num_wanted <= config.pool_max_slots
+
+
+def test_model_lacks_a_slot_for_its_missing_role_its_minimum_and_its_queue() -> None:
+    def missing(num_waiting: int, playing: Counter[Role], minimum: int = 0, backlog_s: float = 0.0) -> int:
+        demand = Demand(a_model(), num_waiting, 0, 0.0, backlog_s=backlog_s)
+        return num_missing_slots(demand, missing_roles(demand, playing, minimum, 0.1, UNLIMITED))
+
+    both = Counter(ROLES)
+    assert missing(0, Counter()) == 0
+    assert missing(3, Counter()) == missing(3, Counter({Role.PREFILL: 1})) == 1
+    assert missing(0, both, minimum=3) == 2
+    assert missing(1, both) == 0
+    assert missing(500, both, backlog_s=500.0) > 1
+
+
+def test_any_change_is_progress_except_unknown_chunks() -> None:
+    progress = LoadProgress()
+    marks = [
+        LoadMark(False, 0, 0, None),
+        LoadMark(True, 0, 0, 0),
+        LoadMark(True, 1, 0, 0),
+        LoadMark(True, 1, 0, 1),
+        LoadMark(True, 1, 1, 1),
+    ]
+    for second, mark in enumerate(marks):
+        assert progress.observe("i", mark, float(second)) == 0
+    assert progress.observe("i", marks[-1], 7.0) == 3.0
+    assert progress.observe("i", marks[-1]._replace(num_chunks_verified=None), 9.0) == 5.0
+    assert progress.observe("i", marks[-1], 10.0) == 6.0  # the store is back with what it had
+    progress.keep({"other"})
+    assert progress.observe("i", marks[-1], 20.0) == 0
+
+
+VERSIONS = [f"v{number:03d}" for number in range(100)]
+
+
+def test_single_version_has_ten_turns_per_second() -> None:
+    turns = VersionTurns(0.5)
+    times = [number / 50 for number in range(51)]
+    assert [now for now in times if turns.due(["v"], now)] == pytest.approx([number / 10 for number in range(11)])
+
+
+@given(gaps=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=50), number=st.integers(1, 30))
+def test_every_version_has_a_turn_per_round(gaps: list[float], number: int) -> None:
+    turns, now = VersionTurns(0.5), 0.0
+    seen_at = dict.fromkeys(turns.due(VERSIONS[:number], now), now)
+    assert len(seen_at) == number
+    for gap in gaps:
+        before, now = now, now + gap
+        seen_at |= dict.fromkeys(turns.due(VERSIONS[:number], now), now)
+        assert all(now - at <= 0.5 + gap or at > before for at in seen_at.values())
+
+
+def test_thousands_of_versions_have_turns_less_often() -> None:
+    """A turn of 10,000 versions evaluated 400 at once, for tens of milliseconds."""
+    turns, many = VersionTurns(0.5), {f"v{number:05d}": None for number in range(10_000)}
+    turns.due(many, 0.0)
+    seen = [version_id for step in range(1, 301) for version_id in turns.due(many, step * TURN_S)]
+    assert len(seen) == len(set(seen)) and len(seen) == pytest.approx(300 * TURN_S * MOST_PER_S, abs=1)

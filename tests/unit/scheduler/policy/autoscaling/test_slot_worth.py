@@ -51,7 +51,7 @@ def test_reason_of_the_time_slice_has_the_numbers_that_were_explained() -> None:
     scene.pass_time(59.9)
     asked = told(scene, WAITING.name)["victim"].partition(" late requests")[0].rpartition(" ")[2]
     scene.pass_time(0.2)
-    (ended,) = [event for event in scene.events if event.kind == "time_slice"]
+    (ended,) = scene.told("time_slice")
     assert f"{ended.fields['num_lost']:.1f}" == asked
     assert ended.reason.endswith(f"; without it {asked} requests of this model are late")
 
@@ -86,14 +86,6 @@ def test_tenants_of_the_same_files_see_no_counts_of_all_together() -> None:
         lines = told(scene, name)
         assert lines["bid"] == "its files are shared with other tenants: no numbers of all together are shown"
         assert "an undisclosed number of late requests" in lines["ask"]
-
-
-def test_idle_model_tells_how_long_it_is_kept() -> None:
-    scene = one_slot()
-    for number in range(20):
-        scene.release(f"r{number}")
-    scene.pass_time(5.0)
-    assert told(scene, BUSY.name)["idle"] == "for 5 s; kept for 60 s"
 
 
 def test_unused_model_bids_nothing_and_unknown_model_has_no_lines() -> None:

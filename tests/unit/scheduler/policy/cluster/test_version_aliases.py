@@ -59,8 +59,8 @@ def test_refusals_name_the_model_that_was_called() -> None:
     scene.admit(BIRCH, "r2")
     scene.pass_time(10.0)
     for request_id, own in (("r1", ACME), ("r2", BIRCH)):
-        refusal = scene.refusal(request_id)
-        assert refusal is not None and refusal.reason is RefusalReason.LOAD_FAILED
+        refusal = scene.refused(request_id)
+        assert refusal.reason is RefusalReason.LOAD_FAILED
         assert refusal.message.startswith(f"{own.name} could not be loaded")
 
 
@@ -73,7 +73,7 @@ def test_eviction_of_shared_instance_names_no_tenant() -> None:
         scene.release(request_id)
     scene.admit(a_model("acme/other"), "r3")
     scene.pass_time(0.5)
-    evicted = [event.reason for event in scene.events if event.kind == "evict"]
+    evicted = [event.reason for event in scene.told("evict")]
     assert evicted == [
         "idle for 0 ms, and a model of another tenant has waited 0 ms for a slot; to load it again takes 0 ms"
     ]
@@ -95,7 +95,7 @@ def test_tenant_reads_number_of_own_waiting_requests() -> None:
         scene.admit(ACME, f"a{number}")
     scene.admit(BIRCH, "b0")
     scene.settle(a_worker("w-a"))
-    woken = next(event for event in scene.events if event.topic == "scale.up")
+    woken = scene.told(topic="scale.up")[0]
     assert (woken.reason, woken.fields["num_waiting"]) == ("at zero, 4 waiting", 4)  # for the operator
     explain = explained(scene.events)
     for model, told in ((ACME, "at zero, 3 waiting"), (BIRCH, "at zero, 1 waiting")):
@@ -113,8 +113,8 @@ def test_full_queue_message_counts_own_requests() -> None:
         ("a2", "acme/tiny is full (your waiting requests: 2)"),
         ("b1", "words is full (your waiting requests: 1)"),
     ):
-        refusal = scene.refusal(request_id)
-        assert refusal is not None and refusal.reason is RefusalReason.QUEUE_FULL and told in refusal.message
+        refusal = scene.refused(request_id)
+        assert refusal.reason is RefusalReason.QUEUE_FULL and told in refusal.message
 
 
 def is_at_zero(scene: PaperCluster) -> bool:
@@ -207,7 +207,7 @@ def test_idle_instances_of_deleted_model_are_drained() -> None:
     assert scene.policy.state.idle_timeout_s(ACME.version_id, scene.now) == 5.0
     scene.pass_time(0.3)
     assert is_at_zero(scene)
-    drained = [event.reason for event in scene.events if event.kind == "idle"]
+    drained = [event.reason for event in scene.told("idle")]
     assert drained and all("its model is deleted" in reason for reason in drained)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -185,31 +183,6 @@ def test_pause_follows_strictest_answer() -> None:
     assert pause_s(0.001, 0.08, 1.0) == pytest.approx(strictest_s), "a target that no pause meets says nothing"
 
 
-def test_due_time_follows_prompts_and_pause() -> None:
-    """While prompts were dispatched there, it was never due."""
-    both = a_candidate("b", BOTH, num_decoding=3, seen=800)
-    asked, decode_s = an_admission(MODEL, "r1", num_prompt_tokens=100), 0.01 * (1 + 3 / 8 + 800 / 8000)
-    both.work.queue.add(AttemptKey("other", 1), 0.2, NOW, pause_s=0.1)
-    placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
-    assert isinstance(placement, NoPlacement) and placement.due == pytest.approx(NOW + 0.2 + 0.1 - decode_s)
-    assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, placement.due + 1e-6), Placement)
-
-
-def test_loading_instance_takes_prompts_up_to_full_step() -> None:
-    loading = a_candidate("p", PREFILL, load_left_s=2.0)
-    assert loading.entry.bindable_at(loading.work.queue) <= NOW
-    earlier = a_candidate("p", PREFILL, load_left_s=2.0, queued=1000)
-    assert earlier.entry.bindable_at(earlier.work.queue) == pytest.approx(NOW + 1.0 - 0.512)
-    loading.work.queue.add(AttemptKey("other", 1), 0.6, NOW)
-    assert math.isinf(loading.entry.bindable_at(loading.work.queue)), "nothing begins there by the passing of time"
-
-
-def test_measured_rates_count() -> None:
-    slow = a_candidate("p1", PREFILL, queued=100, tokens_per_s=100.0)
-    fast = a_candidate("p2", PREFILL, queued=500, tokens_per_s=2000.0)
-    assert placed(slow, fast, a_candidate("d", DECODE)) == ("p2", "d")
-
-
 def test_decode_goes_where_fewer_run_and_must_have_the_kv() -> None:
     prefill = a_candidate("p", PREFILL)
     busy, calm = a_candidate("d1", DECODE, num_decoding=30), a_candidate("d2", DECODE, num_decoding=2)
@@ -238,11 +211,6 @@ def test_decode_instance_meets_tbt_target_if_possible() -> None:
     assert placed(prefill, quick, full, max_tokens=2)[1] == "d2"
     slow = a_candidate("d1", DECODE, step_s=1.0)
     assert placed(prefill, slow, full)[1] == "d2", "where nobody keeps it, the least late one"
-
-
-def test_choices_in_a_batch_count_and_not_only_their_requests() -> None:
-    wide = a_candidate("d1", DECODE, num_decoding=16, num_attempts=1)  # one request of 16 choices
-    assert placed(a_candidate("p", PREFILL), wide, a_candidate("d2", DECODE, num_decoding=3)) == ("p", "d2")
 
 
 def test_long_contexts_in_a_batch_count_as_well_as_their_number() -> None:
@@ -290,11 +258,6 @@ def test_why_there_is_no_place() -> None:
         NOW,
     )
     assert isinstance(crowded, NoPlacement)
-
-
-def test_kv_is_counted_in_whole_pages_for_every_choice() -> None:
-    admission = an_admission(MODEL, "r1", num_prompt_tokens=100, max_tokens=50, num_choices=3)
-    assert admission.kv_bytes(MODEL) == 3 * 160 * MODEL.kv_bytes_per_token
 
 
 candidates = st.builds(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
-from torchrelay.scheduler.policy.effects import LoadCommand, RefusalReason, SchedulerEvent, UnloadCommand
+from torchrelay.scheduler.policy.effects import LoadCommand, RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.inputs import MinimumsSet
 
 MODEL = a_model()
@@ -19,7 +19,7 @@ def a_cluster() -> PaperCluster:
 
 
 def advice(scene: PaperCluster) -> list[SchedulerEvent]:
-    return [event for event in scene.events if event.topic == "scale.advice"]
+    return scene.told(topic="scale.advice")
 
 
 def test_request_for_model_at_zero_is_refused_and_its_load_is_advised() -> None:
@@ -27,8 +27,8 @@ def test_request_for_model_at_zero_is_refused_and_its_load_is_advised() -> None:
     scene.admit(MODEL, "r1")
     scene.pass_time(12.0)
     assert not [command for command in scene.commands if isinstance(command, LoadCommand)]
-    refusal = scene.refusal("r1")
-    assert refusal is not None and refusal.reason is RefusalReason.LOAD_FAILED
+    refusal = scene.refused("r1")
+    assert refusal.reason is RefusalReason.LOAD_FAILED
     assert "the scheduler only advises" in refusal.message
     (advised,) = advice(scene)
     assert (advised.model, advised.reason) == (MODEL.name, "would load 1 instance: at zero, 1 waiting")
@@ -44,7 +44,7 @@ def test_minimum_is_loaded_and_drain_is_advised() -> None:
         scene.finish_loads()
         scene.pass_time_with_beats(20.0)
     (instance,) = scene.policy.state.instances.of_version(MODEL.version_id)
-    assert not [command for command in scene.commands if isinstance(command, UnloadCommand)]
+    assert not scene.unloads()
     advised = advice(scene)
     assert [event.subject for event in advised] == [instance.instance_id]
     assert advised[0].reason.startswith("would drain: idle for")

@@ -22,7 +22,6 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy import state
-from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed, RefusalReason
 from torchrelay.scheduler.policy.inputs import (
@@ -44,8 +43,8 @@ def test_full_queue_refuses_with_retry_time() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=2)).settle()
     for number in range(3):
         scene.admit(MODEL, f"r{number}")
-    refusal = scene.refusal("r2")
-    assert refusal is not None and refusal.reason is RefusalReason.QUEUE_FULL
+    refusal = scene.refused("r2")
+    assert refusal.reason is RefusalReason.QUEUE_FULL
     assert 1.0 <= refusal.retry_after_s <= 60.0 and MODEL.name in refusal.message
     other = a_model("acme/other")
     scene.admit(other, "r3")  # another model's line is not full
@@ -69,27 +68,13 @@ def test_each_refused_client_gets_time_of_its_own_place() -> None:
     told = []
     for name in ("x", "y", "z"):
         scene.admit(MODEL, name, **size)
-        refusal = scene.refusal(name)
-        assert refusal is not None
+        refusal = scene.refused(name)
         told.append(refusal.retry_after_s)
     assert told == pytest.approx([3.0, 6.0, 9.0])
     scene.pass_time(7.0)  # the last one is due in 2 s, and nothing became free meanwhile
     scene.admit(MODEL, "again", **size)
-    refusal = scene.refusal("again")
-    assert refusal is not None and refusal.retry_after_s == pytest.approx(2.0 + (9.0 + 7.0) / 3)
-
-
-def test_first_come_first_served_as_kv_becomes_free() -> None:
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
-    for number in range(3):
-        scene.admit(MODEL, f"r{number}", num_prompt_tokens=500, max_tokens=100)
-    scene.finish_loads()
-    assert scene.placement("r0") is not None and scene.placement("r1") is None
-    scene.admit(MODEL, "small", num_prompt_tokens=10, max_tokens=10)
-    assert scene.placement("small") is None  # nobody overtakes
-    scene.release("r0")
-    assert scene.placement("r1") is not None and scene.placement("r2") is None
-    scene.check()
+    refusal = scene.refused("again")
+    assert refusal.retry_after_s == pytest.approx(2.0 + (9.0 + 7.0) / 3)
 
 
 def test_requests_without_a_target_have_that_of_their_class() -> None:
@@ -152,8 +137,8 @@ def test_lost_first_token_counts_with_repeated_admission() -> None:
     scene.admit(MODEL, "cold")
     scene.finish_loads()
     admission = scene.admit(MODEL, "r1")
-    placement = scene.placement("r1")
-    assert placement is not None and not placement.cold
+    placement = scene.placed("r1")
+    assert not placement.cold
     bound = scene.policy.state.attempts.at(placement.prefill.instance_id)
     assert admission.key in bound.prefills
     scene.apply(GatewayDisconnected("gateway-1"))
@@ -173,16 +158,6 @@ def test_withdrawn_request_frees_its_place() -> None:
     scene.apply(Withdraw(first.key))
     assert [admission.key for admission in scene.policy.state.queues] == [AttemptKey("r2", 1)]
     assert not scene.answers
-
-
-def test_withdrawal_after_placement_frees_resources() -> None:
-    scene = two_workers_one_host()
-    admission = scene.admit(MODEL, "r1")
-    placement = scene.placement("r1")
-    assert placement is not None
-    assert scene.policy.state.attempts.at(placement.decode.instance_id).kv_bytes == admission.kv_bytes(MODEL)
-    scene.apply(Withdraw(admission.key))
-    assert scene.policy.state.attempts.at(placement.decode.instance_id).kv_bytes == 0
 
 
 def test_requests_of_absent_gateway_wait_until_grace_ends() -> None:
@@ -275,23 +250,6 @@ def test_restarted_scheduler_counts_reported_prompts() -> None:
     assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 20.0
 
 
-def test_early_report_does_not_count_bound_prompts_again() -> None:
-    """In the first minute after a start, each report made some time of queue of what was computed since."""
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
-    scene.admit(MODEL, "cold")
-    scene.finish_loads()
-    scene.apply(FirstToken(AttemptKey("cold", 1)))
-    scene.admit(MODEL, "first", num_prompt_tokens=1500)
-    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=LATENCY.prefill_s(1500))
-    scene.report("w")
-    scene.now += LATENCY.prefill_s(1500) / 2  # sooner than predicted
-    scene.apply(FirstToken(AttemptKey("first", 1)))
-    scene.admit(MODEL, "second")
-    placement = scene.placement("second")
-    assert placement is not None
-    assert placement.predicted.ttft_s == placement.predicted.prefill_s
-
-
 def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MAX_VERSIONS", 2)
     scene = PaperCluster().settle()
@@ -301,23 +259,6 @@ def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyP
     scene.apply(Withdraw(AttemptKey("r1", 1)))
     scene.admit(MODEL, "last")
     assert a_model("acme/m1").version_id not in scene.policy.state.models
-
-
-def test_ten_thousand_models_in_use_are_remembered() -> None:
-    """Only the last 4,096 were known, although more had a slot in a large cluster."""
-    scene = PaperCluster().settle()
-    state = scene.policy.state
-    for number in range(10_000):
-        model = a_model(f"acme/m{number}")
-        state.note_model(model, scene.now)
-        state.replication_state.recent_packs.note(model, scene.now)
-        state.answer_lengths.observe(model.version_id, 1.0)
-        state.shared_versions.note(model.version_id, "acme", scene.now)
-    first = a_model("acme/m0")
-    assert first.version_id in state.models and state.aliases.of(first.version_id) == ("acme/m0",)
-    assert first.pack_id in state.replication_state.recent_packs
-    state.shared_versions.note(first.version_id, "beta", scene.now)
-    assert state.shared_versions.is_shared(first.version_id, scene.now)
 
 
 def test_shared_queue_is_not_counted_per_decision() -> None:
@@ -341,26 +282,11 @@ def test_withdrawal_evaluates_own_version_only() -> None:
     assert calls_of_a_withdrawal(40) <= 1.5 * calls_of_a_withdrawal(10)
 
 
-def test_gateways_remember_open_admissions_only() -> None:
-    gateways = GatewaySessions(grace_s=10.0)
-    key = AttemptKey("r1", 1)
-    gateways.connected("g", now=0.0)
-    gateways.confirm("g", key)
-    assert gateways.overdue(100.0) == ()
-    assert gateways.disconnected("g", now=100.0) == (key,) and gateways.overdue(109.0) == ()
-    assert gateways.overdue(110.0) == (key,)
-    gateways.forget(key)
-    assert gateways.overdue(111.0) == () and len(gateways) == 0
-
-
 @pytest.mark.parametrize("other", ["", "birch/tiny"])
 def test_few_prompts_are_bound_ahead_of_other_tenant(other: str) -> None:
     model = a_model(idle_timeout_s=600.0)
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
-    scene.admit(model, "first")
-    scene.finish_loads()
-    scene.apply(FirstToken(AttemptKey("first", 1)))
-    scene.release("first")
+    scene.warm_up(model)
     scene.pass_time(10.0, step_s=1.0)
     if other:
         scene.admit(replace(model, name=other), "other", num_prompt_tokens=1)
@@ -376,10 +302,7 @@ def test_few_prompts_are_bound_ahead_of_other_tenant(other: str) -> None:
 def test_recalled_request_is_next_by_passed_deadline(had_tokens: bool) -> None:
     """It went behind all newcomers that could be in time yet."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
-    scene.admit(MODEL, "cold")
-    scene.finish_loads()
-    scene.apply(FirstToken(AttemptKey("cold", 1)))
-    scene.release("cold")
+    scene.warm_up(MODEL)
     full: dict[str, Any] = {"num_prompt_tokens": 2 * LATENCY.token_budget, "tbt_target_s": 10.0}
     if not had_tokens:
         scene.admit(MODEL, "first", **full)
@@ -396,10 +319,7 @@ def test_recalled_request_is_next_by_passed_deadline(had_tokens: bool) -> None:
 def test_retried_request_without_tokens_is_next_by_first_arrival() -> None:
     """After a worker's death it counted as late by then, and went behind all newcomers."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
-    scene.admit(MODEL, "cold")
-    scene.finish_loads()
-    scene.apply(FirstToken(AttemptKey("cold", 1)))
-    scene.release("cold")
+    scene.warm_up(MODEL)
     full: dict[str, Any] = {"num_prompt_tokens": 2 * LATENCY.token_budget, "tbt_target_s": 10.0}
     scene.admit(MODEL, "ahead", **full)
     scene.admit(MODEL, "newcomer", ttft_target_s=1000.0, **full)
@@ -424,10 +344,7 @@ def test_outage_of_scheduler_makes_no_request_late(age_s: float) -> None:
 @pytest.mark.parametrize("num_short", [1, 3])
 def test_long_prompt_yields_only_if_not_all_are_in_time(num_short: int) -> None:
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
-    scene.admit(MODEL, "cold")
-    scene.finish_loads()
-    scene.apply(FirstToken(AttemptKey("cold", 1)))
-    scene.release("cold")
+    scene.warm_up(MODEL)
     budget = LATENCY.token_budget
     full_s, long_s, short_s = (LATENCY.prefill_s(num) for num in (2 * budget, budget, budget // 2))
     scene.admit(MODEL, "ahead", num_prompt_tokens=2 * budget, tbt_target_s=10.0)
@@ -452,8 +369,7 @@ def test_answers_in_flight_are_corrected_by_own_prediction() -> None:
     for number in range(300):
         scene.admit(MODEL, f"r{number}", tbt_target_s=10.0)
         scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
-        placement = scene.placement(f"r{number}")
-        assert placement is not None
+        placement = scene.placed(f"r{number}")
         in_flight.append(placement)
         factors.append(placement.predicted.tbt_correction)
         if len(in_flight) > 20:

@@ -92,8 +92,8 @@ def test_loading_instance_begins_prompts_that_loaded_one_takes_over_in_order() -
     assert cluster.recalls() == [r1, r2], "those of the loading instance, before any that waits, for less than a step"
     assert all(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
     cluster.return_recalled()
-    placement = scene.placement("r1", attempt=2)
-    assert placement is not None and placement.prefill.worker_id == "w1"
+    placement = scene.placed("r1", attempt=2)
+    assert placement.prefill.worker_id == "w1"
     source = placement.prompt_source
     assert source is not None and source.worker.worker_id == "w2" and source.wait_s == 0.0
     assert source.saved_s == pytest.approx(STEP_S * 6 / NUM_LAYERS, rel=0.05)
@@ -101,7 +101,7 @@ def test_loading_instance_begins_prompts_that_loaded_one_takes_over_in_order() -
     assert "; the layers that w2 computes save 120 ms; " in placement_event(shown).reason
     assert placement.predicted.prefill_s == pytest.approx(STEP_S * (1 - 6 / NUM_LAYERS), rel=0.05)
     assert cluster.at("w2")[:2] == ["r2", "r3"] and "r8" in cluster.at("w2"), "a prompt that waited takes its place"
-    reasons = [event.reason for event in scene.events if event.kind == "recall"]
+    reasons = [event.reason for event in scene.told("recall")]
     assert reasons == ["w2 loads for 2.88 s more, w1 computes the other layers of attempt 1"] * 2
     scene.check()
     cluster.load(NUM_LAYERS)
@@ -118,18 +118,9 @@ def test_source_computes_on_until_next_worker_is_almost_free() -> None:
     scene.apply(Due())
     assert cluster.recalls() == [AttemptKey("r1", 1)], "less than a step is ahead"
     cluster.return_recalled()
-    placement = scene.placement("r1", attempt=2)
-    assert placement is not None and placement.prompt_source is not None
+    placement = scene.placed("r1", attempt=2)
+    assert placement.prompt_source is not None
     assert 0.2 < placement.prompt_source.wait_s < 0.38
-
-
-def test_prompt_behind_computed_layers_is_in_time() -> None:
-    cluster = Cluster(loaded=(), loading=("w1",))
-    cluster.admit(4)
-    cluster.load(16)
-    cluster.admit(1)
-    placement = cluster.scene.placement("r4")
-    assert placement is not None and placement.predicted.ttft_s == pytest.approx(1.28, abs=0.1), "not 5 x 0.48 s"
 
 
 def test_loaded_instance_is_kept_for_recalled_prompts() -> None:
@@ -164,32 +155,8 @@ def test_no_instance_is_kept_for_requests_that_ended() -> None:
         cluster.scene.apply(Release(key, delivered=False))
     assert not cluster.scene.policy.state.returning.seconds(MODEL.version_id, cluster.scene.now)
     cluster.scene.admit(MODEL, "new", num_prompt_tokens=512, max_tokens=1)
-    placement = cluster.scene.placement("new")
-    assert placement is not None and placement.prefill.worker_id == "w1"
-
-
-def test_short_prompt_goes_beside_recalled_ones() -> None:
-    """They count as queued; what is left of a step is free for others."""
-    cluster = Cluster(num_layers=20)
-    cluster.admit(2)
-    cluster.scene.now += 0.2
-    cluster.answer_first("w1", 0.1)
-    assert cluster.recalls() == [AttemptKey("r1", 1)]
-    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=50, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
-    placement = cluster.scene.placement("urgent")
-    assert placement is not None and placement.prefill.worker_id == "w1"
-    assert placement.predicted.ttft_s > 0.1
-
-
-def test_request_that_is_due_before_bound_prompts_goes_first() -> None:
-    cluster = Cluster()
-    cluster.admit(8)
-    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=512, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
-    if cluster.scene.placement("urgent") is None:
-        cluster.answer_first("w1")
-        assert cluster.recalls() == []
-        placement = cluster.scene.placement("urgent")
-        assert placement is not None and placement.prefill.worker_id == "w1"
+    placement = cluster.scene.placed("new")
+    assert placement.prefill.worker_id == "w1"
 
 
 @pytest.mark.parametrize(
@@ -255,12 +222,6 @@ def test_batch_work_is_not_bound_to_a_load_beyond_a_step() -> None:
     assert len(cluster.at("w2")) <= 1
 
 
-def test_nothing_is_bound_beyond_a_step_before_first_layer() -> None:
-    cluster = Cluster(num_layers=0)
-    cluster.admit(12)
-    assert len(cluster.at("w2")) <= 1
-
-
 @pytest.mark.parametrize("mode", [LoadingPrompts.NONE, LoadingPrompts.KEPT])
 def test_other_strategies_move_nothing(mode: LoadingPrompts) -> None:
     cluster = Cluster(mode=mode)
@@ -271,24 +232,6 @@ def test_other_strategies_move_nothing(mode: LoadingPrompts) -> None:
     assert (mode is LoadingPrompts.NONE) == (not cluster.at("w2"))
     cluster.load(NUM_LAYERS)
     assert cluster.at("w2"), "a loaded instance takes prompts"
-
-
-def test_several_loading_instances_share_prompts_that_one_takes_over_in_order() -> None:
-    cluster = Cluster(loading=("w2", "w3"))
-    cluster.admit(16)
-    assert cluster.at("w1") == ["r0"] and len(cluster.at("w2")) == len(cluster.at("w3")) == 7
-    bound = {request_id: worker_id for worker_id in ("w2", "w3") for request_id in cluster.at(worker_id)}
-    assert bound["r1"] != bound["r2"], "the one with the least work takes the next"
-    cluster.answer_first("w1")
-    first, second = cluster.recalls()
-    assert first.request_id == "r1"
-    for number in range(2):
-        cluster.return_recalled(number)
-    for key in (first, second):
-        placement = cluster.scene.placement(key.request_id, attempt=2)
-        assert placement is not None and placement.prompt_source is not None
-        assert placement.prompt_source.worker.worker_id == bound[key.request_id]
-    cluster.scene.check()
 
 
 def test_several_loaded_instances_take_over_from_one() -> None:
@@ -315,6 +258,6 @@ def test_lost_loading_instance_loses_no_prompt() -> None:
     cluster.return_recalled()
     for attempt in scene.policy.state.attempts.attempts():
         scene.apply(Release(attempt.admission.key, delivered=True))
-    placement = scene.placement("r1", attempt=2)
-    assert placement is not None and placement.prompt_source is None
+    placement = scene.placed("r1", attempt=2)
+    assert placement.prompt_source is None
     scene.check()

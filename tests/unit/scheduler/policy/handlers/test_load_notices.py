@@ -68,15 +68,6 @@ def test_told_once_a_second_while_requests_wait_for_a_load() -> None:
     assert len(notices_of(scene)) == num_told
 
 
-def test_nothing_is_told_while_nothing_waits() -> None:
-    scene = two_workers_one_host(cancel_after_s=60.0)
-    scene.admit(a_model(), "r")
-    scene.apply(Withdraw(AttemptKey("r", 1)))
-    num_told = len(notices_of(scene))
-    scene.pass_time(3.0)
-    assert scene.policy.state.instances.loading and len(notices_of(scene)) == num_told == 1
-
-
 def test_model_without_a_slot_is_told_so() -> None:
     scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w"))
     busy, model = a_model("acme/busy"), a_model("acme/other")

@@ -36,12 +36,8 @@ def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
     scene.release("r1")
     scene.pass_time(5.0)
     assert targets(scene) == {1: (1, 0)}
-    events = [event for event in scene.events if event.topic == "scale.pool"]
-    assert [(event.fields["num_slots"], event.fields["num_wanted"]) for event in events] == [
-        (0, 1),
-        (1, 1),
-        (1, 0),
-    ]
+    events = scene.told(topic="scale.pool")
+    assert [(event.fields["num_slots"], event.fields["num_wanted"]) for event in events] == [(0, 1), (1, 1), (1, 0)]
     assert events[0].reason == "would have 1 slot and has 0: 1 slot needed: 0 in use, 1 for acme/first"
 
 
@@ -49,7 +45,7 @@ def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
     scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)).settle(a_store("store-1", "host-1"))
     scene.pass_time(1.0)
     assert targets(scene) == {1: (0, 1)}
-    (event,) = [event for event in scene.events if event.topic == "scale.pool"]
+    (event,) = scene.told(topic="scale.pool")
     assert event.reason.startswith("wants 1 slot and has 0: ")
 
 
@@ -73,15 +69,6 @@ def test_request_is_refused_where_no_launcher_starts_a_slot(config: PolicyConfig
     scene.admit(FIRST, "r1")
     scene.pass_time(2 * config.unserved_s)
     assert scene.refusal("r1") is not None
-
-
-def test_busy_slot_is_no_slot_for_another_model_and_sizes_are_apart() -> None:
-    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b", num_devices=2))
-    scene.admit(FIRST, "r1")
-    scene.finish_loads()
-    scene.admit(SECOND, "r2")
-    scene.pass_time(0.9)
-    assert targets(scene) == {1: (1, 2), 2: (1, 0)}
 
 
 def wanted(scene: PaperCluster) -> dict[Role | None, int]:
@@ -122,15 +109,6 @@ def test_workers_of_a_single_role_have_targets_of_their_own() -> None:
     scene.release("r1")
     scene.pass_time(5.0)
     assert wanted(scene) == {None: 0, Role.PREFILL: 0, Role.DECODE: 0}
-
-
-def test_workers_of_both_roles_belong_to_no_pool_of_a_single_role() -> None:
-    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.admit(FIRST, "r1")
-    scene.finish_loads()
-    scene.pass_time(1.0)
-    assert targets(scene) == {1: (1, 1)}
-    assert scene.policy.state.role_targets == {}
 
 
 def test_advice_changes_no_decision() -> None:

@@ -55,7 +55,7 @@ def test_prompts_on_loading_instance_go_to_ready_one() -> None:
     assert [placement and placement.prefill.worker_id for placement in placements] == ["w2"] * 3
     sources = [placement and placement.prompt_source for placement in placements]
     assert [source and (source.key.attempt, source.worker.worker_id) for source in sources] == [(1, "w1")] * 3
-    told = [event.reason for event in scene.events if event.kind == "recall"]
+    told = [event.reason for event in scene.told("recall")]
     assert told == [
         f"w1 loads for 12.8 s more, w2 computes the other layers of attempt {number}" for number in (1, 1, 1)
     ]
@@ -106,29 +106,6 @@ def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     assert not scene.policy.state.membership.suspects, "its workers have not failed it"
 
 
-@pytest.mark.parametrize("is_recalled", [True, False])
-def test_recalled_request_is_charged_once(is_recalled: bool) -> None:
-    scene = a_loading_instance()
-    queues = scene.policy.state.queues
-    other = a_model("birch/tiny", version_id=MODEL.version_id, pack_id=MODEL.pack_id)
-    for number in range(30):
-        scene.admit(MODEL, f"acme {number}")
-        scene.admit(other, f"birch {number}")
-    key = next(
-        attempt.admission.key
-        for attempt in scene.policy.state.attempts.attempts()
-        if attempt.admission.tenant == "acme"
-    )
-    before = queues.next(MODEL.version_id, scene.now)
-    assert before is not None
-    scene.policy.state.attempts.get(key)
-    for attempt in scene.policy.state.attempts.attempts():
-        if attempt.admission.tenant == "acme":
-            queues.refund(attempt.admission) if is_recalled else None
-    after = queues.next(MODEL.version_id, scene.now)
-    assert after is not None and (after.tenant == "acme" or not is_recalled)
-
-
 def test_recalled_prompt_that_returns_to_its_worker_has_no_source() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
@@ -136,8 +113,8 @@ def test_recalled_prompt_that_returns_to_its_worker_has_no_source() -> None:
     del scene.workers["w2"]
     scene.pass_time(4.0)
     ask_again(scene, keys[:1])
-    placement = scene.placement(keys[0].request_id, attempt=2)
-    assert placement is not None and placement.prefill.worker_id == "w1" and placement.prompt_source is None
+    placement = scene.placed(keys[0].request_id, attempt=2)
+    assert placement.prefill.worker_id == "w1" and placement.prompt_source is None
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -151,8 +128,8 @@ def test_prompt_of_lost_or_suspected_worker_has_no_source(is_lost: bool) -> None
     else:
         scene.policy.state.membership.suspect("w1", scene.now)
     ask_again(scene, [key])
-    placement = scene.placement(key.request_id, attempt=2)
-    assert placement is not None and placement.prefill.worker_id == "w2" and placement.prompt_source is None
+    placement = scene.placed(key.request_id, attempt=2)
+    assert placement.prefill.worker_id == "w2" and placement.prompt_source is None
 
 
 def leave(scene: PaperCluster, worker_id: str) -> None:
@@ -168,14 +145,8 @@ def test_prompts_on_leaving_worker_wait_for_another() -> None:
     leave(scene, "w1")
     keys = recalled(scene)
     assert sorted(keys) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
-    told = [event.reason for event in scene.events if event.kind == "recall"]
+    told = [event.reason for event in scene.told("recall")]
     assert told[0] == "attempt 1 has not begun, and w1 leaves"
     ask_again(scene, keys)
     placements = [scene.placement(key.request_id, attempt=2) for key in keys]
     assert [placement and placement.prefill.worker_id for placement in placements] == ["w2"] * 2
-
-
-def test_prompts_on_last_worker_stay_while_it_leaves() -> None:
-    scene = a_loading_instance()
-    leave(scene, "w1")
-    assert recalled(scene) == []

@@ -8,7 +8,7 @@ from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
 from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone, StoreReported
-from torchrelay.scheduler.policy.types import CopyCause, Model, StoreStatus
+from torchrelay.scheduler.policy.types import Model, StoreStatus
 
 MODEL = a_model()
 
@@ -154,17 +154,6 @@ def test_deleted_pack_is_forgotten_at_first_refusal() -> None:
     assert MODEL.pack_id not in replication_state.recent_packs and MODEL.pack_id not in replication_state.lost
 
 
-def test_losses_of_forgotten_packs_are_dropped() -> None:
-    scene = PaperCluster().settle(in_rack(1, "r1"), in_rack(2, "r2"))
-    for number in range(50):
-        scene.hold("store-1", a_model(f"old-{number}"))
-    scene.pass_time(1.0)
-    del scene.stores["store-1"]
-    scene.apply(StoreGone("store-1"))
-    scene.pass_time(scene.policy.state.config.loss_grace_s + 5.0)
-    assert scene.policy.state.replication_state.lost == set()
-
-
 def test_old_reported_error_does_not_end_new_try() -> None:
     scene = racks(obedient=False)
     scene.hold("store-3", MODEL, num_chunks_verified=3, error="of an earlier try")
@@ -179,31 +168,6 @@ def test_unreported_copy_is_given_up() -> None:
     scene.apply(CopyAccepted(MODEL.pack_id, "store-3"))
     scene.pass_time(12.0)
     assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
-
-
-def test_order_of_lost_store_is_no_failed_copy() -> None:
-    scene = racks(obedient=False)
-    scene.pass_time(1.0)
-    scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
-    scene.pass_time(scene.config.copy_backoff_s)
-    ordered = [command.hop.store_id for command in copies(scene)]
-    scene.apply(StoreGone(ordered[-1]))
-    assert len(of_kind(scene, "copy_failed")) == 1 and not scene.policy.state.transfers.num_running
-    assert "the store's process is gone" in of_kind(scene, "relay_failed")[-1].reason
-
-
-def test_order_for_copy_of_wake_ends_with_it() -> None:
-    scene = PaperCluster(obedient=False).settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w", "host-2"))
-    scene.admit(MODEL, "r1")
-    scene.pass_time(1.0)
-    (wake,), (copy,) = scene.loads(), copies(scene)
-    assert wake.hops[0].store_id == copy.hop.store_id == "store-2"
-    (transfer,) = scene.policy.state.transfers.into("store-2")
-    assert transfer.urgent and transfer.reason.cause == "at_zero" and transfer.cause is CopyCause.REPLICATE
-    scene.hold("store-2", MODEL, relay_begin_us=1, relay_end_us=2)
-    scene.report_all()  # the report itself ends the order
-    assert [event.kind for event in scene.events[-3:]] == ["relay_started", "relay_finished", "copied"]
-    assert not scene.policy.state.transfers.num_running
 
 
 def test_leases_are_renewed_and_retried_after_refusal() -> None:
@@ -305,12 +269,6 @@ def test_new_scheduler_adopts_retained_packs() -> None:
     assert scene.retained_packs["store-1"] == ()
 
 
-def test_disabled_replication_orders_nothing() -> None:
-    scene = racks(replicate=False)
-    scene.pass_time(5.0)
-    assert not scene.commands
-
-
 def test_recent_pack_without_space_counts_as_short() -> None:
     scene = PaperCluster()
     small = a_store("store-2", "host-2", arena_bytes=16 * MB)
@@ -318,18 +276,3 @@ def test_recent_pack_without_space_counts_as_short() -> None:
     scene.admit(MODEL, "r1")
     scene.pass_time(3.0)
     assert not copies(scene) and scene.policy.state.replication_state.num_short == 1
-
-
-def test_unused_lost_pack_without_remote_copy_is_given_up() -> None:
-    scene = racks(obedient=False, recent_s=5.0, copy_backoff_max_s=4.0)
-    del scene.stores["store-1"]
-    scene.apply(StoreGone("store-1"))
-    num_failed = 0
-    for _ in range(600):
-        scene.pass_time(0.1)
-        for command in copies(scene)[num_failed:]:
-            num_failed += 1
-            scene.apply(CopyFailed(MODEL.pack_id, command.hop.store_id, "no such version"))
-    assert 2 < num_failed < 16
-    scene.pass_time(60.0)
-    assert len(copies(scene)) == num_failed

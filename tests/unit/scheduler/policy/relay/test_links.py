@@ -1,4 +1,4 @@
-"""The capacity of links and what they have left, from counters and transfers."""
+"""The capacity of links and what they have left; transfers that fall short get other sources."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.relay.links import Links, RateMeter
-from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S
+from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S, Node, ReceiveProgress
+from torchrelay.scheduler.policy.relay.replan import (
+    REPLAN_COOLDOWN_S,
+    SLOW_AFTER_S,
+    is_replan_due,
+    replanned_edge,
+    with_slowness,
+)
+from torchrelay.scheduler.policy.relay.source_changes import sources_dropped, sources_joined
 from torchrelay.scheduler.policy.relay.transfers import PlannedSource, Transfer
-from torchrelay.scheduler.policy.types import REMOTE, NicCounters, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.types import REMOTE, NicCounters, PackCopy, SourceShare, StoreStatus
 
 MODEL = a_model()
 MB = 1e6
@@ -30,15 +38,6 @@ def test_meter_smooths_and_survives_counter_reset() -> None:
     meter.observe(1000, 110.2)
     assert meter.bytes_per_s(110.2) == pytest.approx(10_000, rel=1e-3)
     assert meter.bytes_per_s(115.0) == 0.0  # silent
-
-
-def test_unmeasured_link_has_reported_or_default_speed() -> None:
-    links = Links()
-    links.observe_store(replace(S1, nic=NicCounters(0, 0, 125 * MB)), None, 100.0)
-    links.observe_store(S2, None, 100.0)
-    nodes = links.nodes([S1, S2], [], 100.0)
-    assert (nodes["s1"].residual_out, nodes["s1"].residual_in) == (125 * MB, 125 * MB)
-    assert nodes["s2"].residual_out == nodes[REMOTE].residual_out == DEFAULT_BYTES_PER_S
 
 
 def test_reached_rate_is_capacity_of_all_links() -> None:
@@ -91,16 +90,6 @@ def test_absent_hosts_are_forgotten() -> None:
         links.observe_store(S1, None, float(second))
     links.nodes([S1, S2], [Transfer("p", "gone", 1, 0.0, (PlannedSource("as well", 0.0),))], 5000.0)
     assert links.hosts == {"h1"}
-
-
-def test_finished_relay_gives_mean_rate() -> None:
-    links = Links()
-    copy = replace(
-        a_copy(MODEL), source="s1", relay_begin_us=99_000_000, relay_first_us=99_500_000, relay_end_us=100_000_000
-    )
-    links.observe_store(S1, None, 100.0)
-    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), S2, 100.1)
-    assert links.nodes([S1], [], 100.1)["s1"].residual_out == MODEL.pack_bytes / 0.5
 
 
 @pytest.mark.parametrize("clock_ahead_s", [-3600, 0, 3600])
@@ -185,26 +174,6 @@ def test_repeatedly_short_link_is_tried_less_often() -> None:
     assert links.nodes([S1, S2], [], 4600.0)["s1"].residual_out == pytest.approx(80 * MB), "it has become faster"
 
 
-def test_lost_store_is_forgotten() -> None:
-    links = Links()
-    links.observe_store(S1, None, 100.0)
-    links.observe_store(
-        receiving(S2, SourceShare("s1", 0, 5 * MB, True), SourceShare("unheard of", 0, 9 * MB, True)), None, 100.0
-    )
-    assert links.nodes([S1], [], 100.0)["s1"].residual_in == 10 * MB
-    links.forget_store(S2)
-    links.forget_store(S1)
-    assert links.nodes([S1], [], 100.0)["s1"].residual_in == DEFAULT_BYTES_PER_S
-
-
-def test_failure_domain_above_host_is_a_leaf() -> None:
-    links = Links()
-    stores = [replace(S1, failure_domain="rack-1"), replace(S2, failure_domain="h2")]
-    nodes = links.nodes(stores, [], 100.0)
-    assert (nodes["s1"].leaf, nodes["s2"].leaf) == ("rack-1", "")
-    assert (nodes["s1"].host, nodes["s2"].host) == ("h1", "h2")
-
-
 def test_best_link_is_recomputed_when_host_leaves() -> None:
     links, stores = Links(), [a_store(f"s{number}", f"h{number}") for number in range(4)]
     for store in stores:
@@ -217,3 +186,55 @@ def test_best_link_is_recomputed_when_host_leaves() -> None:
     assert links.nodes([stores[1]], [], 100.5)["s1"].residual_out == 90 * MB
     links.forget_store(stores[2])
     assert links.nodes([stores[1]], [], 100.5)["s1"].residual_out == 60 * MB
+
+
+TRANSFER = Transfer("p", "s2", 1000, 10.0, (PlannedSource("s1", 100.0),), 100.0)
+
+
+def test_half_the_planned_rate_is_not_slow() -> None:
+    assert with_slowness(TRANSFER, 50.0, ["s1"], {}, now=20.0) is TRANSFER
+    slow = with_slowness(TRANSFER, 49.0, ["s1"], {}, now=20.0)
+    assert slow.slow_since == 20.0
+    assert with_slowness(slow, 10.0, ["s1"], {}, now=21.0) is slow
+    assert with_slowness(slow, 80.0, ["s1"], {}, now=21.0).slow_since == 0.0
+
+
+def test_replan_is_due_after_delay_then_cools_down() -> None:
+    slow = with_slowness(TRANSFER, 10.0, ["s1"], {}, now=20.0)
+    assert (
+        not is_replan_due(TRANSFER, 30.0) and not is_replan_due(slow, 20.0) and is_replan_due(slow, 20.0 + SLOW_AFTER_S)
+    )
+    again = replace(TRANSFER, slow_since=22.0, replan_checked_at=21.0)
+    assert not is_replan_due(again, 21.0 + REPLAN_COOLDOWN_S - 0.1) and is_replan_due(again, 21.0 + REPLAN_COOLDOWN_S)
+
+
+def test_follower_of_slow_copy_is_not_slow() -> None:
+    assert with_slowness(TRANSFER, 20.0, [], {"s1": ReceiveProgress(0.5, 21.0)}, now=20.0) is TRANSFER
+    assert with_slowness(TRANSFER, 20.0, [], {"s1": ReceiveProgress(0.5, 90.0)}, now=20.0).slow_since
+    assert with_slowness(
+        TRANSFER, 20.0, ["s1"], {"s1": ReceiveProgress(0.5, 21.0)}, now=20.0
+    ).slow_since  # it has all there is
+
+
+def test_replan_names_better_source_before_target() -> None:
+    nodes = {"s0": Node(90.0), "s1": Node(10.0), "s3": Node(1000.0), "s2": Node(residual_in=100.0)}
+    edge = replanned_edge(TRANSFER, 10.0, ["s0"], ["s1", "s2", "s3"], nodes, {}, missing_bytes=1000.0)
+    assert edge is not None and edge.target == "s2"
+    assert edge.striped == ("s0", "s1") and "s3" not in edge.sources
+    assert edge.bytes_per_s == 100.0
+
+
+def copy_with(num_verified: int, *shares: SourceShare) -> PackCopy:
+    return replace(a_copy(MODEL, num_verified), shares=shares)
+
+
+def test_joined_and_dropped_sources() -> None:
+    before = copy_with(1, SourceShare("a", 1, 1.0, True), SourceShare("b", 1, 1.0, False, "slow"))
+    after = copy_with(
+        2,
+        SourceShare("a", 1, 0.0, False, "gone"),
+        SourceShare("b", 1, 1.0, True, "slow"),
+        SourceShare("c", 0, 0.0, True),
+    )
+    assert sources_joined(before, after) == ("b", "c") and sources_dropped(before, after) == {"a": "gone"}
+    assert sources_joined(None, before) == () and sources_dropped(None, before) == {"b": "slow"}

@@ -7,12 +7,7 @@ from dataclasses import replace
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.replication.pack_worth import UNKNOWN, PackWorth
-from torchrelay.scheduler.policy.replication.repair import (
-    PackDemand,
-    ReplicationInput,
-    ReplicationPlan,
-    repair,
-)
+from torchrelay.scheduler.policy.replication.repair import PackDemand, ReplicationInput, ReplicationPlan, repair
 from torchrelay.scheduler.policy.types import CopyCause, PackCopy, StoreStatus
 
 GB = 1 << 30
@@ -60,11 +55,7 @@ def orders(decided: ReplicationPlan) -> list[tuple[str, str, CopyCause]]:
 
 def three(*copies_of_first: PackCopy) -> list[StoreStatus]:
     """Two stores in rack r1, one in r2."""
-    return [
-        a_store("a", *copies_of_first, domain="r1"),
-        a_store("b", domain="r1"),
-        a_store("c", domain="r2"),
-    ]
+    return [a_store("a", *copies_of_first, domain="r1"), a_store("b", domain="r1"), a_store("c", domain="r2")]
 
 
 def test_recent_pack_gets_second_copy_in_other_domain() -> None:
@@ -85,20 +76,9 @@ def test_working_and_incoming_copies_count() -> None:
     assert not decided.orders and decided.settled == {"p"}
 
 
-def test_ordered_copy_is_not_ordered_again() -> None:
-    assert decide(three(a_copy("p")), used("p")).orders
-    assert not decide(three(a_copy("p")), used("p"), under_way=(("p", "c"),)).orders
-
-
 def test_copy_avoids_store_of_recent_failure() -> None:
     decided = decide(three(a_copy("p")), used("p"), avoid=frozenset({("p", "c")}))
     assert orders(decided) == [("p", "b", CopyCause.REPLICATE)]  # better in the same rack than not at all
-
-
-def test_failed_copy_may_be_tried_again() -> None:
-    stores = three(a_copy("p"))
-    stores[2] = a_store("c", a_copy("p", verified=2, error="its source died"), domain="r2")
-    assert orders(decide(stores, used("p"))) == [("p", "c", CopyCause.REPLICATE)]
 
 
 def test_single_host_or_domain_orders_nothing_impossible() -> None:
@@ -109,11 +89,6 @@ def test_single_host_or_domain_orders_nothing_impossible() -> None:
     rack[1] = a_store("b", a_copy("p"), domain="r1")
     assert not decide(rack, used("p")).orders
     assert not decide([], used("p")).orders
-
-
-def test_host_is_its_own_domain_by_default() -> None:
-    stores = [a_store("a", a_copy("p")), a_store("b")]
-    assert orders(decide(stores, used("p"))) == [("p", "b", CopyCause.REPLICATE)]
 
 
 def test_lost_copy_is_rebuilt_urgently_first() -> None:
@@ -157,14 +132,6 @@ def test_silent_store_keeps_copies_and_gets_none() -> None:
     assert not decide(stores, known, away=frozenset({"b"})).orders
 
 
-def test_lost_pack_returns_and_evicted_pack_does_not() -> None:
-    stores = [a_store("a"), a_store("b")]
-    assert orders(decide(stores, used("p", lost=True))) == [("p", "a", CopyCause.REBUILD)]
-    assert not decide(stores, used("p")).orders
-    assert orders(decide(stores, used("p", ago_s=9_000, lost=True))) == [("p", "a", CopyCause.KEEP)]
-    assert not decide(stores, used("p", ago_s=9_000)).orders
-
-
 def test_pack_without_demand_keeps_one_copy_in_free_space() -> None:
     old = used("old", ago_s=9_000, lost=True)
     full = [a_store("a", a_copy("x", 8 * GB), arena=10 * GB)]
@@ -187,10 +154,7 @@ def test_extra_copies_may_go_and_pinned_stay() -> None:
 
 
 def test_retained_packs_list_spare_copies_before_last() -> None:
-    stores = [
-        a_store("a", a_copy("one"), a_copy("two"), a_copy("three")),
-        a_store("b", a_copy("two"), a_copy("three")),
-    ]
+    stores = [a_store("a", a_copy("one"), a_copy("two"), a_copy("three")), a_store("b", a_copy("two"), a_copy("three"))]
     nowhere_else = frozenset({("one", "b")})
     decided = decide(stores, used("one", 5), used("two", 50), used("three", 500), avoid=nowhere_else)
     # On a the spare one is "three", on b it is "two"; of "one" there is no other.
@@ -219,21 +183,6 @@ def test_expected_pack_is_kept_like_recent_pack() -> None:
     decided = decide(stores, used("p", 3000, worth=PackWorth(return_s=599.0)))
     assert orders(decided) == [("p", "c", CopyCause.REPLICATE)]
     assert decided.retained_packs["a"] == ("p",) and decided.in_demand == {"p"} and decided.num_short == 1
-
-
-def test_most_valuable_missing_copy_is_first() -> None:
-    packs = [used(name, 1, worth=PackWorth(in_ram=worth)) for name, worth in (("p", 1.0), ("q", 3.0), ("r", 2.0))]
-    decided = decide(three(*map(a_copy, "pqr")), *packs)
-    assert [order.pack_id for order in decided.orders] == ["q", "r"]
-
-
-def test_disk_order_begins_with_least_worth() -> None:
-    packs = [
-        used("p", worth=PackWorth(on_disk=2.0)),
-        used("q", worth=PackWorth(on_disk=1.0)),
-        used("old", 9_000, worth=PackWorth(on_disk=0.1)),
-    ]
-    assert decide(three(), *packs).disk_order == ("old", "q", "p")
 
 
 def test_rebuild_prefers_host_with_disk_copy() -> None:
@@ -306,12 +255,3 @@ def test_lost_pack_may_displace_second_copies() -> None:
     stores = [a_store("a", a_copy("q", 2 * GB), arena=arena), a_store("b", a_copy("r", 2 * GB), arena=arena)]
     last = [used("q", 300.0, 2 * GB), used("r", 300.0, 2 * GB), used("p", lost=True)]
     assert not decide(stores, *last).orders  # a last copy frees space for nobody
-
-
-def test_unknown_packs_only_take_space() -> None:
-    decided = decide([a_store("a", a_copy("unknown")), a_store("b")])
-    assert not decided.orders and decided.retained_packs == {"a": (), "b": ()}
-    lost, unknown_packs = used("p", ago_s=9_000, lost=True), [a_copy("unknown", 3 * GB), a_copy("other", 4 * GB)]
-    assert orders(decide([a_store("a", *unknown_packs)], lost)) == [("p", "a", CopyCause.KEEP)]
-    unknown_packs.append(a_copy("third", GB + 1))  # with "p" beyond the 8 GB that such copies may fill
-    assert not decide([a_store("a", *unknown_packs)], lost).orders

@@ -1,19 +1,22 @@
-"""The best slots among few are those that are best among all."""
+"""The best slots among few are those that are best among all, and so is the cheapest slot to take."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from random import Random
 
 import pytest
 
 from tests.unit.scheduler.policy.autoscaling.listed_cluster import ListedLoad, ListedStores
-from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
+from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
-from torchrelay.scheduler.policy.types import BOTH, DECODES, PackCopy, Role, Roles, SlotClass, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.types import BOTH, DECODES, PackCopy, Role, Roles, StoreStatus, WorkerStatus
 
 MODEL, OTHER = a_model(), a_model("acme/other")
 ROLES: tuple[Roles, ...] = (BOTH, DECODES, BOTH - DECODES)
@@ -65,15 +68,7 @@ def test_few_slots_give_same_assignment_as_all(is_alike: bool) -> None:
         model, kv_bytes = replace(MODEL, num_devices=random.choice(SIZES)), random.choice([0, 128 * MB])
         of_all = {worker.worker_id: worker for worker in workers}
         situation = AutoscalerInput(
-            100.0,
-            [],
-            ListedLoad(),
-            of_all,
-            stores,
-            {},
-            FreeWorkers(workers),
-            ListedStores(stores),
-            suspects=taken,
+            100.0, [], ListedLoad(), of_all, stores, {}, FreeWorkers(workers), ListedStores(stores), suspects=taken
         )
         free = FreeSlots(situation, situation.free_workers)
         every = free_slots(
@@ -87,19 +82,39 @@ def test_few_slots_give_same_assignment_as_all(is_alike: bool) -> None:
             assert assign(few, num_prefill, num_decode) == assign(every, num_prefill, num_decode)
 
 
-def test_slots_are_free_until_taken_or_reported() -> None:
-    workers = [a_worker(f"w{number}", "h0") for number in range(3)]
-    known = FreeWorkers(workers)
-    known.put(replace(workers[0], num_running=1))
-    known.put(replace(workers[1], host_id="h1", num_devices=2))
-    known.discard("w2")
-    known.discard("w2")
-    assert {key: worker.num_devices for key, worker in known.items()} == {"w0": 1, "w1": 2}
-    assert list(known.on_host("h0")) == ["w0"] and list(known.on_host("h1")) == ["w1"]
-    assert [list(ids) for size in SIZES for _, ids in known.kinds(SlotClass(size))] == [["w0"], ["w1"]]
-    stores = {"h0": a_store("s0", "h0")}
-    situation = AutoscalerInput(100.0, [], ListedLoad(), dict(known), stores, {}, known, ListedStores(stores))
-    free = FreeSlots(situation, known)
-    assert [slot.worker_id for slot in free.of(MODEL)] == ["w0"]
-    free.take(free.of(MODEL))
-    assert not free.of(MODEL)
+class _NothingKnown(LeastLosses):
+    """A search with it computes each loss."""
+
+    def note(self, version_id: str, *args: object) -> None:
+        self.changed(version_id, has_instances=True)
+
+
+def _commands(seed: int, losses: LeastLosses | None) -> list[str]:
+    """Commands of a cluster in which more models are in use than there are slots."""
+    scene, rng = PaperCluster(PolicyConfig(replicate=False, longest_wait_s=20.0)), random.Random(seed)
+    if losses is not None:
+        scene.policy.state.least_losses = losses
+    stores = [a_store(f"s{number}", f"h{number}") for number in range(2)]
+    scene.settle(*stores, *(a_worker(f"w{number}", f"h{number % 2}") for number in range(6)))
+    models = [replace(a_model(f"t{number % 3}/m{number}"), max_instances=2) for number in range(9)]
+    open_requests: list[str] = []
+    for number in range(400):
+        model = models[int(rng.random() ** 2 * len(models))]
+        scene.admit(model, f"r{number}", num_prompt_tokens=rng.choice((50, 400)))
+        open_requests.append(f"r{number}")
+        if len(open_requests) > 5:
+            scene.release(open_requests.pop(rng.randrange(len(open_requests))))
+        scene.pass_time(0.1)
+        if rng.random() < 0.3:
+            scene.finish_loads()
+    scene.policy.state.least_losses.check_integrity()
+    return [str(command) for command in scene.commands]
+
+
+def test_search_with_bounds_decides_as_without() -> None:
+    num_drains = 0
+    for seed in range(2):
+        commands = _commands(seed, None)
+        assert commands == _commands(seed, _NothingKnown(10.0)), seed
+        num_drains += sum("Unload" in command for command in commands)
+    assert num_drains > 10

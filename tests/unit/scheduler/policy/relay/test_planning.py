@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from dataclasses import replace
 
@@ -9,6 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.planning.baselines import nominal_chain
+from bench.planning.networks import Host, Network, random_network
+from bench.planning.outcome import feeds_of, planned, simulate
 from torchrelay.scheduler.policy.relay.planning import (
     DEFAULT_BYTES_PER_S,
     MAX_ALTERNATES,
@@ -18,6 +22,8 @@ from torchrelay.scheduler.policy.relay.planning import (
     TransferEdge,
     plan,
 )
+from torchrelay.scheduler.policy.relay.planning.rate_allocation import ChainMember, fair_rate
+from torchrelay.scheduler.policy.relay.planning.sender_pool import SenderPool, SourceAllocation
 from torchrelay.scheduler.policy.types import REMOTE
 
 NAMES = [f"s{number}" for number in range(12)]
@@ -174,3 +180,84 @@ def test_no_direction_is_allocated_beyond_its_rate(targets: int, sources: int, s
         for source, share in zip(edge.striped, edge.shares, strict=True):
             sent[source] += share * edge.bytes_per_s  # type: ignore[assignment]
     assert all(rate <= nodes[store].residual_out * 1.03 for store, rate in sent.items())
+
+
+PACK_BYTES = 256e6
+
+
+def even(num_targets: int) -> Network:
+    hosts = [Host(f"n{number}", 100e6, 100e6, 0, 0, source=number == 0) for number in range(num_targets + 1)]
+    return Network(0, tuple(hosts))
+
+
+def test_seven_hosts_fill_nearly_as_fast_as_one() -> None:
+    single, seven = (simulate(even(n), feeds_of(planned(even(n), PACK_BYTES)), PACK_BYTES) for n in (1, 7))
+    assert seven.makespan_s / single.makespan_s == pytest.approx(1 + 6 / 256, rel=0.01)
+
+
+def test_random_networks_fill_near_bound_as_predicted() -> None:
+    over_bound, over_greedy = [], []
+    for seed in range(5000, 5030):
+        network = random_network(seed)
+        edges = planned(network, PACK_BYTES)
+        outcome = simulate(network, feeds_of(edges), PACK_BYTES)
+        assert max(edge.ready_s for edge in edges) == pytest.approx(outcome.makespan_s, rel=0.3)
+        over_bound.append(outcome.makespan_s / network.bound_s(PACK_BYTES))
+        greedy = simulate(network, nominal_chain(network), PACK_BYTES)
+        over_greedy.append(outcome.mean_ready_s / greedy.mean_ready_s)
+        assert over_bound[-1] > 0.999  # nothing is faster than the bound
+    assert sorted(over_bound)[-3] < 1.1 and statistics.mean(over_greedy) < 0.9
+
+
+def test_fair_rate_is_fastest_link_without_shortage() -> None:
+    assert fair_rate(100.0, [ChainMember(90, 100), ChainMember(50, 100)]) == 90
+
+
+def test_fair_rate_is_at_most_what_sources_send() -> None:
+    assert fair_rate(40.0, [ChainMember(90, 100), ChainMember(80, 100)]) == pytest.approx(40, rel=1e-5)
+
+
+def test_uplinks_are_shared_by_targets_with_capacity() -> None:
+    # 100 from the source and 20 from the first: the second's own uplink comes too late for anyone.
+    assert fair_rate(100.0, [ChainMember(90, 20), ChainMember(90, 10)]) == pytest.approx(60, rel=1e-5)
+
+
+def test_slow_target_leaves_more_to_others() -> None:
+    assert fair_rate(100.0, [ChainMember(90, 0), ChainMember(30, 0)]) == pytest.approx(70, rel=1e-5)
+
+
+def test_fed_member_only_sends() -> None:
+    assert fair_rate(10.0, [ChainMember(90, 40, 0), ChainMember(80, 0)]) == pytest.approx(50, rel=1e-5)
+    assert fair_rate(0.0, [ChainMember(90, 40), ChainMember(30, 100, 0)]) == pytest.approx(30, rel=1e-5)
+
+
+def test_tightest_fit_spares_large_senders() -> None:
+    pool = SenderPool()
+    for store, out in (("a", 100.0), ("b", 60.0), ("c", 50.0)):
+        pool.add(store, Node(out))
+    assert pool.allocate(55.0, "", 4) == [SourceAllocation("b", 55.0)]
+    assert pool.allocate(100.0, "", 4) == [SourceAllocation("a", 100.0)]
+
+
+def test_idle_direction_precedes_tighter_fit() -> None:
+    pool = SenderPool()
+    pool.add("a", Node(100.0))
+    pool.add("b", Node(300.0))
+    pool.allocate(40.0, "", 4)  # from a, which has 60 left
+    assert pool.allocate(60.0, "", 4) == [SourceAllocation("b", 60.0)]
+
+
+def test_need_above_any_sender_is_striped_largest_first() -> None:
+    pool = SenderPool()
+    for store, out in (("a", 30.0), ("b", 60.0), ("c", 50.0)):
+        pool.add(store, Node(out))
+    assert pool.allocate(100.0, "", 4) == [SourceAllocation("b", 60.0), SourceAllocation("c", 40.0)]
+    assert pool.allocate(100.0, "", 1) == [SourceAllocation("a", 30.0)]
+
+
+def test_full_direction_is_shared() -> None:
+    pool = SenderPool()
+    pool.add("a", Node(100.0))
+    pool.allocate(100.0, "", 4)
+    assert pool.allocate(80.0, "", 4) == [SourceAllocation("a", 50.0)]
+    assert SenderPool().allocate(80.0, "", 4) == []

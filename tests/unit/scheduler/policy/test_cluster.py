@@ -1,4 +1,4 @@
-"""Membership: reports that overtake each other, processes that end and come back."""
+"""Instances and membership: what reports mean if they overtake each other, and processes that end and return."""
 
 from __future__ import annotations
 
@@ -10,9 +10,21 @@ from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
 from torchrelay.common.liveness import EngineProgress, Liveness
-from torchrelay.scheduler.policy.cluster.membership import LostPeers, Membership
+from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
+from torchrelay.scheduler.policy.cluster.membership import Membership
+from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSize, SlotSizes
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
-from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, SlotStatus
+from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
+from torchrelay.scheduler.policy.types import (
+    BOTH,
+    OWN_ENGINE,
+    Instance,
+    InstancePhase,
+    Role,
+    SlotClass,
+    SlotStatus,
+    WorkerStatus,
+)
 
 LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
 
@@ -39,23 +51,10 @@ def test_late_report_does_not_revive_dead_process() -> None:
     assert membership.workers["w"].incarnation == "w second"
 
 
-def test_silent_peer_is_lost_until_it_reports() -> None:
-    membership = Membership(fence_s=2.0)
-    worker, store = a_worker("w", seen_at=1.0), a_store("s", "host-1")
-    membership.accept_worker(worker, streamed=False)
-    membership.accept_store(replace(store, seen_at=3.0))
-    assert membership.expire(now=3.9, stale_s=3.0).workers == ()
-    lost = membership.expire(now=4.1, stale_s=3.0)
-    assert [lost_worker.worker.worker_id for lost_worker in lost.workers] == ["w"] and lost.stores == ()
-    assert membership.accept_worker(replace(worker, seen_at=4.2), streamed=False) is not None
-
-
 @given(
     st.lists(st.tuples(st.sampled_from([0.1, 0.4, 2.0]), st.integers(0, 2), st.booleans(), st.booleans()), max_size=60)
 )
-def test_hung_peer_is_lost_at_first_check_past_limit(
-    beats: list[tuple[float, int, bool, bool]],
-) -> None:
+def test_hung_peer_is_lost_at_first_check_past_limit(beats: list[tuple[float, int, bool, bool]]) -> None:
     """Not at every look is everybody looked at."""
     membership, now = Membership(fence_s=2.0), 10.0
     expected: dict[str, Liveness] = {}
@@ -74,45 +73,6 @@ def test_hung_peer_is_lost_at_first_check_past_limit(
         lost = {lost_worker.worker.worker_id for lost_worker in membership.expire(now, stale_s=3.0).workers}
         assert lost == {key for key, liveness in expected.items() if liveness.fault(now, 3.0)}
         expected = {key: liveness for key, liveness in expected.items() if key not in lost}
-
-
-def test_later_report_ends_suspicion() -> None:
-    membership = Membership(fence_s=2.0)
-    membership.accept_worker(a_worker("w", seen_at=1.0), streamed=False)
-    membership.suspect("w", now=1.05)
-    membership.accept_worker(a_worker("w", seen_at=1.1), streamed=False)  # may have been on its way
-    assert membership.is_suspect("w")
-    membership.accept_worker(a_worker("w", seen_at=1.4), streamed=False)
-    assert not membership.is_suspect("w")
-
-
-def test_later_heartbeat_of_advancing_engine_ends_suspicion() -> None:
-    membership = Membership(fence_s=2.0)
-    busy = EngineProgress(40, True)
-    membership.accept_worker(a_worker("w", seen_at=1.0, progress=busy), streamed=False)
-    membership.suspect("w", now=1.05)
-    assert not membership.beat_worker("w", "w first", EngineProgress(41, True), now=1.1)  # may have been on its way
-    assert not membership.beat_worker("w", "w first", EngineProgress(41, True), now=2.0)  # it hangs
-    assert not membership.beat_worker("w", "w other", EngineProgress(42, True), now=2.1)
-    assert membership.is_suspect("w")
-    assert membership.beat_worker("w", "w first", EngineProgress(42, True), now=2.2)
-    assert not membership.is_suspect("w") and not membership.beat_worker("w", "w first", busy, now=2.3)
-
-
-def test_largest_slot_is_largest_arena_with_worker() -> None:
-    membership = Membership(fence_s=2.0)
-    assert membership.sizes.largest_weights_bytes == 0
-    membership.accept_store(a_store("s1", "host-1", arena_bytes=100 * MB))
-    membership.accept_store(a_store("s2", "host-2", arena_bytes=900 * MB))
-    membership.accept_worker(a_worker("w", "host-1"), streamed=False)
-    assert membership.sizes.largest_weights_bytes == 100 * MB
-
-
-def test_whole_holders_are_those_with_every_chunk() -> None:
-    membership, model = Membership(fence_s=2.0), a_model()
-    for store in (a_store("s1", "h1", [a_copy(model)]), a_store("s2", "h2", [a_copy(model, 7)]), a_store("s3", "h3")):
-        membership.accept_store(store)
-    assert membership.whole_holders(model.pack_id) == ("s1",)
 
 
 def test_holder_index_equals_scan_of_all_stores() -> None:
@@ -161,21 +121,6 @@ def test_disk_packs_survive_return_of_same_process_only() -> None:
     assert membership.stores["s1"].disk_pack_ids is None and not membership.is_on_disk("p")
 
 
-def test_stream_heartbeats_keep_peer_without_broker() -> None:
-    membership = Membership(fence_s=2.0)
-    membership.accept_worker(a_worker("w", seen_at=0.0, num_running=3), streamed=True)
-    membership.accept_store(a_store("s", "host-1"))
-    for half in range(120):
-        now = half / 2
-        membership.beat_worker("w", "w first", EngineProgress(half, True), now)
-        membership.beat_store("s", "s first", now)
-        lost = membership.expire(now, stale_s=3.0)
-        assert not lost.workers and not lost.stores
-    # They say nothing of the load: that is as old as the last report.
-    assert (membership.workers["w"].seen_at, membership.workers["w"].num_running) == (0.0, 3)
-    assert [lost_worker.why for lost_worker in membership.expire(62.6, stale_s=3.0).workers] == ["was silent for 3 s"]
-
-
 def test_heartbeats_of_other_process_do_not_count() -> None:
     membership = Membership(fence_s=2.0)
     membership.accept_worker(a_worker("w", seen_at=0.0), streamed=True)
@@ -187,21 +132,6 @@ def test_heartbeats_of_other_process_do_not_count() -> None:
     assert len(lost.workers) == len(lost.stores) == 1
 
 
-def test_stalled_worker_is_lost_until_engine_advances() -> None:
-    membership = Membership(fence_s=2.0)
-    stuck = a_worker("w", progress=EngineProgress(7, True, expected_s=1.0))
-    for second in range(5):
-        assert membership.accept_worker(replace(stuck, seen_at=float(second)), streamed=False) is not None
-        assert not membership.expire(float(second), stale_s=3.0).workers
-    membership.beat_worker("w", "w first", stuck.progress, 4.1)
-    (lost,) = membership.expire(4.1, stale_s=3.0).workers
-    assert lost.is_stalled and lost.why == "had work and made no step for 4.1 s"
-    for second in range(5, 100):
-        assert membership.accept_worker(replace(stuck, seen_at=float(second)), streamed=False) is None
-    advanced = replace(stuck, seen_at=101.0, progress=EngineProgress(8, True))
-    assert membership.accept_worker(advanced, streamed=False) is not None
-
-
 def test_idle_or_restarted_stalled_worker_is_present() -> None:
     for back in ({"progress": EngineProgress(7, False)}, {"incarnation": "w second"}):
         membership = Membership(fence_s=2.0)
@@ -210,26 +140,6 @@ def test_idle_or_restarted_stalled_worker_is_present() -> None:
         membership.beat_worker("w", "w first", stuck.progress, 3.1)
         assert membership.expire(3.1, stale_s=3.0).workers
         assert membership.accept_worker(replace(stuck, seen_at=4.0, **back), streamed=False) is not None
-
-
-def test_suspicion_stays_while_the_engine_does_not_advance() -> None:
-    membership = Membership(fence_s=2.0)
-    stuck = a_worker("w", seen_at=1.0, progress=EngineProgress(7, True))
-    membership.accept_worker(stuck, streamed=False)
-    membership.suspect("w", now=1.5)
-    membership.accept_worker(replace(stuck, seen_at=2.5), streamed=False)
-    assert membership.is_suspect("w")
-    membership.accept_worker(replace(stuck, seen_at=2.6, progress=EngineProgress(8, True)), streamed=False)
-    assert not membership.is_suspect("w")
-
-
-def test_silence_before_listening_loses_no_peer() -> None:
-    membership = Membership(fence_s=2.0)
-    membership.accept_worker(a_worker("w", progress=EngineProgress(7, True)), streamed=True)
-    membership.accept_store(a_store("s", "host-1"))
-    assert membership.expire(33.0, stale_s=3.0, listening_since=30.0) == LostPeers((), ())
-    lost = membership.expire(33.1, stale_s=3.0, listening_since=30.0)
-    assert len(lost.workers) == len(lost.stores) == 1
 
 
 def test_why_no_model_can_be_loaded() -> None:
@@ -264,3 +174,123 @@ def test_nearest_tier_is_that_of_a_host_with_a_slot_of_the_size() -> None:
     assert membership.nearest_tier(model.pack_id, 2) is Tier.PEER
     membership.drop_worker("w", now=1.0)
     assert membership.nearest_tier(model.pack_id, 1) is Tier.PEER
+
+
+def an_instance(worker: WorkerStatus, accepted_at: float = 0.0, confirmed: bool = False) -> Instance:
+    return Instance(
+        "i1", "acme/tiny", "v", "p", worker.worker_id, worker.incarnation, worker.host_id, BOTH, InstancePhase.LOADING,
+        1.0, 1.0, accepted_at, confirmed,
+    )  # fmt: skip
+
+
+def test_free_slot_means_failure_only_after_load_is_reported() -> None:
+    instances, worker = Instances(), a_worker("w")
+    instances.put(an_instance(worker))
+    assert instances.observe(worker, now=1.1) == []
+    instances.put(an_instance(worker, accepted_at=1.2))
+    assert instances.observe(worker, now=1.3) == []  # sent before the Load
+    (moved,) = instances.observe(replace(worker, slot=LOADING), now=1.4)
+    assert moved.kind is TransitionKind.MOVED and moved.instance.confirmed and moved.instance.num_layers_ready == 1
+    (failed,) = instances.observe(replace(worker, slot=SlotStatus(error="cut off")), now=1.5)
+    assert failed.kind is TransitionKind.FAILED and failed.reason.text == "cut off" and instances.get("i1") is None
+
+
+def test_load_failing_before_any_report_is_noticed() -> None:
+    instances, worker = Instances(), a_worker("w", slot=SlotStatus(error="no space"))
+    again = replace(an_instance(worker, accepted_at=1.0), error_before="no space")
+    instances.put(again)
+    assert instances.observe(worker, now=1.4) == []  # may be the word of the load before
+    assert [change.kind for change in instances.observe(worker, now=1.6)] == [TransitionKind.FAILED]
+    instances.put(again)
+    broken = replace(worker, slot=SlotStatus(error="cut off"))
+    assert [change.kind for change in instances.observe(broken, now=1.1)] == [TransitionKind.FAILED]
+
+
+def test_restart_loses_instance_and_unknown_one_is_adopted() -> None:
+    instances, worker = Instances(), a_worker("w")
+    instances.put(an_instance(worker, accepted_at=1.0, confirmed=True))
+    changes = instances.observe(replace(worker, incarnation="second", slot=replace(LOADING, instance_id="i2")), now=2.0)
+    assert [change.kind for change in changes] == [TransitionKind.LOST, TransitionKind.ADOPTED]
+    adopted = instances.on_worker("w")
+    assert adopted is not None and adopted.instance_id == "i2" and adopted.placeable
+
+
+def test_older_report_does_not_undo_drain() -> None:
+    instances, worker = Instances(), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
+    draining = replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.DRAINING)
+    instances.put(draining)
+    instances.observe(worker, now=2.0)
+    instance = instances.get("i1")
+    assert instance is not None and instance.phase is InstancePhase.DRAINING
+    assert [change.kind for change in instances.observe(replace(worker, slot=SlotStatus()), now=3.0)] == [
+        TransitionKind.RELEASED
+    ]
+
+
+def test_older_report_does_not_undo_new_roles() -> None:
+    prefill, decode = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+    ready = replace(LOADING, phase=InstancePhase.READY, roles=prefill)
+    instances, worker = Instances(), a_worker("w", slot=ready)
+    changed = replace(an_instance(worker, accepted_at=1.0, confirmed=True), roles=decode, roles_since=1.9)
+    instances.put(replace(changed, phase=InstancePhase.READY))
+    for now, roles in ((2.0, decode), (3.0, prefill)):
+        instances.observe(worker, now=now)
+        instance = instances.get("i1")
+        assert instance is not None and instance.roles == roles
+
+
+def test_instance_of_a_leaving_worker_drains() -> None:
+    instances, worker = Instances(), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
+    instances.put(replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.READY))
+    (moved,) = instances.observe(replace(worker, is_leaving=True), now=2.0)
+    assert moved.instance.phase is InstancePhase.DRAINING and not moved.instance.placeable
+    assert (moved.instance.since, moved.instance.reason.cause) == (2.0, "worker_leaves")
+    assert [instance.instance_id for instance in instances.draining] == ["i1"]
+
+
+ONE = SlotClass(1, OWN_ENGINE)
+SMALL, LARGE = SlotSize(ONE, 100 * MB, 64 * MB), SlotSize(ONE, 200 * MB, 64 * MB)
+
+
+def test_size_is_present_until_its_last_slot_goes() -> None:
+    sizes = SlotSizes()
+    sizes.store(a_store("s", "host-1", arena_bytes=100 * MB))
+    sizes.worker(a_worker("a"))
+    sizes.worker(a_worker("b"))
+    sizes.worker_gone("a", now=10.0)
+    assert sizes.present(SlotClass(1)) == [SMALL] and sizes.since(0.0, SlotClass(1)) == [SMALL]
+    sizes.worker_gone("b", now=20.0)
+    assert sizes.present(SlotClass(1)) == [] and sizes.largest_weights_bytes == 0
+    assert sizes.since(20.0, SlotClass(1)) == [SMALL] and sizes.since(20.1, SlotClass(1)) == []
+    sizes.worker(a_worker("a", seen_at=30.0))
+    assert sizes.since(30.0, SlotClass(1)) == [SMALL]
+
+
+def test_arena_counts_for_slots_of_its_host() -> None:
+    sizes = SlotSizes()
+    sizes.worker(a_worker("a"))
+    sizes.worker(a_worker("elsewhere", "host-2", num_devices=4))
+    assert sizes.largest_weights_bytes == 0
+    store = a_store("s", "host-1", arena_bytes=100 * MB)
+    sizes.store(store)
+    sizes.store(replace(store, arena_target_bytes=200 * MB, seen_at=5.0))
+    assert sizes.present(SlotClass(1)) == [LARGE] and sizes.since(5.0, SlotClass(1)) == [LARGE, SMALL]
+    sizes.store_gone("host-1", now=9.0)
+    assert sizes.largest_weights_bytes == 0 and LARGE in sizes.since(9.0, SlotClass(1))
+    assert sizes.present(SlotClass(4)) == [SlotSize(SlotClass(4, OWN_ENGINE), 0, 64 * MB)]
+
+
+def test_version_counts_for_all_its_tenants_until_it_has_no_slot() -> None:
+    slots = {"own": VersionSlots({"acme"}, 2), "shared": VersionSlots({"acme", "birch"}, 1)}
+    counted = TenantSlots(lambda version_id: slots.get(version_id, VersionSlots((), 0)))
+    for version_id in slots:
+        counted.changed(version_id)
+    assert counted.numbers == {"acme": 3, "birch": 1}
+    slots["shared"] = VersionSlots({"birch", "cedar"}, 1)  # cedar uploaded the same files, acme deleted them
+    counted.changed("shared")
+    assert counted.numbers == {"acme": 2, "birch": 1, "cedar": 1}
+    counted.check_integrity(slots)
+    slots.clear()
+    counted.changed("own")
+    counted.changed("shared")
+    assert counted.numbers == {} and set(counted.numbers) == set()

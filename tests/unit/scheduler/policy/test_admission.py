@@ -1,15 +1,26 @@
-"""The next request of a queue, and the request that must leave a full queue."""
+"""Queues: the next request, the request that must leave, late requests, and when refused clients come back."""
 
 from __future__ import annotations
 
+import heapq
+import math
+import random
 from collections import Counter
+from collections.abc import Callable
+from itertools import combinations, count
+from random import Random
+from statistics import median
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
+from torchrelay.scheduler.policy.admission.due_times import DueTimes
+from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.admission.retry_times import MAX_S, MIN_S, RetryTimes
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, ServiceClass
 
 MODEL = a_model()
@@ -35,11 +46,6 @@ def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
         queues.take(admission.key, NOW)
         request_ids.append(admission.key.request_id)
     return request_ids
-
-
-def test_tenant_with_many_requests_does_not_delay_other() -> None:
-    queues = queues_with(*(of("crowd", f"c{n}") for n in range(5)), of("alone", "a"))
-    assert order_of(queues)[:2] == ["c0", "a"]
 
 
 def test_idle_tenant_accumulates_no_credit() -> None:
@@ -120,24 +126,6 @@ def test_parked_late_request_stays_late() -> None:
     assert order_of(queues) == ["in time", "late"]
 
 
-def test_parked_request_can_be_removed() -> None:
-    queues = queues_with(of("t", "a"))
-    queues.park(AttemptKey("a", 1))
-    assert queues.remove(AttemptKey("a", 1), NOW) is not None
-    queues.unpark(AttemptKey("a", 1))
-    assert len(queues) == 0 and queues.next(MODEL.version_id, NOW) is None
-
-
-def test_removed_requests_free_memory_behind_waiting_one() -> None:
-    queues = queues_with(of("t", "stays"))
-    for number in range(500):
-        left = of("t", f"left-{number}")
-        queues.push(left)
-        queues.remove(left.key, NOW)
-        assert queues.next(MODEL.version_id, NOW) is not left
-        queues.check_integrity()
-
-
 def test_repeatedly_parked_request_is_stored_once() -> None:
     queues = queues_with(of("t", "stays"), of("t", "again"))
     for _ in range(500):
@@ -194,29 +182,6 @@ def test_total_limit_refuses_tenant_with_most_requests() -> None:
     queues.check_integrity()
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000), st.booleans()), max_size=40))
-def test_each_request_is_served_once_and_fairly(requests: list[tuple[str, int, bool]]) -> None:
-    batch = {"service_class": ServiceClass.BATCH, "ttft_target_s": 3600.0}
-    admissions = [
-        of(tenant, f"{tenant}{n}", num_prompt_tokens=tokens, **(batch if is_batch else {}))
-        for n, (tenant, tokens, is_batch) in enumerate(requests)
-    ]
-    queues = queues_with(*admissions)
-    assert queues.num_prefill_tokens(MODEL.version_id) == sum(each.num_prefill_tokens for each in admissions)
-    served: Counter[str] = Counter()
-    taken = []
-    while (admission := queues.next(MODEL.version_id, NOW)) is not None:
-        timely = {each.tenant for each in queues if each.service_class is ServiceClass.STANDARD}
-        assert admission.service_class is ServiceClass.STANDARD or not timely
-        if timely:
-            # Start-time fair queueing: two tenants that both wait are never apart by more than a request of each.
-            assert served[admission.tenant] <= min(served[tenant] for tenant in timely) + 2 * 5000
-            served[admission.tenant] += admission.num_prefill_tokens
-        queues.take(admission.key, NOW)
-        taken.append(admission.key)
-    assert sorted(taken) == sorted(each.key for each in admissions) and len(queues) == 0
-
-
 def test_timely_requests_precede_late_ones() -> None:
     late = [of("a", f"late{n}", ttft_target_s=1.0) for n in range(6)]
     queues = queues_with(*late, *(of("a", f"r{n}", ttft_target_s=5.0) for n in range(64)))
@@ -260,3 +225,205 @@ def test_tenant_with_late_requests_keeps_its_turns() -> None:
     for admission in late:
         queues.fall_late(admission.key, admission.deadline)
     assert order_of(queues) == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+def prompts_of(*pairs: tuple[float, float]) -> list[TimedPrompt]:
+    """Prompts with these deadlines and computation times, in the order of their deadlines."""
+    ordered = sorted(pairs)
+    return [TimedPrompt(AttemptKey(f"r{n}", 1), deadline, prompt_s) for n, (deadline, prompt_s) in enumerate(ordered)]
+
+
+def are_in_time(prompts: list[TimedPrompt], begins_at: float) -> bool:
+    """Whether all prompts are in time if an instance computes them in this order."""
+    for prompt in prompts:
+        begins_at += prompt.prompt_s
+        if begins_at > prompt.deadline:
+            return False
+    return True
+
+
+def test_longest_prompt_is_late_even_if_due_first() -> None:
+    prompts = prompts_of((6.0, 5.0), (7.0, 2.0), (8.0, 2.0))
+    assert fewest_late(prompts, [1.0]) == [AttemptKey("r0", 1)]
+
+
+def test_no_prompt_is_late_if_all_can_be_in_time() -> None:
+    assert fewest_late(prompts_of((6.0, 5.0), (8.0, 2.0)), [1.0]) == []
+
+
+def test_unavoidably_late_prompt_is_chosen_first() -> None:
+    assert fewest_late(prompts_of((2.0, 3.0), (5.0, 4.0)), [0.0]) == [AttemptKey("r0", 1)]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 8)).map(lambda pair: (float(pair[0]), float(pair[1]))), max_size=7
+    )
+)
+def test_choice_has_fewest_late_prompts(pairs: list[tuple[float, float]]) -> None:
+    prompts = prompts_of(*pairs)
+    late = fewest_late(prompts, [0.0])
+    kept = [prompt for prompt in prompts if prompt.key not in late]
+    assert len(late) + len(kept) == len(prompts)
+    assert are_in_time(kept, 0.0)
+    more = combinations(prompts, len(kept) + 1)
+    assert not any(are_in_time(list(chosen), 0.0) for chosen in more)
+
+
+@pytest.mark.parametrize(("free_at", "share"), [([0.0, 0.0], 1.0), ([0.0, 0.0, 0.0, 0.0], 0.5)])
+def test_instances_compute_by_their_share_of_time(free_at: list[float], share: float) -> None:
+    prompts = prompts_of(*((2.0, 1.0) for _ in range(5)))
+    assert len(fewest_late(prompts, free_at, share)) == 2, (
+        "two at a time: two and two are in time, and one begins at 1.5"
+    )
+
+
+def test_busy_instance_counts_from_its_free_time() -> None:
+    prompts = prompts_of((2.0, 1.0), (2.0, 1.0), (3.0, 1.0))
+    assert fewest_late(prompts, [0.0, 1.0]) == []
+    assert len(fewest_late(prompts, [0.0, 9.0])) == 0
+    assert len(fewest_late(prompts, [1.0, 9.0])) == 1
+
+
+def test_started_request_is_never_late_and_counts() -> None:
+    first, second = prompts_of((5.0, 5.0), (6.0, 2.0))
+    assert fewest_late([first._replace(may_be_late=False), second], [0.0]) == [second.key]
+
+
+def test_late_started_request_makes_no_earlier_request_late() -> None:
+    first, second = prompts_of((2.0, 1.0), (3.0, 5.0))
+    assert fewest_late([first, second._replace(may_be_late=False)], [0.0]) == []
+
+
+def test_late_short_prompt_precedes_long_one_up_to_price() -> None:
+    long_, short = (an_admission(a_model(), name) for name in ("long", "short"))
+    assert late_rank(short, 0.1) < late_rank(long_, 0.5)
+    much_younger = structs.replace(short, admitted_at=long_.admitted_at + 100.0)
+    assert late_rank(much_younger, 0.1) > late_rank(long_, 0.5)
+
+
+def test_earliest_due_time_ignores_removed_entries() -> None:
+    due, random = DueTimes(), Random(1)
+    assert due.earliest == math.inf
+    for _ in range(2000):
+        version_id = f"v{random.randrange(20)}"
+        if random.random() < 0.3:
+            due.pop(version_id, None)
+        else:
+            due[version_id] = float(random.randrange(50))
+        assert due.earliest == min(due.values(), default=math.inf)
+
+
+VERSION = MODEL.version_id
+LIMIT = 32
+PLACES_PER_S = 10.0
+PREDICTED_PER_S = 3.0  # before anything is measured: as far off as a cold latency model
+
+RetryAfter = Callable[[AdmissionQueues, float], float]
+
+
+def retry_factors(overload: float, retry_after_s: RetryAfter) -> list[float]:
+    """For each refusal of a minute of so many times more arrivals than places: how far off was what it said?
+
+    Refused clients come back when they were told to, until they are accepted. Off is both to be refused once more, and
+    to be away while there is a place for this client and for all that were refused before it.
+    """
+    rng, queues, sequence = random.Random(7), AdmissionQueues(LIMIT, LIMIT), count()
+    events: list[tuple[float, int, str]] = []  # by time; a client's name, or none where places become free
+
+    def happens(at: float, client: str) -> None:
+        heapq.heappush(events, (at, next(sequence), client))
+
+    at = 0.0
+    while (at := at + rng.expovariate(overload * PLACES_PER_S)) < 60.0:
+        happens(at, f"client {at}")
+    happens(1.0, "")
+    refusals: list[tuple[str, float, float]] = []  # client, time, what it was told
+    away: dict[str, float] = {}  # since when
+    accepted_at: dict[str, float] = {}
+    place_at: dict[str, float] = {}  # when there was one for each that is away, in the order of their refusals
+    while events and (events[0][2] or len(events) > 1):
+        now, _, client = heapq.heappop(events)
+        admission = an_admission(MODEL, client, now=now)
+        if not client:
+            for _ in range(4):  # as many as begin in one step
+                if first := queues.next(VERSION, now):
+                    queues.take(first.key, now)
+            for other in list(away)[: LIMIT - len(queues)]:
+                place_at.setdefault(other, now)
+            happens(now + rng.uniform(0.5, 1.5) * 4 / PLACES_PER_S, "")
+        elif queues.displaced_by(admission) is None:
+            queues.push(admission)
+            accepted_at[client] = now
+            away.pop(client, None)
+        else:
+            told_s = retry_after_s(queues, now)
+            refusals.append((client, now, told_s))
+            away.setdefault(client, now)
+            happens(now + told_s, client)
+    assert len(refusals) > 100
+    factors = []
+    for client, refused_at, told_s in refusals:
+        had_place_at = place_at.get(client, 0.0)
+        actual_s = (
+            min(accepted_at[client], had_place_at) if had_place_at > refused_at else accepted_at[client]
+        ) - refused_at
+        factors.append(max(actual_s / told_s, told_s / actual_s))
+    return factors
+
+
+def own_place() -> RetryAfter:
+    retry_times = RetryTimes()
+    return lambda queues, now: retry_times.retry_s(
+        VERSION, queues.places_per_s(VERSION, now) or PREDICTED_PER_S, 0.0, now
+    )
+
+
+@pytest.mark.parametrize("overload", [1.2, 1.5, 2.0, 3.0])
+def test_median_retry_time_is_within_factor_of_two(overload: float) -> None:
+    assert median(retry_factors(overload, own_place())) <= 2.0
+
+
+def test_each_refused_client_gets_later_retry_time() -> None:
+    retry_times = RetryTimes()
+    told = [retry_times.retry_s(VERSION, 0.5, 4.0, 100.0) for _ in range(3)]
+    assert told == [6.0, 8.0, 10.0]
+    assert retry_times.retry_s("another", 0.5, 0.0, 100.0) == 2.0
+    assert retry_times.retry_s(VERSION, 0.5, 0.0, 109.0) == 3.0  # 2 s after the client that is due at 110
+    assert retry_times.retry_s(VERSION, 1e6, 0.0, 113.0) == MIN_S
+    assert retry_times.retry_s(VERSION, 1e-6, 0.0, 113.0) == MAX_S
+    assert retry_times.retry_s(VERSION, 0.5, 0.0, 173.0) == 2.0  # it came back, whatever it was told
+
+
+def test_place_rate_counts_only_waiting_time() -> None:
+    queues, numbers = AdmissionQueues(1000, 1000), count()
+
+    def push(num: int, now: float) -> None:
+        for _ in range(num):
+            queues.push(an_admission(MODEL, f"r{next(numbers)}", now=now))
+
+    def take(now: float, num: int = 1) -> None:
+        for _ in range(num):
+            first = queues.next(VERSION, now)
+            assert first is not None
+            queues.take(first.key, now)
+
+    push(100, 0.0)
+    assert queues.places_per_s(VERSION, 10.0) is None
+    take(30.0, 8)  # a load that took 30 s: what was waited for an instance says nothing about its rate
+    assert queues.places_per_s(VERSION, 30.0) is None
+    for step in range(1, 24):
+        take(30.0 + step, 4)
+    assert queues.num_waiting(VERSION) == 0
+    push(1, 500.0)
+    assert queues.places_per_s(VERSION, 500.0) is None  # that was long ago, with who knows which instances
+    for now in range(501, 511):  # one at a time, each placed at once: that is the rate of the clients
+        take(float(now))
+        push(1, float(now) + 0.9)
+    assert queues.places_per_s(VERSION, 511.0) == pytest.approx(4.0)
+    queues.remove(AttemptKey("r110", 1), 511.0)
+    push(50, 540.0)
+    take(540.0, 8)  # nobody waited since 511
+    take(541.0, 4)
+    assert queues.places_per_s(VERSION, 541.0) == pytest.approx(4.0)
+    assert queues.places_per_s(VERSION, 741.0) < 0.2  # type: ignore[operator]  # its instances hang

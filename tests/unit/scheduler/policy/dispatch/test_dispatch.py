@@ -1,0 +1,347 @@
+"""Dispatch: the work ahead of a prompt, pauses for answers, cached prefixes, and the instances that are scored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.scheduler.policy.paper_cluster import (
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_store,
+    a_worker,
+    an_admission,
+    two_hosts,
+)
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, OpenAttempts
+from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
+from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions, max_prompts_ahead
+from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
+from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.inputs import FirstToken
+from torchrelay.scheduler.policy.prediction import Prediction
+from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.types import (
+    BOTH,
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    Placement,
+    SlotStatus,
+    WorkerRef,
+)
+
+A, B, C = (AttemptKey(name, 1) for name in "abc")
+
+
+def test_work_shrinks_with_time_of_running_prompt_only() -> None:
+    queue = PrefillQueue()
+    assert (queue.ahead_s(5.0), queue.less_ahead_at(0.1)) == (0.0, 0.0)
+    queue.add(A, 1.0, now=10.0)
+    queue.add(B, 2.0, now=10.2)
+    assert queue.ahead_s(10.5) == pytest.approx(2.5)
+    assert queue.ahead_s(15.0) == pytest.approx(2.0), "B has not begun as long as nobody says that A is computed"
+    assert queue.less_ahead_at(2.5) == pytest.approx(10.5)
+    assert math.isinf(queue.less_ahead_at(2.0)), "time alone does not help"
+
+
+def test_not_begun_excludes_first_unless_loading() -> None:
+    queue = PrefillQueue()
+    for key, prefill_s in ((A, 1.0), (B, 2.0), (C, 0.5)):
+        queue.add(key, prefill_s, now=10.0)
+    assert list(queue.not_begun(10.25, is_loading=False)) == [(B, 0.75), (C, 2.75)]
+    assert list(queue.not_begun(14.0, is_loading=False)) == [(B, 3.0), (C, 5.0)]
+    assert list(queue.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0), (C, 3.0)]
+
+
+def test_report_corrects_prediction() -> None:
+    queue = PrefillQueue()
+    queue.add(A, 1.0, now=10.0)
+    queue.add(B, 2.0, now=10.0)
+    queue.leave(A, now=10.1)  # quicker than predicted
+    assert queue.ahead_s(10.1) == pytest.approx(2.0)
+    queue.leave(C, now=10.1)  # unknown: nothing happens
+    assert len(queue) == 1
+    queue.leave(B, now=14.0)
+    queue.add(C, 0.5, now=20.0)
+    assert queue.ahead_s(20.25) == pytest.approx(0.25), "a new prompt begins at once on an idle instance"
+
+
+def test_on_an_instance_that_loads_nothing_has_begun() -> None:
+    queue = PrefillQueue()
+    queue.add(A, 1.0, now=10.0)
+    queue.add(B, 1.0, now=11.0)
+    assert queue.work_s() == pytest.approx(2.0)
+    queue.resume(now=30.0)
+    assert queue.ahead_s(30.5) == pytest.approx(1.5)
+
+
+def test_loading_instance_has_computed_the_layers_that_it_has() -> None:
+    queue = PrefillQueue()
+    assert queue.left_by_layer_s(0.5, 10.0) == 0.0
+    queue.add(A, 1.0, now=10.0)
+    queue.add(B, 2.0, now=10.0)
+    assert queue.left_by_layer_s(0.5, 10.4) == pytest.approx(2.6), "one prompt at a time"
+    assert queue.left_by_layer_s(0.5, 12.0) == pytest.approx(1.5), "it waits for the other layers"
+    queue.add(C, 1.0, now=12.0)
+    assert [queue.left_by_layer_s(0.5, now) for now in (12.0, 12.1, 14.0)] == pytest.approx([2.5, 2.4, 2.0])
+    queue.leave(A, now=14.0)
+    assert queue.left_by_layer_s(1.0, 14.0) == pytest.approx(0.0)
+
+
+def test_pauses_accumulate_and_pass_without_prompts() -> None:
+    queue = PrefillQueue()
+    queue.add(A, 1.0, now=10.0, pause_s=0.15)
+    assert queue.paused_s(0.2, now=10.5) == 0.0, "less than a step"
+    queue.add(B, 1.0, now=10.5, pause_s=0.15)
+    assert queue.paused_s(0.2, now=10.5) == pytest.approx(0.1)
+    queue.leave(A, now=11.0)
+    assert queue.paused_s(0.2, now=11.9) == pytest.approx(0.1), "B is computed meanwhile"
+    queue.leave(B, now=12.0)
+    assert queue.paused_s(0.2, now=12.04) == pytest.approx(0.06)
+    assert queue.paused_s(0.2, now=12.1) == pytest.approx(0.0)
+    queue.add(C, 1.0, now=12.1, pause_s=0.1)
+    assert queue.paused_s(0.2, now=12.1) == pytest.approx(0.1), "a step was owed yet"
+
+
+def test_pauses_pass_beside_a_prompt_that_is_overdue() -> None:
+    """They were owed for ever to answers beside a prompt that never ended."""
+    queue = PrefillQueue()
+    queue.add(A, 1.0, now=10.0, pause_s=0.3)
+    assert queue.paused_s(0.1, now=10.9) == pytest.approx(0.2)
+    assert queue.paused_until(0.1) == pytest.approx(11.2)
+    assert queue.paused_s(0.1, now=11.15) == pytest.approx(0.05)
+    assert queue.paused_s(0.1, now=11.2) == pytest.approx(0.0)
+    queue.add(B, 1.0, now=11.3, pause_s=0.3)
+    assert queue.paused_until(0.1) == pytest.approx(12.2), "nothing of A's pause is owed any more"
+
+
+def test_computed_attempt_binds_no_prefill_work() -> None:
+    attempts = OpenAttempts()
+    admission = an_admission(a_model(), "r1")
+    prefill, decode = WorkerRef("w-p", "", "prefill"), WorkerRef("w-d", "", "decode")
+    placement = Placement(admission.key, prefill, decode, cold=False)
+    attempts.open(OpenAttempt(admission, placement, 0.0, kv_bytes=100, is_computed=True), now=0.0)
+    attempts.check_integrity({"prefill": 0, "decode": 100})
+    attempts.close(admission.key, now=1.0)
+    attempts.check_integrity({"prefill": 0, "decode": 0})
+
+
+def test_pause_ends_with_last_answer() -> None:
+    """It was hidden while there was none, and the next one had it."""
+    attempts, both = OpenAttempts(), WorkerRef("w", "", "both")
+
+    def begin(request_id: str, now: float, pause_s: float = 0.0) -> AttemptKey:
+        admission = an_admission(a_model(), request_id)
+        placement = Placement(admission.key, both, both, False, Prediction(prefill_s=1.0, pause_s=pause_s))
+        attempts.open(OpenAttempt(admission, placement, now, kv_bytes=100), now)
+        return admission.key
+
+    answer, other = begin("answer", 0.0), begin("other", 0.0)
+    attempts.computed(answer, 1.0)
+    attempts.computed(other, 1.0)
+    prompt = begin("prompt", 2.0, pause_s=0.5)
+    attempts.close(other, 2.1)
+    assert attempts.at("both").queue.owes_pauses, "one answer is there yet"
+    attempts.close(answer, 2.2)
+    attempts.computed(prompt, 3.0)
+    work = attempts.at("both")
+    assert work.has_answers and not work.queue.owes_pauses
+    assert work.queue.paused_s(0.01, 3.0) == 0.0
+
+
+def test_no_pause_if_target_is_met_or_unreachable() -> None:
+    assert pause_s(0.08, 0.01, tbt_target_s=0.1) == 0.0
+    assert pause_s(0.5, 0.1, tbt_target_s=0.1) == 0.0
+
+
+def test_prompts_keep_half_of_the_time() -> None:
+    assert pause_s(0.5, 0.08, tbt_target_s=0.1) == 0.5
+
+
+@given(st.floats(0.01, 1.0), st.floats(0.001, 0.2), st.floats(0.02, 0.5))
+def test_tokens_are_in_time_in_the_mean(full_step_s: float, decode_step_s: float, tbt_target_s: float) -> None:
+    found_s = pause_s(full_step_s, decode_step_s, tbt_target_s)
+    if 0.0 < found_s < full_step_s:
+        num_tokens = 1 + found_s / decode_step_s
+        assert (full_step_s + found_s) / num_tokens == pytest.approx(0.85 * tbt_target_s)
+
+
+@pytest.mark.parametrize(("base_s", "expected"), [(0.0, 2), (0.001, 2), (0.010, 6), (0.060, 40)])
+def test_prompts_ahead_begin_within_two_fixed_step_times(base_s: float, expected: int) -> None:
+    assert max_prompts_ahead(LatencyModel(prefill=StepCost(base_s, num_steps=1))) == expected
+
+
+def test_version_is_shared_for_two_seconds() -> None:
+    versions = SharedVersions()
+    versions.note("v", "a", 1.0)
+    versions.note("v", "a", 2.0)
+    assert not versions.is_shared("v", 2.0)
+    versions.note("v", "b", 3.0)
+    assert versions.is_shared("v", 3.5)
+    assert not versions.is_shared("w", 3.5)
+    assert not versions.is_shared("v", 5.0)
+
+
+def test_common_prefix_counts_as_cached_at_earlier_instance() -> None:
+    scene, model = two_hosts(), a_model(routing_block_tokens=64)
+    hashes = (b"1", b"2", b"3")
+    admission = scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=hashes)
+    scene.finish_loads()
+    first = scene.placed("r1")
+    instance_id, index = first.prefill.instance_id, scene.policy.state.prefix_index
+    assert index.num_blocks(instance_id, hashes) == 0, "nothing is cached before it is computed"
+    scene.apply(FirstToken(admission.key))
+    scene.admit(model, "r2", num_prompt_tokens=200, block_hashes=(b"1", b"2", b"x"))
+    second = scene.placed("r2")
+    assert (first.predicted.num_cached_tokens, second.predicted.num_cached_tokens) == (0, 128)
+    assert second.predicted.prefill_s < first.predicted.prefill_s
+    scene.kill("p")
+    assert index.num_blocks(instance_id, hashes) == 0
+
+
+def test_longest_unused_blocks_are_evicted_from_prompt_end() -> None:
+    prefix_index = PrefixIndex()
+    prefix_index.note("i", (b"1", b"2", b"3"), 4)
+    prefix_index.note("i", (b"1", b"x"), 4)
+    assert prefix_index.num_blocks("i", (b"1", b"2", b"3")) == 3
+    prefix_index.note("i", (b"y",), 4)
+    assert prefix_index.num_blocks("i", (b"1", b"2", b"3")) == 2
+    assert prefix_index.num_blocks("i", (b"1", b"x")) == 2
+    assert prefix_index.num_blocks("i", (b"2",)) == 1 and prefix_index.num_blocks("i", ()) == 0
+    assert prefix_index.num_blocks("another", (b"1",)) == 0
+
+
+def test_instances_are_known_by_the_beginning_of_their_prompts() -> None:
+    index = PrefixIndex()
+    for instance_id in ("i", "j", "k", "i"):
+        index.note(instance_id, (b"1", instance_id.encode()), 3)
+    assert index.last_noted((b"1", b"x"), 2) == ["i", "k"] and index.last_noted((b"1",), 9) == ["i", "k", "j"]
+    assert index.last_noted((b"i",), 9) == index.last_noted((), 9) == []
+    index.note("k", (b"2", b"3", b"4"), 3)  # evicts the others
+    index.forget("j")
+    assert index.last_noted((b"1",), 9) == ["i"]
+
+
+def test_departed_instance_has_no_prefixes() -> None:
+    """Its entry would stay for ever: it is forgotten when the instance goes."""
+    scene, model = two_hosts(), a_model(routing_block_tokens=64)
+    admission = scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=(b"1", b"2"))
+    scene.finish_loads()
+    placement = scene.placed("r1")
+    worker_id = placement.prefill.worker_id
+    scene.workers[worker_id] = replace(scene.workers[worker_id], slot=SlotStatus())
+    scene.report(worker_id)
+    assert scene.policy.state.instances.get(placement.prefill.instance_id) is None
+    scene.apply(FirstToken(admission.key))  # was on its way
+    assert scene.policy.state.prefix_index.num_blocks(placement.prefill.instance_id, (b"1",)) == 0
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 8)), max_size=30))
+def test_number_of_blocks_equals_linear_scan(notes: list[tuple[list[int], int]]) -> None:
+    """Hashes are chained: each names its block and all before it."""
+    prefix_index = PrefixIndex()
+    for blocks, max_blocks in notes:
+        hashes = tuple(bytes(blocks[: end + 1]) for end in range(len(blocks)))
+        prefix_index.note("i", hashes, max_blocks)
+        for other, _ in notes:
+            chained = [bytes(other[: end + 1]) for end in range(len(other))]
+            alone = [prefix_index.num_blocks("i", (block,)) for block in chained]
+            assert prefix_index.num_blocks("i", chained) == [*alone, 0].index(0)
+
+
+NOW, FULL_STEP_S = 1000.0, 0.2
+MODEL = a_model(pack_bytes=1024)
+
+
+class CountedPlacements:
+    """The scheduler's own, and how many instances each looked at."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __call__(
+        self,
+        admission: Admission,
+        model: Model,
+        candidates: Sequence[Candidate],
+        kv_transfer_times: KvTransferTimes,
+        config: PolicyConfig,
+        now: float,
+        num_answer_tokens: int | None = None,
+    ) -> Placement | NoPlacement:
+        self.numbers.append(len(candidates))
+        return place(admission, model, candidates, kv_transfer_times, config, now, num_answer_tokens)
+
+
+def a_cluster(num_workers: int) -> tuple[PaperCluster, CountedPlacements]:
+    """All have the model, and nothing to do."""
+    scene, counted = PaperCluster(PolicyConfig(replicate=False)), CountedPlacements()
+    scene.policy.state.strategies = Strategies(place=counted)
+    workers = [
+        a_worker(
+            f"w{number:03}",
+            slot=SlotStatus(
+                InstancePhase.READY, f"i{number:03}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 4, 4
+            ),
+        )
+        for number in range(num_workers)
+    ]
+    scene.settle(a_store("s", "host-1", [a_copy(MODEL)]), *workers)
+    return scene, counted
+
+
+def test_placement_scores_few_of_many_instances() -> None:
+    for num_workers in (60, 200):
+        scene, counted = a_cluster(num_workers)
+        for number in range(120):
+            scene.now += 0.001
+            scene.admit(MODEL, f"r{number}")
+            if number % 3 == 0:
+                scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+        assert all(scene.placement(f"r{number}") is not None for number in range(120))
+        assert max(counted.numbers) <= 48
+        scene.check()
+
+
+def test_requests_spread_over_all_of_a_large_roster() -> None:
+    scene, _ = a_cluster(64)
+    for number in range(64):
+        scene.admit(MODEL, f"r{number}")
+    placements = [scene.placement(f"r{number}") for number in range(64)]
+    assert len({placement.prefill.worker_id for placement in placements if placement is not None}) == 64
+
+
+def test_instance_with_cached_prefix_is_scored() -> None:
+    scene, _ = a_cluster(64)
+    model = replace(MODEL, routing_block_tokens=64)
+    scene.policy.state.models[model.version_id] = model
+    hashes = (b"a", b"b")
+    scene.policy.state.prefix_index.note("i050", hashes, 1000)
+    scene.admit(model, "r", num_prompt_tokens=128, block_hashes=hashes)
+    placed = scene.placed("r")
+    assert placed.prefill.worker_id == "w050"
+    assert placed.predicted.num_cached_tokens == 128
+
+
+def test_all_instances_are_scored_if_likely_ones_lack_kv() -> None:
+    scene, counted = a_cluster(64)
+    needed = scene.admit(MODEL, "first").kv_bytes(MODEL)
+    for worker_id in list(scene.workers)[:-1]:
+        scene.workers[worker_id] = replace(scene.workers[worker_id], kv_pool_bytes=needed - 1)
+    scene.report_all()
+    scene.admit(MODEL, "second")
+    placed = scene.placed("second")
+    assert placed.decode.worker_id == "w063"
+    assert counted.numbers[-1] == 64
