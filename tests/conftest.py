@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.brokers import nats_server, redis_server
 from tests.support.cpu_times import CpuTimes
+from tests.support.guard import start_guard
 from torchrelay.common.process.heap import trim_heap
 
 # A suite started in a shell's background has SIGINT ignored, and so would have the programs that it interrupts.
@@ -38,7 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-times", metavar="FILE", help="write a table of where the time went to FILE")
 
 
+_GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the processes of xdist belong to the run of the process that starts them
+        config.stash[_GUARD] = start_guard()
     if path := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(Path(path)))
 

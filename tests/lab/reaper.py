@@ -92,6 +92,7 @@ def _kill_and_wait(pid: int, identities: frozenset[tuple[int, int]]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends when its owner has ended
     owner = os.getppid()
     sys.stdin.readline()
     try:
