@@ -102,3 +102,29 @@ class Child:
         with self.host.inside(), socket.socket() as probe:
             probe.settimeout(1.0)
             return probe.connect_ex((self.host.address, self.ready_port)) == 0
+
+
+def start_waves(waves: Sequence[Sequence[Child]]) -> None:
+    """Starts each wave once the one before it serves."""
+    for wave in waves:
+        for child in wave:
+            child.start()
+        for child in wave:
+            child.await_ready()
+
+
+def end_waves(waves: Sequence[Sequence[Child]]) -> dict[str, int]:
+    """Ends each wave after those that were started later; returns the statuses by name."""
+    statuses: dict[str, int] = {}
+    for wave in reversed(waves):
+        for child in wave:
+            child.ask_to_end()
+        statuses |= {child.name: child.await_end() for child in wave}
+    return statuses
+
+
+def unix_proxy(host: Host, folder: Path, addresses: Mapping[str, str]) -> Child:
+    """Sockets ``folder``/NAME.sock for addresses inside a lab: see unix_proxy.py."""
+    program = str(Path(__file__).with_name("unix_proxy.py"))
+    joined = [f"{folder / name}.sock={address}" for name, address in addresses.items()]
+    return Child("proxy", host, ["python", program, *joined], folder)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.lab.child import Child
+from tests.lab.child import Child, end_waves, start_waves, unix_proxy
 from tests.lab.host import Host
 from tests.lab.network import Lab
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
@@ -55,11 +55,7 @@ class Cluster:
     def __enter__(self) -> Self:
         with ExitStack() as closing:
             closing.callback(self._stop)
-            for wave in self._waves:
-                for child in wave:
-                    child.start()
-                for child in wave:
-                    child.await_ready()
+            start_waves(self._waves)
             closing.pop_all()
         return self
 
@@ -71,11 +67,7 @@ class Cluster:
 
     def _stop(self) -> str:
         """Stops everything; returns what did not end well, or an empty string."""
-        statuses: dict[str, int] = {}
-        for wave in reversed(self._waves):
-            for child in wave:
-                child.ask_to_end()
-            statuses |= {child.name: child.await_end() for child in wave}
+        statuses = end_waves(self._waves)
         # Our services end with status 0, nats-server with 1.
         wrong = [child.name for wave in self._waves for child in wave if child.is_service and statuses[child.name]]
         left = [path.name for path in self.arenas.values() if path.exists()]
@@ -87,19 +79,13 @@ class Cluster:
 
     @property
     def scheduler_target(self) -> str:
-        return f"unix:{self._socket('scheduler')}"
+        return self.store_target("scheduler")
 
     def store_target(self, host: str) -> str:
-        return f"unix:{self._socket(host)}"
-
-    def _socket(self, name: str) -> Path:
-        return self._folder / f"{name}.sock"
+        return f"unix:{self._folder / host}.sock"
 
     def _proxy(self) -> Child:
-        places = {**self.store_addresses, "scheduler": self.scheduler_address}
-        joined = [f"{self._socket(name)}={address}" for name, address in places.items()]
-        command = ["python", str(Path(__file__).with_name("unix_proxy.py")), *joined]
-        return Child("proxy", self.control, command, self._folder)
+        return unix_proxy(self.control, self._folder, {**self.store_addresses, "scheduler": self.scheduler_address})
 
     # Processes
 

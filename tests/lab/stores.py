@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import grpc
 
-from tests.lab.child import Child
+from tests.lab.child import Child, end_waves, start_waves, unix_proxy
 from tests.lab.host import Host
 from tests.lab.network import Lab
 from tests.lab.raw_pack import RawPack
@@ -52,17 +52,14 @@ class Stores:
         self._grpc_ports = {name: _FIRST_PORT + 2 * index for index, name in enumerate(self.places)}
         self.arenas = {name: Path(f"/dev/shm/{lab.name}-{name}") for name in self.places}
         self.children = {name: self._store(name, host) for name, host in self.places.items()}
-        self._brokers = [self._nats(), self._proxy()]
+        addresses = {name: f"{host.address}:{self._grpc_ports[name]}" for name, host in self.places.items()}
+        self._waves = [[self._nats()], [*self.children.values(), unix_proxy(self.control, folder, addresses)]]
         self._channels: dict[str, grpc.Channel] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as closing:
             closing.callback(self._stop)
-            for wave in ([self._brokers[0]], [*self.children.values(), self._brokers[1]]):
-                for child in wave:
-                    child.start()
-                for child in wave:
-                    child.await_ready()
+            start_waves(self._waves)
             closing.pop_all()
         return self
 
@@ -74,11 +71,7 @@ class Stores:
     def _stop(self) -> None:
         for channel in self._channels.values():
             channel.close()
-        for wave in ([*self.children.values(), self._brokers[1]], [self._brokers[0]]):
-            for child in wave:
-                child.ask_to_end()
-            for child in wave:
-                child.await_end()
+        end_waves(self._waves)
         for path in self.arenas.values():
             path.unlink(missing_ok=True)
 
@@ -91,21 +84,13 @@ class Stores:
         return self.office.issue(pack.pack_id, holder, receiver, int((time.time() + valid_s) * 1000))
 
     def relay(
-        self,
-        target: str,
-        pack: RawPack,
-        sources: Sequence[str],
-        num_striped: int = 1,
+        self, target: str, pack: RawPack, sources: Sequence[str], num_striped: int = 1
     ) -> grpc.Future[pb.RelayReply]:
         """Tells a store to fetch a pack from these, which may include ``REMOTE``; ends once its range is reserved."""
         return self.relay_from(target, pack, [self.source(pack, name, target) for name in sources], num_striped)
 
     def relay_from(
-        self,
-        target: str,
-        pack: RawPack,
-        sources: Sequence[types_pb2.Source],
-        num_striped: int = 1,
+        self, target: str, pack: RawPack, sources: Sequence[types_pb2.Source], num_striped: int = 1
     ) -> grpc.Future[pb.RelayReply]:
         request = pb.RelayRequest(
             epoch=_EPOCH,
@@ -220,13 +205,6 @@ class Stores:
     def _nats(self) -> Child:
         command = ["nats-server", "-a", self.control.address, "-p", str(_NATS)]
         return Child("nats", self.control, command, self._folder, ready_port=_NATS)
-
-    def _proxy(self) -> Child:
-        joined = [
-            f"{self._folder / name}.sock={host.address}:{self._grpc_ports[name]}" for name, host in self.places.items()
-        ]
-        command = ["python", str(Path(__file__).with_name("unix_proxy.py")), *joined]
-        return Child("proxy", self.control, command, self._folder)
 
 
 def copy_in(report: StoreReport, pack: RawPack) -> PackCopy | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab import Lab, LabError
+from tests.lab.cluster import HOSTS, Cluster
 from tests.lab.reaper import pids_in
 from tests.support.wait import HANG_S
 
@@ -53,40 +54,37 @@ def test_processes_run_on_their_host_and_end_with_the_lab() -> None:
             assert output.readline() == b"started\n"
         assert process.pid in pids_in([lab["h1"].namespace])
         assert pids_in([lab["h2"].namespace]) == []
+        ended = lab["h1"].spawn(["sleep", "300"])
+        os.kill(ended.pid, signal.SIGTERM)
+        assert ended.wait(timeout=HANG_S) == -signal.SIGTERM
+        assert lab["h1"].address in lab["h1"].run(["ip", "address", "show"]).stdout
+        with pytest.raises(LabError, match=r"on h1.*status 3: oh"):
+            lab["h1"].run(["sh", "-c", "echo oh >&2; exit 3"])
     assert process.returncode == -signal.SIGKILL
     assert remaining(lab.namespaces) == []
     assert pids_in(lab.namespaces) == []
     assert machine_links() == links
 
 
-def test_process_is_killed_by_its_pid() -> None:
-    with Lab(["h1"]) as lab:
-        process = lab["h1"].spawn(["sleep", "300"])
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=HANG_S) == -signal.SIGTERM
-
-
-def test_run_returns_the_output_or_names_the_failure() -> None:
-    with Lab(["h1"]) as lab:
-        assert lab["h1"].address in lab["h1"].run(["ip", "address", "show"]).stdout
-        assert lab["h1"].run(["false"], check=False).returncode == 1
-        with pytest.raises(LabError, match=r"on h1.*status 3: oh"):
-            lab["h1"].run(["sh", "-c", "echo oh >&2; exit 3"])
-
-
-def test_exception_in_a_lab_leaves_nothing() -> None:
+def test_failure_in_a_lab_or_at_its_start_leaves_nothing() -> None:
     with pytest.raises(KeyError), Lab(["h1"]) as lab:
         process = lab["h1"].spawn(["sleep", "300"])
         lab["no-such-host"]
     assert process.returncode == -signal.SIGKILL
     assert remaining(lab.namespaces) == []
-
-
-def test_lab_that_fails_to_start_leaves_nothing() -> None:
     lab = Lab(["h1", "h2"], rate_mbit=-1)
     with pytest.raises(ValueError, match="above 0"), lab:
         pass
     assert remaining(lab.namespaces) == []
+
+
+def test_cluster_that_fails_to_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    with Lab(HOSTS) as lab:
+        cluster = Cluster(lab, tmp_path, IDLE_TIMEOUT_S="-1")
+        with pytest.raises(AssertionError, match=r"(?s)scheduler did not come up.*idle_timeout_s"), cluster:
+            pass
+        assert pids_in([host.namespace for host in lab]) == []
+        assert not any(path.exists() for path in cluster.arenas.values())
 
 
 def test_killed_owner_of_a_lab_leaves_nothing() -> None:
@@ -104,16 +102,13 @@ def test_killed_owner_of_a_lab_leaves_nothing() -> None:
     assert remaining(namespaces) == []
 
 
-def test_lab_without_root_names_the_fix() -> None:
+def test_lab_without_root_or_iproute_names_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     os.seteuid(65534)
     try:
         with pytest.raises(LabError, match="run it as root"), Lab(["h1"]):
             pass
     finally:
         os.seteuid(0)
-
-
-def test_lab_without_iproute_names_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match=r"ip and tc and bridge.*apt-get install iproute2"), Lab(["h1"]):
         pass

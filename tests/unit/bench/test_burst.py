@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from bench.live_scaling.arrivals import busiest, scaled, zipf_models
 from bench.live_scaling.outcome import Answer, Outcome, checks_of
 from torchrelay.sim.traces import Arrival
 
-BENCH = Path(__file__).resolve().parents[3] / "bench" / "burst.py"
 TRACE = [Arrival(0.0, 50, 5), Arrival(4.0, 60, 1), Arrival(4.5, 70, 700), Arrival(5.5, 10, 2), Arrival(9.0, 100, 3)]
 
 
-def test_busiest_window_has_most_prompt_tokens_and_begins_at_zero() -> None:
+def test_busiest_window_has_most_prompt_tokens_begins_at_zero_and_excludes_its_end() -> None:
     assert busiest(TRACE, 2.0) == [Arrival(0.0, 60, 1), Arrival(0.5, 70, 700), Arrival(1.5, 10, 2)]
-
-
-def test_busiest_window_excludes_its_end() -> None:
     assert busiest(TRACE, 1.5) == [Arrival(0.0, 60, 1), Arrival(0.5, 70, 700)]
 
 
@@ -58,8 +50,3 @@ def test_mean_ratio() -> None:
     checks = {check.name: check.value for check in checks_of(outcomes, 9.0, 1.0)}
     assert checks["mean_over_stop"] == pytest.approx(0.25)
     assert checks["p95_over_overlap"] == pytest.approx(0.5)
-
-
-def test_bench_names_quick_form() -> None:
-    done = subprocess.run([sys.executable, str(BENCH), "--help"], capture_output=True, text=True, check=True)
-    assert "--quick" in done.stdout

@@ -17,13 +17,8 @@ from helm_python.errors import HelmError
 
 from tests.support.deploy import DEPLOY, DISTRIBUTIONS, SETTINGS, environment_of, health_check_of, stages_of
 from torchrelay.common.identity.credentials_file import main as write_credentials
-from torchrelay.common.process.settings import ServiceSettings
-from torchrelay.gateway.settings import GatewaySettings
-from torchrelay.param_store.settings import StoreSettings
 from torchrelay.scheduler.policy.types import Role
 from torchrelay.scheduler.service.pool_selector import PoolSelector
-from torchrelay.scheduler.settings import SchedulerSettings
-from torchrelay.worker.settings import WorkerSettings
 
 CHART = DEPLOY / "chart"
 Manifest = dict[str, Any]
@@ -121,6 +116,10 @@ def pods(variant: str) -> list[Manifest]:
 def component_of(pod: Manifest) -> str:
     component: str = pod["metadata"]["labels"]["app.kubernetes.io/component"]
     return component
+
+
+def role_of(pod: Manifest) -> str:
+    return "store" if component_of(pod) == "uploads" else component_of(pod)
 
 
 def containers(pod: Manifest) -> list[Manifest]:
@@ -255,15 +254,18 @@ def test_environment_forms_valid_settings(variant: str, tmp_path: Path, monkeypa
 
 
 @every_variant
-def test_tls_files_are_mounted(variant: str) -> None:
+def test_pods_have_tls_files_and_time_to_stop(variant: str) -> None:
     for pod in pods(variant):
         (container,) = pod["spec"]["containers"]
         files = {value for name, value in variables(container).items() if name.startswith("TORCHRELAY_TLS_")}
         mounted = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "tls"]
         secrets = [each["secret"]["secretName"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
-        role = "store" if component_of(pod) == "uploads" else component_of(pod)
+        role = role_of(pod)
         expected = (3, ["/tls"], [f"{role}-tls"]) if variant in ("tls", "keda-tls") else (0, [], [])
         assert (len(files), mounted, secrets) == expected
+        grace_s, told = pod["spec"]["terminationGracePeriodSeconds"], variables(container)
+        assert float(told.get("TORCHRELAY_GRACE_S", 0)) + 15 <= grace_s
+        assert float(told.get("TORCHRELAY_STOP_LIMIT_S", 0)) < grace_s
 
 
 @every_variant
@@ -337,7 +339,7 @@ def test_secrets_reach_only_their_services(variant: str) -> None:
         references = [
             value["secretKeyRef"]["key"] for value in variables(container).values() if "secretKeyRef" in value
         ]
-        role = "store" if component_of(pod) == "uploads" else component_of(pod)
+        role = role_of(pod)
         own = {"scheduler": {"cluster-key"}, "gateway": {"admin-key", "database-url", "redis-url"}}
         assert set(references) == {f"{role}-nats-url"} | own.get(role, set())
         with_credentials = variant == "everything-else" and role == "store"
@@ -364,61 +366,55 @@ def test_workers_map_arena_of_their_nodes_store(variant: str) -> None:
     assert mounts["store"]["subPath"] == "torchrelay-models-demo"
 
 
+def named(variant: str, name: str, kind: str) -> Manifest:
+    (manifest,) = (each for each in of_kind(variant, kind) if each["metadata"]["name"] == name)
+    return manifest
+
+
+LIMITS: dict[str, list[Manifest]] = {
+    "keda": [
+        {"minReplicaCount": 0, "maxReplicaCount": 4},
+        {"minReplicaCount": 1, "maxReplicaCount": 9, "cooldownPeriod": 60},
+    ],
+    "keda-tls": [{"minReplicaCount": 0, "maxReplicaCount": 1}],
+}
+
+
 @every_variant
-def test_pods_have_time_to_stop(variant: str) -> None:
-    for pod in pods(variant):
-        grace_s = pod["spec"]["terminationGracePeriodSeconds"]
-        told = variables(pod["spec"]["containers"][0])
-        assert float(told.get("TORCHRELAY_GRACE_S", 0)) + 15 <= grace_s
-        assert float(told.get("TORCHRELAY_STOP_LIMIT_S", 0)) < grace_s
+def test_keda_asks_the_scheduler_how_many_pods_each_deployment_should_have(variant: str) -> None:
+    deployments = {each["metadata"]["name"]: each for each in of_kind(variant, "Deployment")}
+    scaled = [each["spec"] for each in of_kind(variant, "ScaledObject")]
+    names = [each["scaleTargetRef"]["name"] for each in scaled]
+    assert {name for name, each in deployments.items() if "replicas" not in each["spec"]} == set(names)
+    for spec, limits in zip(scaled, LIMITS.get(variant, []), strict=True):
+        assert spec | limits == spec
+        (trigger,) = spec["triggers"]
+        assert trigger["type"] == "external-push"
+        assert trigger["metadata"]["scalerAddress"] == "demo-scheduler.models:7102"
+        deployment = deployments[spec["scaleTargetRef"]["name"]]
+        told = variables(deployment["spec"]["template"]["spec"]["containers"][0])
+        selector = PoolSelector.of(trigger["metadata"])
+        assert selector == PoolSelector(1, Role[told["TORCHRELAY_ROLES"].upper()])
 
 
-def test_keda_asks_the_scheduler_how_many_pods_each_deployment_should_have() -> None:
-    (smallest,) = (each for each in workloads("smallest") if each["metadata"]["name"] == "demo-worker-decode")
-    assert smallest["spec"]["replicas"] == 1
-    expected: dict[str, list[Manifest]] = {
-        "keda": [
-            {"minReplicaCount": 0, "maxReplicaCount": 4},
-            {"minReplicaCount": 1, "maxReplicaCount": 9, "cooldownPeriod": 60},
-        ],
-        "keda-tls": [{"minReplicaCount": 0, "maxReplicaCount": 1}],
-    }
-    assert {variant for variant in VARIANTS if of_kind(variant, "ScaledObject")} == expected.keys()
-    for variant, limits in expected.items():
-        deployments = {each["metadata"]["name"]: each for each in of_kind(variant, "Deployment")}
-        scaled = of_kind(variant, "ScaledObject")
-        assert [each["spec"] | limit for each, limit in zip(scaled, limits, strict=True)] == [
-            each["spec"] for each in scaled
-        ]
-        names = [each["spec"]["scaleTargetRef"]["name"] for each in scaled]
-        assert {name for name, each in deployments.items() if "replicas" not in each["spec"]} == set(names)
-        for each in scaled:
-            deployment = deployments[each["spec"]["scaleTargetRef"]["name"]]
-            (trigger,) = each["spec"]["triggers"]
-            assert trigger["type"] == "external-push"
-            told = variables(deployment["spec"]["template"]["spec"]["containers"][0])
-            selector = PoolSelector.of(trigger["metadata"])
-            assert selector == PoolSelector(1, Role[told["TORCHRELAY_ROLES"].upper()])
-
-
-@pytest.mark.parametrize("variant", ["keda", "keda-tls"])
+@pytest.mark.parametrize("variant", LIMITS)
 def test_keda_reaches_the_schedulers_port_for_it_alone(variant: str) -> None:
-    (scheduler,) = (each for each in workloads(variant) if each["metadata"]["name"] == "demo-scheduler")
-    told = variables(scheduler["spec"]["template"]["spec"]["containers"][0])
+    has_tls = variant == "keda-tls"
+    pod = named(variant, "demo-scheduler", "Deployment")["spec"]["template"]
+    told = variables(pod["spec"]["containers"][0])
     assert (told["TORCHRELAY_KEDA_PORT"], told["TORCHRELAY_POOL_MODE"]) == ("7102", "follow")
-    (service,) = (each for each in of_kind(variant, "Service") if each["metadata"]["name"] == "demo-scheduler")
+    service = named(variant, "demo-scheduler", "Service")
     assert {"name": "keda", "port": 7102, "targetPort": "keda"} in service["spec"]["ports"]
-    (policy,) = (each for each in of_kind(variant, "NetworkPolicy") if each["metadata"]["name"] == "demo-scheduler")
+    policy = named(variant, "demo-scheduler", "NetworkPolicy")
     (rule,) = (rule for rule in policy["spec"]["ingress"] if {"port": 7102, "protocol": "TCP"} in rule["ports"])
-    assert len(rule["ports"]) == 1 and rule.get("from", []) == (PEERS if variant == "keda-tls" else [])
+    assert len(rule["ports"]) == 1 and rule.get("from", []) == (PEERS if has_tls else [])
     secrets = {"caCert": "ca.crt", "tlsClientCert": "tls.crt", "tlsClientKey": "tls.key"}
     shown = [{"parameter": name, "name": "keda-tls", "key": key} for name, key in secrets.items()]
     authentications = of_kind(variant, "TriggerAuthentication")
-    assert [each["spec"]["secretTargetRef"] for each in authentications] == ([shown] if variant == "keda-tls" else [])
+    assert [each["spec"]["secretTargetRef"] for each in authentications] == ([shown] if has_tls else [])
     for each in of_kind(variant, "ScaledObject"):
         (trigger,) = each["spec"]["triggers"]
-        assert trigger["metadata"]["scalerAddress"] == "demo-scheduler.models:7102"
-        assert ("enableTLS" in trigger["metadata"]) == (variant == "keda-tls")
+        assert ("enableTLS" in trigger["metadata"]) == has_tls
         used = [{"name": each["metadata"]["name"]} for each in authentications]
         assert [trigger["authenticationRef"]] == used if used else "authenticationRef" not in trigger
 
@@ -448,23 +444,14 @@ def test_chart_version_is_that_of_images() -> None:
     assert chart["appVersion"] == chart["version"] == DISTRIBUTIONS["torchrelay-gateway"].version
 
 
-@pytest.mark.parametrize(
-    ("part", "settings"),
-    [
-        ("scheduler", SchedulerSettings),
-        ("gateway", GatewaySettings),
-        ("store", StoreSettings),
-        ("worker", WorkerSettings),
-    ],
-)
-def test_values_take_all_settings_that_chart_does_not_set(part: str, settings: type[ServiceSettings]) -> None:
-    names = set(
-        json.loads((CHART / "values.schema.json").read_text())["$defs"][f"{part}Settings"]["propertyNames"]["enum"]
-    )
-    assert names <= settings.model_fields.keys()
+@pytest.mark.parametrize(("part", "name"), [*zip(TLS, ("scheduler", "gateway", "param-store", "decode"), strict=True)])
+def test_values_take_all_settings_that_chart_does_not_set(part: str, name: str) -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    names = set(schema["$defs"][f"{part}Settings"]["propertyNames"]["enum"])
+    assert names <= SETTINGS[name].model_fields.keys()
     for variant in ("tls", "service-monitor", "everything-else"):
         for pod in pods(variant):
-            if component_of(pod) in (part, {"store": "uploads"}.get(part)):
+            if role_of(pod) == part:
                 given = {name.removeprefix("TORCHRELAY_").lower() for name in variables(pod["spec"]["containers"][0])}
                 assert not names & given - {"idle_timeout_s", "replicate", "max_choices"}
 

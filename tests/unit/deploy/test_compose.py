@@ -41,7 +41,6 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.common.net.nats_permissions import authorization
-from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.param_store.settings import StoreSettings
 
 
@@ -52,20 +51,11 @@ def secrets() -> dict[str, str]:
     return made
 
 
-def settings_of(name: str, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> ServiceSettings:
-    for variable, value in SERVICES[name]["environment"].items():
-        monkeypatch.setenv(variable, REFERENCE.sub(lambda match: secrets[match[1]], str(value)))
-    return SETTINGS[name]()
-
-
-def test_compose_lists_all_services() -> None:
-    folders = {path.name for path in (DEPLOY.parent / "services").iterdir() if path.is_dir()}
-    assert folders == set(SETTINGS)
-    assert set(SERVICES) == folders | {"postgres", "redis", "nats"}
-
-
 def test_compose_runs_what_up_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same programs; with PostgreSQL, as SQLite has no process."""
+    """All services, by the same programs; with PostgreSQL, as SQLite has no process."""
+    folders = {path.name for path in (DEPLOY.parent / "services").iterdir() if path.is_dir()}
+    assert folders == set(SETTINGS) == {name for name, service in SERVICES.items() if "build" in service}
+    assert {recipe_of(name) for name in {*SETTINGS, NODE}} == set((DEPLOY / "images").iterdir())
     for name in ("TORCHRELAY_REDIS_URL", "TORCHRELAY_NATS_URL"):
         monkeypatch.delenv(name, raising=False)
     home = Home(tmp_path)
@@ -79,36 +69,28 @@ def test_compose_runs_what_up_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_environment_forms_valid_settings(name: str, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {f"TORCHRELAY_{field.upper()}" for field in SETTINGS[name].model_fields}
-    assert set(SERVICES[name]["environment"]) <= fields
-    settings = settings_of(name, secrets, monkeypatch)
+def test_environment_and_image_form_valid_settings(
+    name: str, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service's settings accept its environment; the image repeats a part of it, and checks the same port."""
+    environment, fields = SERVICES[name]["environment"], SETTINGS[name].model_fields
+    variables = {f"TORCHRELAY_{field.upper()}" for field in fields}
+    assert set(environment) <= variables
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, REFERENCE.sub(lambda match: secrets[match[1]], str(value)))
+    settings = SETTINGS[name]()
     assert settings.host == "0.0.0.0" and settings.advertised_host == name
 
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_health_check_uses_services_port(name: str) -> None:
-    environment = SERVICES[name]["environment"]
-    variable = "TORCHRELAY_GRPC_PORT" if name == "gateway" else "TORCHRELAY_PORT"
-    command = ["torchrelay-health", f"127.0.0.1:{environment[variable]}"]
-    check = SERVICES[name]["healthcheck"]
-    assert check["test"] == ["CMD", *command]
     image = stages_of(name)[-1]
-    assert health_check_of(image) == command
+    of_image = environment_of(image)
+    ours = {variable: value for variable, value in of_image.items() if variable.startswith("TORCHRELAY_")}
+    assert set(ours) <= variables and {variable: environment[variable] for variable in ours} == ours
+    servers = {field for field in ("port", "grpc_port", "http_port") if field in fields}
+    assert set(" ".join(image["EXPOSE"]).split()) == {environment[f"TORCHRELAY_{field.upper()}"] for field in servers}
+    port = environment["TORCHRELAY_GRPC_PORT" if name == "gateway" else "TORCHRELAY_PORT"]
+    check, command = SERVICES[name]["healthcheck"], ["torchrelay-health", f"127.0.0.1:{port}"]
+    assert check["test"] == ["CMD", *command] and health_check_of(image) == command
     assert health_options_of(image) == {key: check[key] for key in ("interval", "timeout", "start_period")}
-    assert environment_of(image)[variable] == environment[variable]
-
-
-def test_recipes_match_built_services() -> None:
-    built = {name for name, service in SERVICES.items() if "build" in service}
-    assert built == set(SETTINGS)
-    assert {recipe_of(name) for name in {*built, NODE}} == set((DEPLOY / "images").iterdir())
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_image_tag_is_service_version(name: str) -> None:
-    version = DISTRIBUTIONS[f"torchrelay-{name}"].version
-    assert SERVICES[name]["image"] == f"torchrelay/{name}:{version}"
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, NODE])
@@ -131,30 +113,29 @@ def test_recipe_pins_match_constraints(name: str) -> None:
     (base,) = image["FROM"]
     assert build["FROM"] == [f"{base} AS build"] and re.fullmatch(r"python:3\.11\.\d+-[\w-]+", base)
     pins = dict(line.split("==") for line in (REPO / "constraints.txt").read_text().split() if "==" in line)
-    assert "constraints.txt ./" in build["COPY"]
     *others, own = pip_installs(name)
     for command in others:
-        is_constrained = command[command.index("-c") + 1] == "constraints.txt" if "-c" in command else False
+        is_constrained = "-c" in command and command[command.index("-c") + 1] == "constraints.txt"
         words = command[command.index("install") + 1 :]
         for requirement in {word for word in words if re.match(r"[a-z]", word)} - {"constraints.txt"}:
             distribution, _, version = requirement.partition("==")
             assert distribution in pins and (is_constrained or version == pins[distribution]), requirement
-    assert own[own.index("-c") + 1] == "constraints.txt"
+    assert "constraints.txt ./" in build["COPY"] and own[own.index("-c") + 1] == "constraints.txt"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_image_runs_services_program_unprivileged(name: str) -> None:
+def test_image_runs_its_services_version_and_program_unprivileged(name: str) -> None:
     build, image = stages_of(name)
+    own = DISTRIBUTIONS[f"torchrelay-{name}"]
+    assert SERVICES[name]["image"] == f"torchrelay/{name}:{own.version}"
     programs: dict[str, str] = {}
-    for distribution in needed(f"torchrelay-{name}"):
+    for distribution in needed(own.name):
         programs |= DISTRIBUTIONS[distribution].programs
     (program,) = json.loads(image["ENTRYPOINT"][0])
     for command in (program, health_check_of(image)[0]):
         module, _, function = programs[command].partition(":")
         assert callable(getattr(import_module(module), function)), command
-    own = DISTRIBUTIONS[f"torchrelay-{name}"].programs
-    assert not own or program in own, "another service's program"
-    assert own or programs[program] == "torchrelay.worker.main:main"
+    assert program in own.programs or programs[program] == "torchrelay.worker.main:main", "another service's program"
     (copy,) = image["COPY"]
     source, venv, target = copy.split()
     assert (source, venv) == ("--from=build", target) and f"python -m venv {venv} " in build["RUN"][-1]
@@ -164,41 +145,27 @@ def test_image_runs_services_program_unprivileged(name: str) -> None:
     assert user != "root" and list(image).index("USER") < list(image).index("ENTRYPOINT")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_image_environment_and_ports_match_compose(name: str) -> None:
-    image = stages_of(name)[-1]
-    ours = {variable: value for variable, value in environment_of(image).items() if variable.startswith("TORCHRELAY_")}
-    fields = SETTINGS[name].model_fields
-    assert set(ours) <= {f"TORCHRELAY_{field.upper()}" for field in fields}
-    environment = SERVICES[name]["environment"]
-    assert {variable: environment[variable] for variable in ours} == ours
-    servers = {field for field in ("port", "grpc_port", "http_port") if field in fields}
-    assert set(" ".join(image["EXPOSE"]).split()) == {environment[f"TORCHRELAY_{field.upper()}"] for field in servers}
-
-
-def test_images_have_fixed_versions() -> None:
-    for name, service in SERVICES.items():
-        assert re.search(r":\d", service["image"]) and "latest" not in service["image"], name
-
-
-def test_services_restart_unless_stopped() -> None:
-    assert {service.get("restart") for service in SERVICES.values()} == {"unless-stopped"}
-    for name, settings in SETTINGS.items():
-        assert settings.model_fields["watchdog_s"].default > 0
-        assert SERVICES[name]["environment"].get("TORCHRELAY_WATCHDOG_S") != "0"
-
-
-def test_store_stop_limit_is_below_grace_period() -> None:
-    store = SERVICES["param-store"]
-    assert int(store["environment"]["TORCHRELAY_STOP_LIMIT_S"]) < int(store["stop_grace_period"].removesuffix("s"))
-
-
-@pytest.mark.parametrize("name", ["prefill", "decode", "gateway"])
-def test_grace_ends_15_s_before_docker_kills(name: str) -> None:
+@pytest.mark.parametrize("name", SERVICES)
+def test_containers_are_pinned_drop_all_rights_and_restart(name: str) -> None:
     service = SERVICES[name]
-    default_s = SETTINGS[name].model_fields["grace_s"].default
-    grace_s = float(service["environment"].get("TORCHRELAY_GRACE_S", default_s))
-    assert grace_s + 15 == float(service["stop_grace_period"].removesuffix("s"))
+    assert re.search(r":\d", service["image"]) and "latest" not in service["image"]
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"] and "cap_add" not in service
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["restart"] == "unless-stopped"
+    assert "/tmp" in service["tmpfs"] and service.get("user", "") not in ("0", "root")
+    assert re.fullmatch(r"\d+[mg]", service["mem_limit"])
+    assert "privileged" not in service and "network_mode" not in service
+    assert "ports" not in service or name == "gateway"
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "gateway", "param-store"])
+def test_services_end_before_docker_kills_them(name: str) -> None:
+    service, killed_after_s = SERVICES[name], float(SERVICES[name]["stop_grace_period"].removesuffix("s"))
+    if name == "param-store":
+        assert int(service["environment"]["TORCHRELAY_STOP_LIMIT_S"]) < killed_after_s
+    else:
+        default_s = SETTINGS[name].model_fields["grace_s"].default
+        assert float(service["environment"].get("TORCHRELAY_GRACE_S", default_s)) + 15 == killed_after_s
 
 
 def test_addresses_point_at_services_and_their_ports() -> None:
@@ -209,24 +176,42 @@ def test_addresses_point_at_services_and_their_ports() -> None:
                 assert SERVICES[host]["environment"]["TORCHRELAY_PORT"] == port, f"{name} {variable}"
             elif variable.endswith("_URL") and not str(value).startswith("file:"):
                 assert urlsplit(REFERENCE.sub("secret", value)).hostname in SERVICES, f"{name} {variable}"
+    environment = SERVICES["gateway"]["environment"]
+    ports = (environment["TORCHRELAY_HTTP_PORT"], environment["TORCHRELAY_GRPC_PORT"])
+    assert set(SERVICES["gateway"]["ports"]) == {f"{port}:{port}" for port in ports}
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_containers_drop_all_rights(name: str) -> None:
-    service = SERVICES[name]
-    assert service["read_only"] is True and service["cap_drop"] == ["ALL"] and "cap_add" not in service
-    assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["restart"] == "unless-stopped"
-    assert "/tmp" in service["tmpfs"] and service.get("user", "") not in ("0", "root")
-    assert re.fullmatch(r"\d+[mg]", service["mem_limit"])
-    assert "privileged" not in service and "network_mode" not in service
+def test_paths_lie_on_declared_volumes_of_the_images_user() -> None:
+    used = {mount.split(":")[0] for service in SERVICES.values() for mount in service.get("volumes", [])}
+    assert used == set(COMPOSE["volumes"])
+    store = SERVICES["param-store"]
+    mounts = [mount.split(":")[1] for mount in store["volumes"]]
+    for variable in ("TORCHRELAY_ARENA_PATH", "TORCHRELAY_DATA_DIR", "TORCHRELAY_REMOTE_URL"):
+        path = store["environment"][variable].removeprefix("file://")
+        assert any(path.startswith(f"{mount}/") for mount in mounts), variable
+    # Docker makes a named volume root's, unless the image has the folder: the service could not write into it.
+    for name in SETTINGS:
+        image = stages_of(name)[-1]
+        commands = [shlex.split(command) for value in image["RUN"] for command in value.split("&&")]
+        for mount in SERVICES[name].get("volumes", []):
+            volume, folder, *_ = mount.split(":")
+            options = (COMPOSE["volumes"][volume] or {}).get("driver_opts", {})
+            if "uid=10001" not in options.get("o", ""):
+                assert any(words[0] == "useradd" and words[words.index("--uid") + 1] == "10001" for words in commands)
+                made = [words for words in commands if words[:4] == ["install", "-d", "-o", *image["USER"]]]
+                assert any(folder in words[4:] for words in made), f"{name} {folder}"
 
 
-def test_arena_fits_store_memory() -> None:
-    limit = int(SERVICES["param-store"]["mem_limit"].removesuffix("g")) << 30
-    settings = StoreSettings(store_id="store-1", node_key="0" * 64, data_dir=Path("unused"))
-    arena_bytes = int(SERVICES["param-store"]["environment"]["TORCHRELAY_ARENA_BYTES"])
-    assert arena_bytes + settings.packer_memory_bytes + (512 << 20) < limit
+def test_workers_map_the_arena_read_only_and_it_fits_the_stores_memory() -> None:
+    for name in ("prefill", "decode"):
+        assert "arena:/arena:ro" in SERVICES[name]["volumes"]
+    options, store = COMPOSE["volumes"]["arena"]["driver_opts"], SERVICES["param-store"]
+    size = int(re.search(r"size=(\d+)", options["o"])[1])  # type: ignore[index]
+    arena_bytes = int(store["environment"]["TORCHRELAY_ARENA_BYTES"])
+    assert options["type"] == "tmpfs" and arena_bytes < size < 1.1 * arena_bytes
+    assert "uid=10001" in options["o"]
+    packer_bytes = StoreSettings.model_fields["packer_memory_bytes"].default
+    assert arena_bytes + packer_bytes + (512 << 20) < int(store["mem_limit"].removesuffix("g")) << 30
 
 
 def test_secrets_come_only_from_environment(secrets: dict[str, str]) -> None:
@@ -242,6 +227,7 @@ def test_secrets_come_only_from_environment(secrets: dict[str, str]) -> None:
         holders = {name for name, known in told.items() if secret in known}
         assert len(holders) <= 2, f"{secret}: {holders}"  # who shows it, and who asks for it
     assert {name for name, known in told.items() if "CLUSTER_KEY" in known} == {"scheduler"}
+    assert set(secrets) == set(REFERENCE.findall((DEPLOY / "compose.yaml").read_text()))
 
 
 @pytest.fixture
@@ -368,51 +354,3 @@ async def test_added_worker_is_accepted_without_committed_secrets(
 def test_taken_worker_id_is_refused(env: Path, worker_id: str) -> None:
     with pytest.raises(SystemExit, match="choose another id"):
         runpy.run_path(str(DEPLOY / "make_env.py"))["print_worker"](worker_id, env)
-
-
-def test_published_ports_belong_to_gateway() -> None:
-    environment = SERVICES["gateway"]["environment"]
-    assert set(SERVICES["gateway"]["ports"]) == {
-        f"{port}:{port}" for port in (environment["TORCHRELAY_HTTP_PORT"], environment["TORCHRELAY_GRPC_PORT"])
-    }
-    assert all("ports" not in service for name, service in SERVICES.items() if name != "gateway")
-
-
-def test_paths_lie_on_declared_volumes() -> None:
-    declared = set(COMPOSE["volumes"])
-    used = {mount.split(":")[0] for service in SERVICES.values() for mount in service.get("volumes", [])}
-    assert used == declared
-    mounts = [mount.split(":")[1] for mount in SERVICES["param-store"]["volumes"]]
-    environment = SERVICES["param-store"]["environment"]
-    for variable in ("TORCHRELAY_ARENA_PATH", "TORCHRELAY_DATA_DIR", "TORCHRELAY_REMOTE_URL"):
-        path = environment[variable].removeprefix("file://")
-        assert any(path.startswith(f"{mount}/") for mount in mounts), variable
-
-
-def test_volumes_belong_to_image_user() -> None:
-    # Docker makes a named volume root's, unless the image has the folder: the service could not write into it.
-    for name in SETTINGS:
-        image = stages_of(name)[-1]
-        commands = [shlex.split(command) for value in image["RUN"] for command in value.split("&&")]
-        for mount in SERVICES[name].get("volumes", []):
-            volume, folder, *_ = mount.split(":")
-            options = (COMPOSE["volumes"][volume] or {}).get("driver_opts", {})
-            if "uid=10001" not in options.get("o", ""):
-                assert any(words[0] == "useradd" and words[words.index("--uid") + 1] == "10001" for words in commands)
-                made = [words for words in commands if words[:4] == ["install", "-d", "-o", *image["USER"]]]
-                assert any(folder in words[4:] for words in made), f"{name} {folder}"
-
-
-def test_workers_map_arena_read_only() -> None:
-    for name in ("prefill", "decode"):
-        assert "arena:/arena:ro" in SERVICES[name]["volumes"]
-    options = COMPOSE["volumes"]["arena"]["driver_opts"]
-    size = int(re.search(r"size=(\d+)", options["o"])[1])  # type: ignore[index]
-    arena_bytes = int(SERVICES["param-store"]["environment"]["TORCHRELAY_ARENA_BYTES"])
-    assert options["type"] == "tmpfs" and arena_bytes < size < 1.1 * arena_bytes
-    assert "uid=10001" in options["o"]
-
-
-def test_make_env_covers_variables_of_compose(secrets: dict[str, str]) -> None:
-    asked = set(REFERENCE.findall((DEPLOY / "compose.yaml").read_text()))
-    assert set(secrets) == asked
