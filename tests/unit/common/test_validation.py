@@ -1,4 +1,4 @@
-"""Pydantic's errors in plain words."""
+"""Errors of pydantic, counts, sizes and durations in plain words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from torchrelay.common.quantities import format_bytes, format_count, format_duration
 from torchrelay.common.validation import describe_error, quote_value
 
 
@@ -69,3 +70,13 @@ def test_error_names_field_requirement_and_value(given: Any, sentence: str) -> N
 def test_long_value_is_truncated() -> None:
     assert quote_value("x" * 41) == f"'{'x' * 37}...'" and quote_value("x" * 40) == f"'{'x' * 40}'"
     assert (quote_value(True), quote_value([1])) == ("true", "a list")
+
+
+def test_counts_sizes_and_durations_have_three_digits() -> None:
+    counts = {0: "0 chunks", 1: "1 chunk", 2: "2 chunks", 12_000: "12,000 chunks"}
+    assert {number: format_count(number, "chunk") for number in counts} == counts
+    sizes = {0: "0 B", 999: "999 B", 1000: "1 kB", 1536: "1.54 kB", 999_600: "1 MB", 4.29e9: "4.29 GB", 2.5e13: "25 TB"}
+    assert {size: format_bytes(size) for size in sizes} == sizes
+    durations = {0: "0 ms", 0.0054: "5.4 ms", 0.9996: "1 s", 9.94: "9.94 s", 99.46: "99.5 s", 1234.4: "20.6 min"}
+    durations |= {180: "180 s", 259_200: "72 h"}
+    assert {seconds: format_duration(seconds) for seconds in durations} == durations

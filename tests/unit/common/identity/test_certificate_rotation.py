@@ -121,9 +121,10 @@ async def test_client_connects_again_with_replaced_files(cluster: Authority, tmp
 def test_unusable_contents_are_not_used(cluster: Authority) -> None:
     files = cluster.node("node", Caller.WORKER)
     key = files.key.read_bytes()
-    tls = Tls(files, Caller.WORKER, look_every_s=0)
-    first = tls.identity
+    tls, seldom = (Tls(files, Caller.WORKER, look_every_s=interval_s) for interval_s in (0, 3600))
+    first, before = tls.identity, seldom.identity
     cluster.node("node", Caller.WORKER)
+    assert seldom.identity is before, "the files are looked at at intervals"
     new_key = files.key.read_bytes()
     files.key.write_bytes(key)
     assert tls.identity is first, "the key is not of this certificate"
@@ -138,14 +139,6 @@ def test_unusable_contents_are_not_used(cluster: Authority) -> None:
     assert tls.identity is second
     cluster.node("node", Caller.WORKER)
     assert tls.identity is not second
-
-
-def test_files_are_looked_at_at_intervals(cluster: Authority) -> None:
-    files = cluster.node("node")
-    tls = Tls(files, look_every_s=3600)
-    first = tls.identity
-    cluster.node("node")
-    assert tls.identity is first
 
 
 def test_files_of_mounted_secret_are_replaced_together(cluster: Authority, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.certificates import DAY, Authority
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls, TlsFiles, TlsUnusable
-from torchrelay.common.net import health_check
 from torchrelay.common.net.probes import GrpcProbe
 from torchrelay.common.net.rpc.channels import open_blocking_channel, open_channel
 from torchrelay.common.net.rpc.server import RpcServer
@@ -71,25 +70,6 @@ async def test_client_refuses_server_of_other_cluster(cluster: Authority, outsid
         await server.start()
         await assert_refused(f"127.0.0.1:{server.port}", Tls(mine))
         await server.stop(0)
-
-
-async def test_health_check_uses_tls_and_plain_text(
-    address: str, cluster: Authority, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def said_of(at: str) -> str:
-        monkeypatch.setattr("sys.argv", ["torchrelay-health", at])
-        await asyncio.to_thread(health_check.main)
-        return capsys.readouterr().out
-
-    plain_server = RpcServer("127.0.0.1")
-    await plain_server.start()
-    with pytest.raises(SystemExit, match="expects TLS"):
-        await said_of(address)
-    for name, path in cluster.node("probe").as_settings().items():
-        monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", path)
-    assert await said_of(address) == "serving\n"
-    assert await said_of(f"127.0.0.1:{plain_server.port}") == "serving\n"
-    await plain_server.stop(0)
 
 
 @pytest.mark.parametrize("callee", [Caller.SCHEDULER, Caller.STORE, Caller.WORKER])

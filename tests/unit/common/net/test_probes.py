@@ -1,4 +1,4 @@
-"""Probes of real servers: alive, stopped, and gone."""
+"""Probes of real servers, alive, stopped and gone; output and status of the health check."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.support.brokers import free_port, listening, nats_server, redis_server
+from tests.support.certificates import Authority
+from torchrelay.common.identity.tls import Tls
+from torchrelay.common.net import health_check
 from torchrelay.common.net.probes import GrpcProbe, HttpProbe, NatsProbe, Probe, RedisProbe
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.server import RpcServer
@@ -128,3 +133,72 @@ async def test_grpc_probe_returns_services_fault() -> None:
     await server.stop()
     assert await ask(probe) == "refuses connections"
     await probe.close()
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
+    """The exit message of the program: nothing, or a sentence for standard error, which is status 1."""
+    monkeypatch.setattr("sys.argv", ["torchrelay-health", *arguments])
+    try:
+        health_check.main()
+    except SystemExit as ended:
+        return ended.code
+    return None
+
+
+async def test_health_check_says_whether_a_service_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def stuck() -> str:
+        return "the engine\u2019s step has taken 61 s"
+
+    servers = RpcServer("127.0.0.1"), RpcServer("127.0.0.1", fault=stuck)
+    silent, stuck_at = (f"127.0.0.1:{server.port}" for server in servers)
+    for server in servers:
+        await server.start()
+    assert await asyncio.to_thread(call, monkeypatch, silent) is None
+    assert capsys.readouterr().out == "serving\n"
+    await servers[0].set_serving("", False)
+    said = [await asyncio.to_thread(call, monkeypatch, address) for address in (silent, stuck_at)]
+    assert said == [
+        f"{silent} answers but is not serving: it does not say why",
+        f"{stuck_at} answers but is not serving: the engine?s step has taken 61 s",
+    ]
+    for server in servers:
+        await server.stop()
+
+
+async def test_health_check_reports_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    server = RpcServer("127.0.0.1", tls=Tls(ours.node("store")))
+    await server.start()
+    address = f"127.0.0.1:{server.port}"
+    files = "TORCHRELAY_TLS_CA_FILE, TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE"
+    said = await asyncio.to_thread(call, monkeypatch, address)
+    assert said == f"{address} expects TLS: set {files}"
+    for authority, expected in (
+        (theirs, f"{address} rejects this certificate: name the cluster's files with {files}"),
+        (ours, None),
+    ):
+        for name, path in authority.node("operator").as_settings().items():
+            monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", path)
+        assert await asyncio.to_thread(call, monkeypatch, address) == expected
+    await server.stop()
+
+
+def test_health_check_of_absent_server_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(monkeypatch, "127.0.0.1:1") == "127.0.0.1:1 does not answer"
+
+
+def test_probe_of_other_protocol_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as rest:
+        threading.Thread(target=rest.serve_forever, args=(0.02,)).start()
+        address = f"127.0.0.1:{rest.server_address[1]}"
+        assert call(monkeypatch, address) == f"{address} takes connections and gives no gRPC answer; is it a REST port?"
+        rest.shutdown()
+
+
+def test_health_check_prints_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--help") is None
+    assert capsys.readouterr().out == health_check.USAGE + "\n"
+    assert call(monkeypatch) == 2
+    assert capsys.readouterr().err == health_check.USAGE + "\n"

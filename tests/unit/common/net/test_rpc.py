@@ -78,12 +78,6 @@ async def test_absent_server_error_hides_address() -> None:
     assert "the peer cannot be reached: " in logged_cause(error) and "127.0.0.1:1" in logged_cause(error)
 
 
-async def test_health_says_serving(server: RpcServer) -> None:
-    async with open_channel(f"127.0.0.1:{server.port}") as channel:
-        reply = await cast(Any, health_pb2_grpc.HealthStub(channel)).Check(health_pb2.HealthCheckRequest())
-    assert reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
 @pytest.fixture
 async def guarded() -> AsyncIterator[str]:
     """The address of a node that checks who calls."""

@@ -1,4 +1,4 @@
-"""The heap gives large blocks back."""
+"""The heap gives blocks back, and the limit of descriptors is raised."""
 
 from __future__ import annotations
 
@@ -58,3 +58,17 @@ asyncio.run(main())
 
 def test_memory_between_used_blocks_returns_to_system() -> None:
     subprocess.run([sys.executable, "-c", FRAGMENTS], check=True)
+
+
+DESCRIPTORS = """
+import resource
+from torchrelay.common.process.descriptors import raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1000))
+for _ in range(2):
+    print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_soft_descriptor_limit_is_raised() -> None:
+    told = subprocess.run([sys.executable, "-c", DESCRIPTORS], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["1000"] * 6
