@@ -188,9 +188,15 @@ class PaperCluster:
         self.apply(Admit(admission, model, current))
         return admission
 
-    def warm_up(self, model: Model) -> None:
+    def serve(self, model: Model, request_id: str, attempt: int = 1, **changes: object) -> Placement:
+        """Admits a request, and finishes the loads that it needs."""
+        self.admit(model, request_id, attempt, **changes)
+        self.finish_loads()
+        return self.placed(request_id, attempt)
+
+    def warm_up(self, model: Model, **changes: object) -> None:
         """Loads the model by a request that ends."""
-        admission = self.admit(model, "cold")
+        admission = self.admit(model, "cold", **changes)
         self.finish_loads()
         self.apply(FirstToken(admission.key))
         self.release("cold")

@@ -14,6 +14,8 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import InstancePhase, Model, Role
 
+MODEL = a_model()
+
 
 def a_cluster(num_workers: int, config: PolicyConfig = CONFIG, load_s: float = 1.0) -> RunningCluster:
     """Slots of one host that play both roles."""
@@ -108,12 +110,11 @@ def test_alternating_models_wait_at_most_two_reloads() -> None:
 def test_unloadable_model_is_refused_with_cause() -> None:
     cluster = a_cluster(2)
     cluster.faults = {"w0": Fault.NEVER_LOADS, "w1": Fault.NEVER_LOADS}
-    model = a_model()
-    call = cluster.call("r", model)
+    call = cluster.call("r", MODEL)
     pass_until_all_have_ended(cluster, CONFIG.load_tries * (CONFIG.load_stall_s + 2.0) + CONFIG.load_backoff_max_s)
     assert call.end.startswith("LOAD_FAILED: acme/tiny could not be loaded: ") and "for 4 s" in call.end
-    assert told(cluster, model).count("scale_up: ") == CONFIG.load_tries
-    assert "drain: nothing of its pack arrived for 4 s" in told(cluster, model)
+    assert told(cluster, MODEL).count("scale_up: ") == CONFIG.load_tries
+    assert "drain: nothing of its pack arrived for 4 s" in told(cluster, MODEL)
 
 
 def test_unloadable_model_takes_no_slot_for_good() -> None:
@@ -151,9 +152,8 @@ def test_broken_worker_does_not_block_pairs_for_ever() -> None:
 def test_lying_worker_is_avoided_within_twenty_requests(fault: Fault, num_tokens: int, num_at_once: int) -> None:
     """Dozens of short prompts, which fill no step, were dispatched to a worker that computes too slowly or nothing."""
     cluster = a_cluster(4)
-    model = a_model()
     for number in range(12):
-        cluster.call(f"warm{number}", model, num_tokens=1000)
+        cluster.call(f"warm{number}", MODEL, num_tokens=1000)
     cluster.pass_time(7.0)
     ready = [worker for worker in cluster.workers.values() if worker.slot.phase is InstancePhase.READY]
     prefills = [worker.worker_id for worker in ready if 1 in worker.slot.roles]
@@ -161,7 +161,7 @@ def test_lying_worker_is_avoided_within_twenty_requests(fault: Fault, num_tokens
     liar = prefills[0]
     cluster.faults[liar] = fault
     for number in range(200):
-        cluster.call(f"r{number}", model, num_tokens=num_tokens, decode_s=0.3)
+        cluster.call(f"r{number}", MODEL, num_tokens=num_tokens, decode_s=0.3)
         if number % num_at_once == 0:
             cluster.pass_time(0.2)
     pass_until_all_have_ended(cluster, 61.0)

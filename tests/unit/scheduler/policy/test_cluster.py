@@ -227,18 +227,6 @@ def test_older_report_does_not_undo_drain() -> None:
     ]
 
 
-def test_older_report_does_not_undo_new_roles() -> None:
-    prefill, decode = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
-    ready = replace(LOADING, phase=InstancePhase.READY, roles=prefill)
-    instances, worker = Instances(), a_worker("w", slot=ready)
-    changed = replace(an_instance(worker, accepted_at=1.0, confirmed=True), roles=decode, roles_since=1.9)
-    instances.put(replace(changed, phase=InstancePhase.READY))
-    for now, roles in ((2.0, decode), (3.0, prefill)):
-        instances.observe(worker, now=now)
-        instance = instances.get("i1")
-        assert instance is not None and instance.roles == roles
-
-
 def test_instance_of_a_leaving_worker_drains() -> None:
     instances, worker = Instances(), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
     instances.put(replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.READY))

@@ -34,10 +34,7 @@ def test_workers_set_apart_play_both_roles_without_handover() -> None:
     scene = PaperCluster(PolicyConfig())
     workers = [without_handover(worker) for worker in a_pair("w-a", "w-b")]
     scene.settle(a_store("store-1", "host-1"), *workers)
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.finish_loads()
-    placement = scene.placed("r1")
+    placement = scene.serve(MODEL, "r1")
     assert not placement.needs_kv_transfer
     (load,) = scene.loads()
     assert [order.roles for hop in load.hops for order in hop.loads] == [BOTH]
@@ -48,9 +45,8 @@ def test_many_requests_on_workers_without_handover_never_need_a_transfer() -> No
     scene = PaperCluster(PolicyConfig())
     workers = [without_handover(a_worker(f"w-{number}", f"host-{number}", kv_pool_bytes=2 * MB)) for number in range(4)]
     scene.settle(*(a_store(f"store-{number}", f"host-{number}") for number in range(4)), *workers)
-    model = a_model()
     for number in range(60):
-        scene.admit(model, f"r{number}", num_prompt_tokens=100 + 17 * number % 900)
+        scene.admit(MODEL, f"r{number}", num_prompt_tokens=100 + 17 * number % 900)
         scene.pass_time(0.2)
         scene.finish_loads()
         if number >= 8 and scene.placement(f"r{number - 8}"):
@@ -61,19 +57,18 @@ def test_many_requests_on_workers_without_handover_never_need_a_transfer() -> No
         placement = scene.placement(f"r{number}")
         assert placement is None or not placement.needs_kv_transfer
     assert sum(scene.placement(f"r{number}") is not None for number in range(60)) > 40
-    assert len(scene.policy.state.instances.of_version(model.version_id)) > 1
+    assert len(scene.policy.state.instances.of_version(MODEL.version_id)) > 1
     assert all(instance.roles == BOTH for instance in scene.policy.state.instances)
 
 
 def test_a_load_of_an_engine_without_layer_spans_counts_no_layers() -> None:
     scene = PaperCluster(PolicyConfig())
     scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a")))
-    model = a_model()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
     scene.set_slot("w-a", num_layers_ready=2)
     scene.pass_time(1.0)
-    (entry,) = scene.policy.state.endpoint_cache.prefills(model.version_id)
+    (entry,) = scene.policy.state.endpoint_cache.prefills(MODEL.version_id)
     assert entry.phase is InstancePhase.LOADING and entry.loaded_at > scene.now
     assert (entry.loaded_share(scene.now), entry.num_layers) == (0.0, 1)
 
@@ -129,8 +124,7 @@ def test_a_model_takes_any_engine_where_its_favourite_is_busy() -> None:
 
 def test_a_slot_with_another_engine_is_not_taken_from_its_model() -> None:
     scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"), a_worker("w-c"))
-    scene.admit(a_model(), "r1")
-    scene.finish_loads()
+    scene.serve(a_model(), "r1")
     scene.release("r1")
     scene.admit(a_model("acme/other", engine="vllm"), "r2")
     scene.pass_time(3.0)
@@ -142,8 +136,7 @@ def test_an_adapter_gets_an_instance_on_its_engine_while_its_base_runs_on_anothe
     scene = PaperCluster(PolicyConfig())
     scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a", "host-1")))
     base = a_model("acme/base")
-    scene.admit(base, "r1")
-    scene.finish_loads()
+    scene.serve(base, "r1")
     scene.settle(a_worker("w-b", "host-1"))
     scene.admit(replace(base, name="acme/adapter", engine="torchrelay"), "r2")
     scene.pass_time(1.0)

@@ -237,8 +237,7 @@ def test_correction_fades_until_instance_is_tried_again() -> None:
 
 def test_correction_ends_with_its_instance() -> None:
     scene = two_hosts()
-    scene.admit(a_model(), "cold")
-    scene.finish_loads()
+    scene.serve(a_model(), "cold")
     for request_id in ("cold", "slow"):
         if request_id == "slow":
             scene.admit(a_model(), request_id)
@@ -321,8 +320,7 @@ def test_after_scale_to_zero_a_crowd_counts_whole() -> None:
     workers = [a_worker(f"w-{number}", has_prefix_cache=True) for number in range(4)]
     scene = PaperCluster().settle(a_store("store-1", "host-1"), *workers)
     for number in range(20):
-        scene.admit(model, f"r{number}", num_prompt_tokens=100, block_hashes=(b"1", b"2"))
-        scene.finish_loads()
+        scene.serve(model, f"r{number}", num_prompt_tokens=100, block_hashes=(b"1", b"2"))
         scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
         scene.release(f"r{number}")
     assert prompts_s(scene.policy.state, model, 10_000, scene.now) < 1.0
@@ -351,8 +349,7 @@ def test_expected_length_is_mean_up_to_maximum() -> None:
 def test_tbt_uses_mean_length_and_kv_the_maximum() -> None:
     """P10: every choice was taken to attend to all the positions that it may ever have."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=STEPS))
-    scene.admit(SMALL_KV, "cold")
-    scene.finish_loads()
+    scene.serve(SMALL_KV, "cold")
     scene.release("cold", delivered=False)
     attempts = scene.policy.state.attempts
 

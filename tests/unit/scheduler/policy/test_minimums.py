@@ -55,8 +55,7 @@ def test_instances_beyond_minimum_scale_down() -> None:
 
 def test_minimum_takes_idle_slot_and_keeps_it() -> None:
     scene = one_slot()
-    scene.admit(OTHER, "r1")
-    scene.finish_loads()
+    scene.serve(OTHER, "r1")
     set_minimums(scene, KEPT)
     scene.pass_time(0.5)
     assert loaded(scene) == [OTHER.name], "it is used"
@@ -208,8 +207,7 @@ def test_request_for_own_instance_is_not_refused_on_full_host() -> None:
     """Its slot needs no space for a second copy of the weights; it was refused after 10 s."""
     scene = PaperCluster(PolicyConfig(replicate=False))
     scene.settle(a_store("store-1", "host-1"), a_worker("w-a", kv_pool_bytes=1024 * 200))
-    scene.admit(OTHER, "r1")
-    scene.finish_loads()
+    scene.serve(OTHER, "r1")
     scene.settle(a_worker("w-b"))
     kept = replace(KEPT, pack_bytes=1000 << 20)
     set_minimums(scene, kept)
@@ -228,8 +226,7 @@ EVERY_S = 60.0
 def asked_every_minute(num_times: int) -> PaperCluster:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     for number in range(num_times):
-        scene.admit(MODEL, f"r{number}")
-        scene.finish_loads()
+        scene.serve(MODEL, f"r{number}")
         scene.release(f"r{number}")
         scene.pass_time(EVERY_S, step_s=0.5)
         scene.finish_loads()

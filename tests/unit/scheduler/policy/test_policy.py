@@ -1,7 +1,8 @@
-"""The policy as a whole: cold starts, growth, idleness, sharing, restarts."""
+"""The policy as a whole: cold starts, growth, idleness, sharing, restarts, and other strategies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,10 +18,17 @@ from tests.unit.scheduler.policy.paper_cluster import (
     hosts,
     two_workers_one_host,
 )
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
 from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Turn, Withdraw
+from torchrelay.scheduler.policy.relay.planning import TransferEdge
+from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
+from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import BOTH, REMOTE, InstancePhase, Role
+
+MODEL = a_model()
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
@@ -28,28 +36,26 @@ PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 def test_first_request_wakes_separate_roles_with_one_copy() -> None:
     scene = two_workers_one_host()
     scene.obedient = False
-    model = a_model()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     (wake,) = scene.loads()
     (hop,) = wake.hops
     assert hop.store_id == "store-1" and hop.sources == (REMOTE,)
     assert {order.roles for order in hop.loads} == {PREFILL, DECODE}
     assert not scene.answers
     first, second = hop.loads
-    scene.load(first.instance_id, first.worker_id, first.roles, model)
+    scene.load(first.instance_id, first.worker_id, first.roles, MODEL)
     assert scene.placement("r1") is None  # half of it is not enough
-    scene.load(second.instance_id, second.worker_id, second.roles, model)
+    scene.load(second.instance_id, second.worker_id, second.roles, MODEL)
     placement = scene.placed("r1")
     assert placement.cold and placement.needs_kv_transfer
 
 
 def test_model_outside_ram_wakes_on_host_with_disk_copy() -> None:
-    model = a_model()
     scene = hosts(3)
     store = scene.stores["store-2"]
-    scene.stores["store-2"] = replace(store, disk_pack_ids=frozenset({model.pack_id}))
+    scene.stores["store-2"] = replace(store, disk_pack_ids=frozenset({MODEL.pack_id}))
     scene.report_all()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     (hop,) = scene.loads()[-1].hops
     assert hop.store_id == "store-2" and hop.sources == (REMOTE,)
 
@@ -88,8 +94,7 @@ def test_price_is_per_device_and_own_timeout_per_slot(num_devices: int, own_s: f
 def test_idle_models_go_back_to_zero_after_their_own_timeout() -> None:
     scene = two_workers_one_host()
     model = a_model(idle_timeout_s=5.0)
-    scene.admit(model, "r1")
-    scene.finish_loads()
+    scene.serve(model, "r1")
     scene.pass_time(20)
     assert all(worker.slot.phase is InstancePhase.READY for worker in scene.workers.values())  # r1 still runs
     scene.release("r1")
@@ -127,8 +132,7 @@ def test_wake_without_waiting_request_is_cancelled() -> None:
 def test_idle_model_gives_slot_to_waiting_model() -> None:
     scene = two_workers_one_host()
     first, second = a_model("acme/first"), a_model("acme/second")
-    scene.admit(first, "r1")
-    scene.finish_loads()
+    scene.serve(first, "r1")
     scene.release("r1")
     scene.pass_time(0.2)
     scene.admit(second, "r2")
@@ -144,8 +148,7 @@ def test_idle_model_gives_slot_to_waiting_model() -> None:
 def test_busy_model_gives_second_slot_to_waiting_model() -> None:
     scene = two_workers_one_host()
     busy, second = a_model("acme/busy"), a_model("acme/second")
-    scene.admit(busy, "r1")
-    scene.finish_loads()
+    scene.serve(busy, "r1")
     scene.pass_time(0.2)
     scene.admit(second, "r2")
     assert scene.placement("r2") is None
@@ -174,28 +177,22 @@ def test_burst_wakes_three_hosts_by_one_chain() -> None:
 
 def test_long_queues_at_measured_rates_justify_more_instances() -> None:
     scene = hosts(2)
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.finish_loads()
-    placement = scene.placed("r1")
+    placement = scene.serve(MODEL, "r1")
     worker = scene.workers[placement.prefill.worker_id]
     scene.workers[worker.worker_id] = replace(worker, prefill_tokens_per_s=100.0)
     scene.report(worker.worker_id)
-    scene.admit(model, "r2", num_prompt_tokens=490)
+    scene.admit(MODEL, "r2", num_prompt_tokens=490)
     scene.pass_time(0.2)
     assert len(scene.loads()) == 2
 
 
 def test_restarted_scheduler_adopts_instances() -> None:
     old = two_workers_one_host()
-    model = a_model()
-    old.admit(model, "r1")
-    old.finish_loads()
-    placement = old.placed("r1")
+    placement = old.serve(MODEL, "r1")
     scene = PaperCluster(now=old.now)
     scene.workers, scene.stores = old.workers, old.stores
-    scene.admit(model, "r2")  # before any report: it waits, and loads nothing
-    scene.admit(model, "r1", current=placement)
+    scene.admit(MODEL, "r2")  # before any report: it waits, and loads nothing
+    scene.admit(MODEL, "r1", current=placement)
     assert scene.commands == [] and scene.placement("r1") is None  # it runs; nothing is said
     scene.report_all()
     adopted = scene.placed("r2")
@@ -207,8 +204,7 @@ def test_restarted_scheduler_adopts_instances() -> None:
 
 def test_idle_instances_found_at_restart_end_by_default_timeout() -> None:
     old = two_workers_one_host()
-    old.admit(a_model(), "r1")
-    old.finish_loads()
+    old.serve(a_model(), "r1")
     scene = PaperCluster(PolicyConfig(idle_timeout_s=3.0), now=old.now)
     scene.workers, scene.stores = old.workers, old.stores
     scene.pass_time(2.0)
@@ -238,3 +234,55 @@ def test_turns_drain_idle_models_and_evaluate_few_others() -> None:
         drained.append(sum(isinstance(command, UnloadCommand) for command in scene.commands[begin:]))
     assert drained[-1] == len(models)
     assert max(after - before for before, after in pairwise(drained)) == 1
+
+
+def deciding_by(scene: PaperCluster, strategies: Strategies) -> PaperCluster:
+    scene.policy.state.strategies = strategies
+    return scene
+
+
+def nothing_loaded(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool) -> tuple[Action, ...]:
+    return ()
+
+
+def never_placed(*_: object) -> NoPlacement:
+    return NoPlacement("not here")
+
+
+def test_another_decision_loads_nothing() -> None:
+    scene = deciding_by(two_workers_one_host(), Strategies(decide=nothing_loaded))  # type: ignore[arg-type]
+    scene.admit(a_model(), "r1")
+    scene.pass_time(5)
+    assert not scene.loads()
+
+
+def test_another_placement_places_nothing() -> None:
+    scene = deciding_by(two_workers_one_host(), Strategies(place=never_placed))  # type: ignore[arg-type]
+    scene.admit(a_model(), "r1")
+    scene.pass_time(5)
+    assert scene.loads() and scene.placement("r1") is None
+
+
+def test_another_plan_names_the_sources() -> None:
+    def from_nearest(whole: Sequence[str], receiving: Sequence[str], targets: Sequence[str], **_: object) -> object:
+        return tuple(TransferEdge(target, ("somewhere", REMOTE)) for target in targets)
+
+    scene = deciding_by(two_workers_one_host(), Strategies(plan=from_nearest))  # type: ignore[arg-type]
+    scene.obedient = False
+    scene.admit(a_model(), "r1")
+    (wake,) = scene.loads()
+    assert [hop.sources for hop in wake.hops] == [("somewhere", REMOTE)]
+
+
+def test_another_replicator_is_asked_instead() -> None:
+    asked: list[ReplicationInput] = []
+
+    def copies_nothing(replication_input: ReplicationInput, config: PolicyConfig) -> Steps[ReplicationPlan]:
+        yield 1
+        asked.append(replication_input)
+        return ReplicationPlan()
+
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    deciding_by(scene, Strategies(repair=copies_nothing))
+    scene.pass_time(20)
+    assert asked

@@ -18,17 +18,16 @@ from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason
 from torchrelay.scheduler.policy.inputs import LoadRefused, Tick, WorkerStopped
 from torchrelay.scheduler.policy.types import Role, SlotStatus
 
+MODEL = a_model()
+
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
 
 def test_lost_decode_role_goes_to_prefill_instance() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.finish_loads()
-    placement = scene.placed("r1")
+    placement = scene.serve(MODEL, "r1")
     scene.kill(placement.decode.worker_id)
-    scene.admit(model, "r1", attempt=2, num_forced_tokens=7, lost_workers=(placement.decode.worker_id,))
+    scene.admit(MODEL, "r1", attempt=2, num_forced_tokens=7, lost_workers=(placement.decode.worker_id,))
     resumed = scene.placed("r1", attempt=2)
     assert resumed.decode.instance_id == resumed.prefill.instance_id == placement.prefill.instance_id
     assert not resumed.cold
@@ -40,8 +39,7 @@ def test_lost_decode_role_goes_to_prefill_instance() -> None:
 
 def test_stopped_worker_and_its_late_reports_are_ignored() -> None:
     scene = two_workers_one_host()
-    scene.admit(a_model(), "r1")
-    scene.finish_loads()
+    scene.serve(a_model(), "r1")
     scene.apply(WorkerStopped("w-a"))
     scene.report("w-a")  # was on its way
     assert [instance.worker_id for instance in scene.policy.state.instances] == ["w-b"]
@@ -52,8 +50,7 @@ def test_stopped_worker_and_its_late_reports_are_ignored() -> None:
 
 def test_loss_event_names_cause() -> None:
     scene = two_workers_one_host()
-    scene.admit(a_model(), "r1")
-    scene.finish_loads()
+    scene.serve(a_model(), "r1")
     scene.kill("w-a")
     del scene.workers["w-b"]  # silent from here on
     scene.pass_time(4.0)
@@ -63,12 +60,9 @@ def test_loss_event_names_cause() -> None:
 
 def test_lost_prefill_role_goes_to_decode_instance() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.finish_loads()
-    placement = scene.placed("r1")
+    placement = scene.serve(MODEL, "r1")
     scene.kill(placement.prefill.worker_id)
-    scene.admit(model, "r2")
+    scene.admit(MODEL, "r2")
     roles = [command for command in scene.commands if isinstance(command, SetRolesCommand)]
     assert [command.instance_id for command in roles] == [placement.decode.instance_id]
     assert scene.placement("r2") is not None
@@ -77,11 +71,10 @@ def test_lost_prefill_role_goes_to_decode_instance() -> None:
 def test_lost_decode_worker_is_replaced_by_free_slot() -> None:
     scene = two_workers_one_host()
     scene.settle(a_worker("w-c"))
-    model = a_model()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     placement = scene.placed("r1")
     scene.kill(placement.decode.worker_id)
-    scene.admit(model, "r1", attempt=2)
+    scene.admit(MODEL, "r1", attempt=2)
     resumed = scene.placed("r1", attempt=2)
     assert resumed.prefill == placement.prefill
     assert resumed.decode.worker_id not in (placement.decode.worker_id, placement.prefill.worker_id)
@@ -89,10 +82,7 @@ def test_lost_decode_worker_is_replaced_by_free_slot() -> None:
 
 def test_silence_of_three_seconds_is_loss() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.finish_loads()
-    placement = scene.placed("r1")
+    placement = scene.serve(MODEL, "r1")
     del scene.workers[placement.decode.worker_id]
     scene.pass_time(2.5)
     assert "lost" not in scene.kinds()
@@ -102,8 +92,7 @@ def test_silence_of_three_seconds_is_loss() -> None:
 
 def test_broker_outage_loses_no_peer() -> None:
     scene = two_workers_one_host()
-    scene.admit(a_model(), "r1")
-    scene.finish_loads()
+    scene.serve(a_model(), "r1")
     scene.pass_time_with_beats(60.0)
     assert "lost" not in scene.kinds()
     scene.admit(a_model(), "r2")
@@ -113,8 +102,7 @@ def test_broker_outage_loses_no_peer() -> None:
 def test_failed_worker_returns_without_broker() -> None:
     """B5: only a whole report ended the suspicion, and a worker whose slot does not change sends none on its stream."""
     scene = two_workers_one_host()
-    scene.admit(a_model(), "r1")
-    scene.finish_loads()
+    scene.serve(a_model(), "r1")
     scene.pass_time(1.0)
     scene.admit(a_model(), "r2", lost_workers=tuple(scene.workers))
     assert scene.placement("r2") is None
@@ -124,8 +112,7 @@ def test_failed_worker_returns_without_broker() -> None:
 
 def test_hung_worker_is_lost_and_disconnected_without_broker() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.admit(a_model(), "r1")
-    scene.finish_loads()
+    scene.serve(a_model(), "r1")
     del scene.workers["w-a"]  # the only one
     scene.pass_time_with_beats(4.0)
     (lost,) = scene.told(topic="instance.lost")
@@ -135,16 +122,13 @@ def test_hung_worker_is_lost_and_disconnected_without_broker() -> None:
 
 def test_stalled_worker_is_lost_and_requests_go_elsewhere() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.finish_loads()
-    placement = scene.placed("r1")
+    placement = scene.serve(MODEL, "r1")
     hung, other = placement.decode.worker_id, placement.prefill.worker_id
     scene.workers[hung] = replace(scene.workers[hung], progress=EngineProgress(40, True, expected_s=0.05))
     scene.pass_time(3.5)
     (lost,) = scene.told(topic="instance.lost")
     assert (lost.fields["cause"], lost.fields["worker_id"]) == ("worker_stalled", hung)
-    scene.admit(model, "r1", attempt=2, num_forced_tokens=7, lost_workers=(hung,))
+    scene.admit(MODEL, "r1", attempt=2, num_forced_tokens=7, lost_workers=(hung,))
     scene.pass_time(60.0)  # however often it reports, nothing is placed there
     resumed = scene.placed("r1", attempt=2)
     assert resumed.decode.worker_id == resumed.prefill.worker_id == other
@@ -155,14 +139,11 @@ def test_stalled_worker_is_lost_and_requests_go_elsewhere() -> None:
 
 def test_request_avoids_worker_with_stalled_engine() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.finish_loads()
-    placement = scene.placed("r1")
+    placement = scene.serve(MODEL, "r1")
     hung = placement.decode.worker_id
     scene.workers[hung] = replace(scene.workers[hung], progress=EngineProgress(40, True))
     scene.pass_time(2.0)
-    scene.admit(model, "r1", attempt=2, lost_workers=(hung,))
+    scene.admit(MODEL, "r1", attempt=2, lost_workers=(hung,))
     scene.pass_time(3.0)
     resumed = scene.placed("r1", attempt=2)
     assert hung not in (resumed.decode.worker_id, resumed.prefill.worker_id)
@@ -170,8 +151,7 @@ def test_request_avoids_worker_with_stalled_engine() -> None:
 
 def test_load_with_hung_store_is_refused_with_cause() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     assert scene.placement("r1") is not None  # on the loading instances
     began = scene.now
     del scene.stores["store-1"]
@@ -180,7 +160,7 @@ def test_load_with_hung_store_is_refused_with_cause() -> None:
     assert len(unloads) == 2 and not any(command.drain_s for command in unloads)
     draining = scene.told(topic="instance.draining")
     assert {event.fields["cause"] for event in draining} == {"load_stalled"}
-    scene.admit(model, "r1", attempt=2)
+    scene.admit(MODEL, "r1", attempt=2)
     while scene.refusal("r1", attempt=2) is None and scene.now < began + 60:
         scene.pass_time(0.5)
     refusal = scene.refusal("r1", attempt=2)
@@ -192,14 +172,13 @@ def test_load_with_hung_store_is_refused_with_cause() -> None:
 def test_request_waits_for_return_of_failed_store() -> None:
     scene = two_workers_one_host()
     scene.obedient = False
-    model = a_model()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     for attempt in range(2, 5):
         for instance in list(scene.policy.state.instances):
             scene.apply(LoadRefused(instance.instance_id, "connection refused", "store-1"))
-        scene.admit(model, "r1", attempt=attempt)
+        scene.admit(MODEL, "r1", attempt=attempt)
         scene.pass_time(1.0)
-    assert scene.policy.state.load_failures.given_up_for(model.version_id, scene.now), "the last try has failed"
+    assert scene.policy.state.load_failures.given_up_for(MODEL.version_id, scene.now), "the last try has failed"
     assert all(scene.refusal("r1", attempt=attempt) is None for attempt in range(1, 5))
     scene.obedient = True
     scene.pass_time(10.0)
@@ -209,20 +188,19 @@ def test_request_waits_for_return_of_failed_store() -> None:
 def test_request_waits_for_return_of_lost_store() -> None:
     """A worker reports that its loads fail as the store cannot be reached; that is no fault of the model or worker."""
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     failures = scene.policy.state.load_failures
     for attempt in range(2, 20):
         for worker_id, worker in scene.workers.items():
             if worker.slot.instance_id:
                 scene.workers[worker_id] = replace(worker, slot=SlotStatus(error="no peer", store_was_lost=True))
         scene.pass_time(0.1)
-        scene.admit(model, "r1", attempt=attempt)
+        scene.admit(MODEL, "r1", attempt=attempt)
         scene.pass_time(0.1)
         assert scene.refusal("r1", attempt=attempt) is None
-        if failures.given_up_for(model.version_id, scene.now):
+        if failures.given_up_for(MODEL.version_id, scene.now):
             break
-    assert failures.given_up_for(model.version_id, scene.now) == "no peer"
+    assert failures.given_up_for(MODEL.version_id, scene.now) == "no peer"
     assert {event.fields["cause"] for event in scene.told(topic="instance.failed")} == {"store_lost"}
     scene.pass_time(10.0)
     assert scene.placement("r1", attempt=attempt) is not None
@@ -252,8 +230,7 @@ def test_load_moves_to_another_host_from_lost_store() -> None:
 
 def test_refused_relay_ends_accepted_load_and_blames_store() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     assert scene.placement("r1") is not None  # on the loading instances
     loading = list(scene.policy.state.instances)
     for instance in loading:
@@ -264,7 +241,7 @@ def test_refused_relay_ends_accepted_load_and_blames_store() -> None:
     draining = scene.told(topic="instance.draining")
     assert {event.fields["cause"] for event in draining} == {"load_refused"}
     failures = scene.policy.state.load_failures
-    assert failures.is_of_store(model.version_id) and not failures.avoid(scene.now)
+    assert failures.is_of_store(MODEL.version_id) and not failures.avoid(scene.now)
 
 
 def test_load_with_layers_survives_refused_relay() -> None:
@@ -280,10 +257,9 @@ def test_load_with_layers_survives_refused_relay() -> None:
 
 def test_load_continues_while_bytes_arrive() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     for num_verified in range(8):
-        scene.hold("store-1", model, num_chunks_verified=num_verified)
+        scene.hold("store-1", MODEL, num_chunks_verified=num_verified)
         scene.pass_time(PolicyConfig().load_stall_s - 1.0, step_s=0.5)
     assert not scene.unloads()
     scene.finish_loads()
@@ -292,9 +268,8 @@ def test_load_continues_while_bytes_arrive() -> None:
 
 def test_load_without_bytes_is_given_up_with_live_store() -> None:
     scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.hold("store-1", model, num_chunks_verified=3)
+    scene.admit(MODEL, "r1")
+    scene.hold("store-1", MODEL, num_chunks_verified=3)
     scene.pass_time(14.0, step_s=0.5)
     assert not scene.unloads()
     scene.pass_time(2.0)
@@ -307,9 +282,8 @@ def test_load_without_bytes_is_given_up_with_live_store() -> None:
 def test_hung_load_of_complete_copy_is_given_up() -> None:
     """B7: once the host had all of the pack, a load had no deadline."""
     scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
-    model = a_model()
-    scene.admit(model, "r1")
-    scene.hold("store-1", model)
+    scene.admit(MODEL, "r1")
+    scene.hold("store-1", MODEL)
     scene.pass_time(10.0, step_s=0.5)
     for worker_id in scene.workers:
         scene.set_slot(worker_id, num_layers_ready=2)
@@ -323,11 +297,10 @@ def test_hung_load_of_complete_copy_is_given_up() -> None:
 
 def test_request_without_workers_is_refused_resumed_one_later() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"))
-    model = a_model()
     scene.workers.clear()
     scene.pass_time(3.5)
-    scene.admit(model, "new")
-    scene.admit(model, "resumed", attempt=2, num_forced_tokens=5)
+    scene.admit(MODEL, "new")
+    scene.admit(MODEL, "resumed", attempt=2, num_forced_tokens=5)
     scene.pass_time(10.0)
     refusal = scene.refused("new")
     assert refusal.message == "acme/tiny cannot be loaded: no worker answers"
@@ -346,26 +319,24 @@ def test_silence_before_listening_keeps_workers() -> None:
 
 def test_failed_load_is_retried_elsewhere() -> None:
     scene = hosts(2)
-    model = a_model()
     scene.failing_workers = {"p-1", "d-1"}
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
     placement = scene.placed("r1")
     assert placement.prefill.worker_id in ("p-2", "d-2")
 
 
 def test_waiting_requests_learn_cause_after_last_try() -> None:
-    model = a_model()
     scene = two_workers_one_host()
     scene.failing_workers = {"w-a", "w-b"}
-    scene.admit(model, "r1")
+    scene.admit(MODEL, "r1")
     scene.pass_time(2.0)
     refusal = scene.refused("r1")
     assert refusal.reason is RefusalReason.LOAD_FAILED and "is broken" in refusal.message
     wakes = len(scene.loads())
     assert wakes == scene.config.load_tries
     scene.failing_workers.clear()
-    scene.admit(model, "r2")
+    scene.admit(MODEL, "r2")
     assert len(scene.loads()) == wakes  # after the longest back-off only
     scene.pass_time(scene.config.load_backoff_max_s + 0.2)
     assert scene.placement("r2") is not None

@@ -59,8 +59,7 @@ def test_request_too_large_for_instances_lets_others_pass() -> None:
     )
     scene.kill("large")
     scene.admit(MODEL, "large", num_prompt_tokens=2000, max_tokens=100)
-    scene.admit(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
-    scene.finish_loads()
+    scene.serve(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
     scene.pass_time(0.5)
     assert scene.placement("large") is None and scene.refusal("large") is None
     assert scene.placement("small") is not None
@@ -77,8 +76,7 @@ def test_request_too_large_for_remaining_slots_is_refused() -> None:
     scene.kill("large")
     scene.admit(MODEL, "large", num_prompt_tokens=2000, max_tokens=100)
     scene.admit(MODEL, "resumed", attempt=2, num_forced_tokens=1, num_prompt_tokens=2000, max_tokens=100)
-    scene.admit(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
-    scene.finish_loads()
+    scene.serve(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
     scene.pass_time(9.0)
     assert scene.placement("small") is not None
     assert len(list(scene.policy.state.instances)) == 1, "none of these slots would help the large one"
@@ -96,8 +94,7 @@ def test_request_goes_to_slot_with_large_enough_pool() -> None:
     scene = PaperCluster().settle(
         a_store("s1", "host-1"), a_worker("a small", kv_pool_bytes=MB), a_worker("b large", kv_pool_bytes=64 * MB)
     )
-    scene.admit(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
-    scene.finish_loads()
+    scene.serve(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
     assert scene.placement("small") is not None
     scene.admit(MODEL, "large", num_prompt_tokens=2000, max_tokens=100)
     scene.pass_time(1.0)
@@ -181,8 +178,7 @@ def test_worker_with_orphaned_requests_frees_its_slot() -> None:
 def test_overrun_drain_is_ordered_again_without_grace() -> None:
     """P4: it was told once, and waited for without end."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
-    scene.admit(MODEL, "r1")
-    scene.finish_loads()
+    scene.serve(MODEL, "r1")
     scene.obedient = False
     scene.release("r1")
     scene.pass_time(5.6)
@@ -202,9 +198,7 @@ def test_uncomputed_prompt_is_not_cached() -> None:
     for worker_id, worker in scene.workers.items():
         scene.workers[worker_id] = replace(worker, has_prefix_cache=True)
     scene.report_all()
-    scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=(b"1", b"2"))
-    scene.finish_loads()
-    placement = scene.placed("r1")
+    placement = scene.serve(model, "r1", num_prompt_tokens=200, block_hashes=(b"1", b"2"))
     scene.release("r1", delivered=False)
     assert scene.policy.state.prefix_index.num_blocks(placement.prefill.instance_id, (b"1", b"2")) == 0
 

@@ -30,6 +30,8 @@ from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, as
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, Roles
 
+MODEL = a_model()
+
 
 def test_growth_reason_names_figures() -> None:
     model = a_model(max_instances=2)
@@ -48,13 +50,12 @@ def test_growth_reason_names_figures() -> None:
 
 
 def test_uncrowded_instance_is_drained_though_used() -> None:
-    model = a_model()
     workers = [a_worker("w0"), a_worker("w1")]
-    loads = [InstanceLoad(an_instance(model, worker), 3 - n, 0, last_active=100.0) for n, worker in enumerate(workers)]
+    loads = [InstanceLoad(an_instance(MODEL, worker), 3 - n, 0, last_active=100.0) for n, worker in enumerate(workers)]
     store = a_store("s1", "host-1")
 
     def drained(last_full_at: float, **changes: object) -> list[str]:
-        demand = a_demand(model, 0, last_full_at=last_full_at, **changes)
+        demand = a_demand(MODEL, 0, last_full_at=last_full_at, **changes)
         actions = decide(a_situation([demand], loads, workers, [store]), RULES)
         return [action.instance_id for action in actions if isinstance(action, Drain)]
 
@@ -76,39 +77,6 @@ def test_reason_for_tenant_hides_other_tenants() -> None:
     }
 
 
-def test_slot_plays_both_roles_unless_set_apart() -> None:
-    slots = [
-        FreeSlot("a1", "a", BOTH, Tier.REMOTE),
-        FreeSlot("b1", "b", BOTH, Tier.HOST),
-        FreeSlot("b2", "b", BOTH, Tier.HOST),
-        FreeSlot("c1", "c", BOTH, Tier.PEER),
-    ]
-    assert [(slot.worker_id, slot.roles) for slot in assign(slots, 1, 1)] == [("b1", BOTH)]
-    assert [slot.worker_id for slot in assign(slots, 3, 3)] == ["b1", "b2", "c1"]
-    alike = [slot._replace(preferred_role=Role.PREFILL) for slot in slots]  # as workers that all play both say it
-    assert [(slot.worker_id, slot.roles) for slot in assign(alike, 1, 1)] == [("b1", BOTH)]
-
-
-def test_pairs_go_to_one_host_and_near_copies() -> None:
-    assert assign([FreeSlot("p", "a", PREFILL, Tier.HOST)], 1, 1) == ()
-    apart = [
-        FreeSlot("far", "b", PREFILL, Tier.HOST),
-        FreeSlot("p", "a", PREFILL, Tier.PEER),
-        FreeSlot("d", "a", DECODE, Tier.PEER),
-    ]
-    assert [(slot.worker_id, slot.roles) for slot in assign(apart, 1, 1)] == [("p", PREFILL), ("d", DECODE)]
-    both = FreeSlot("c", "c", BOTH, Tier.REMOTE)
-    assert [(slot.worker_id, slot.roles) for slot in assign([*apart, both], 1, 1)] == [("c", BOTH)]
-    named = [
-        FreeSlot("one", "a", BOTH, Tier.HOST, preferred_role=Role.DECODE),
-        FreeSlot("two", "a", BOTH, Tier.HOST, preferred_role=Role.PREFILL),
-    ]
-    assert [(slot.worker_id, slot.roles) for slot in assign(named, 1, 1)] == [("two", PREFILL), ("one", DECODE)]
-    assert [slot.worker_id for slot in assign(named, 1, 0)] == ["two"]
-    rest = [FreeSlot("b1", "b", BOTH, Tier.HOST), FreeSlot("d", "b", DECODE, Tier.HOST)]
-    assert [slot.worker_id for slot in assign(rest, 0, 1)] == ["d"]
-
-
 def test_slots_need_store_with_free_space() -> None:
     model, other = a_model(), a_model("acme/other")
     pinned = replace(a_copy(other), num_pins=1)
@@ -127,16 +95,15 @@ def test_slots_need_store_with_free_space() -> None:
 
 
 def test_missing_role_is_set_if_no_slot_is_free() -> None:
-    model = a_model()
     prefill, free = a_worker("w1"), a_worker("w2")
-    load = InstanceLoad(an_instance(model, prefill, PREFILL), 0, 0)
+    load = InstanceLoad(an_instance(MODEL, prefill, PREFILL), 0, 0)
     store = a_store("s1", "host-1")
-    with_slot = decide(a_situation([a_demand(model)], [load], [prefill, free], [store]), RULES)
+    with_slot = decide(a_situation([a_demand(MODEL)], [load], [prefill, free], [store]), RULES)
     assert [type(action) for action in with_slot] == [Load]
-    without = decide(a_situation([a_demand(model)], [load], [prefill], [store]), RULES)
+    without = decide(a_situation([a_demand(MODEL)], [load], [prefill], [store]), RULES)
     assert [(type(action), action.roles) for action in without if isinstance(action, SetRoles)] == [(SetRoles, BOTH)]
     only_prefill = replace(prefill, playable_roles=PREFILL)
-    assert decide(a_situation([a_demand(model)], [load], [only_prefill], [store]), RULES) == ()
+    assert decide(a_situation([a_demand(MODEL)], [load], [only_prefill], [store]), RULES) == ()
 
 
 def test_roles_apart_need_two_victims() -> None:

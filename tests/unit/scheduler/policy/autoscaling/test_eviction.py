@@ -419,8 +419,7 @@ def test_idle_models_free_arena_they_fill() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     arena = first.pack_bytes + second.pack_bytes - MB
     scene = PaperCluster().settle(a_store("store-1", "host-1", arena_bytes=arena), *a_pair("w-a", "w-b"))
-    scene.admit(first, "r1")
-    scene.finish_loads()
+    scene.serve(first, "r1")
     report_pins(scene, "store-1")
     scene.admit(second, "r2")
     scene.pass_time(3.0)
@@ -436,8 +435,7 @@ def test_idle_models_free_arena_they_fill() -> None:
 @pytest.mark.parametrize(("waiting", "shown"), [("acme/second", True), ("rival/secret", False)])
 def test_reason_hides_models_of_other_tenants(waiting: str, shown: bool, rests_s: float | None) -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.admit(a_model("acme/first"), "r1")
-    scene.finish_loads()
+    scene.serve(a_model("acme/first"), "r1")
     if rests_s is None:  # idle, and evicted; else busy, and its turn ends
         scene.release("r1")
     scene.admit(a_model(waiting), "r2")

@@ -254,8 +254,7 @@ def apart(num_decode: int = 1) -> PaperCluster:
 def learn_length(scene: PaperCluster, num_tokens: int) -> None:
     """Ends eight answers of that length."""
     for number in range(8):
-        scene.admit(MODEL, f"first-{number}")
-        scene.finish_loads()
+        scene.serve(MODEL, f"first-{number}")
         scene.apply(FirstToken(AttemptKey(f"first-{number}", 1)))
         scene.pass_time(0.5)
         outcome = Outcome(ttft_s=0.01, tbt_s=0.02, num_output_tokens=num_tokens, ended_at=scene.now)

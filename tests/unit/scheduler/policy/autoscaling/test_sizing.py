@@ -138,20 +138,6 @@ def test_plan_costs_at_most_best_keep_time(gaps: list[float], break_even_s: floa
     assert math.isinf(plan.wake_s) or plan.keep_s < plan.wake_s <= plan.until_s <= plan.wake_s + break_even_s + 1e-6
 
 
-def cost(gap_s: float, kept_s: float, break_even_s: float) -> float:
-    return gap_s if gap_s <= kept_s else kept_s + break_even_s
-
-
-@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=12), st.floats(1, 100))
-def test_wake_time_would_have_cost_least(gaps: list[float], break_even_s: float) -> None:
-    kept_s = least_keep_s(gaps, break_even_s)
-    assert kept_s <= break_even_s
-    least = sum(cost(gap, kept_s, break_even_s) for gap in gaps)
-    for other_s in [0.0, break_even_s, *gaps]:
-        if other_s <= break_even_s:
-            assert least <= sum(cost(gap, other_s, break_even_s) for gap in gaps) + 1e-6
-
-
 def test_next_use_is_expected_by_longer_gaps() -> None:
     gaps = IdleGaps()
     assert gaps.return_s(40.0) == 40.0, "nothing is known: as long again"

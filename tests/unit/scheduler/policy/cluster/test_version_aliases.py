@@ -34,8 +34,7 @@ def explained(events: list[SchedulerEvent]) -> ExplainLog:
 
 def test_both_read_of_their_own_model_and_of_no_other() -> None:
     scene = two_workers_one_host()
-    scene.admit(ACME, "r1")
-    scene.finish_loads()
+    scene.serve(ACME, "r1")
     scene.admit(BIRCH, "r2")
     assert len(scene.loads()) == 1 and scene.placement("r2") is not None
     for request_id in ("r1", "r2"):
@@ -66,8 +65,7 @@ def test_refusals_name_the_model_that_was_called() -> None:
 
 def test_eviction_of_shared_instance_names_no_tenant() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.admit(ACME, "r1")
-    scene.finish_loads()
+    scene.serve(ACME, "r1")
     scene.admit(BIRCH, "r2")
     for request_id in ("r1", "r2"):
         scene.release(request_id)
@@ -174,8 +172,7 @@ def test_shortest_tbt_target_counts_for_shared_instances() -> None:
 
 def test_deleted_model_is_unnamed_and_leaves_others_running() -> None:
     scene = two_workers_one_host()
-    scene.admit(ACME, "r1")
-    scene.finish_loads()
+    scene.serve(ACME, "r1")
     scene.admit(BIRCH, "r2")
     names, version_id = scene.policy.state.aliases, ACME.version_id
     assert names.of(version_id) == (ACME.name, BIRCH.name)
@@ -268,15 +265,6 @@ def test_settings_of_deleted_model_do_not_bind_others() -> None:
     state.note_model(replace(ACME, idle_timeout_s=20.0), 12.0, is_new_call=False)
     assert state.aliases.of(ACME.version_id) == (BIRCH.name,)
     assert [state.idle_timeout_s(ACME.version_id, now) for now in (12.0, 100.0)] == [5.0, 5.0]
-
-
-def test_version_that_is_forgotten_has_changed() -> None:
-    """The count of slots by tenant kept the tenants of a version that was no longer known."""
-    changed: list[str] = []
-    names = VersionAliases(changed.append)
-    for number in range(MAX_VERSIONS + 2):
-        names.note(replace(ACME, version_id=f"v{number}"), 60.0, 0.1, 0.0)
-    assert changed[-4:] == ["v0", f"v{MAX_VERSIONS}", "v1", f"v{MAX_VERSIONS + 1}"]
 
 
 def test_names_are_bounded() -> None:

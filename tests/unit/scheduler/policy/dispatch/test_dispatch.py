@@ -65,28 +65,6 @@ def test_not_begun_excludes_first_unless_loading() -> None:
     assert list(queue.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0), (C, 3.0)]
 
 
-def test_report_corrects_prediction() -> None:
-    queue = PrefillQueue()
-    queue.add(A, 1.0, now=10.0)
-    queue.add(B, 2.0, now=10.0)
-    queue.leave(A, now=10.1)  # quicker than predicted
-    assert queue.ahead_s(10.1) == pytest.approx(2.0)
-    queue.leave(C, now=10.1)  # unknown: nothing happens
-    assert len(queue) == 1
-    queue.leave(B, now=14.0)
-    queue.add(C, 0.5, now=20.0)
-    assert queue.ahead_s(20.25) == pytest.approx(0.25), "a new prompt begins at once on an idle instance"
-
-
-def test_on_an_instance_that_loads_nothing_has_begun() -> None:
-    queue = PrefillQueue()
-    queue.add(A, 1.0, now=10.0)
-    queue.add(B, 1.0, now=11.0)
-    assert queue.work_s() == pytest.approx(2.0)
-    queue.resume(now=30.0)
-    assert queue.ahead_s(30.5) == pytest.approx(1.5)
-
-
 def test_loading_instance_has_computed_the_layers_that_it_has() -> None:
     queue = PrefillQueue()
     assert queue.left_by_layer_s(0.5, 10.0) == 0.0

@@ -8,6 +8,8 @@ from torchrelay.scheduler.policy.effects import LoadNotice
 from torchrelay.scheduler.policy.inputs import GatewayConnected, Withdraw
 from torchrelay.scheduler.policy.types import AttemptKey
 
+MODEL = a_model()
+
 
 def notices_of(scene: PaperCluster) -> list[LoadNotice]:
     return [notice for effects in scene.effects for notice in effects.notices]
@@ -25,8 +27,7 @@ def load_layers(scene: PaperCluster, number: int, layer_s: float) -> None:
 
 def test_told_time_falls_as_layers_arrive() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r", num_prompt_tokens=1)
+    scene.admit(MODEL, "r", num_prompt_tokens=1)
     assert [(notice.has_slot, notice.num_layers) for notice in notices_of(scene)] == [(True, 0)]
     load_layers(scene, 3, 2.0)
     scene.pass_time(1.0)
@@ -40,8 +41,7 @@ def test_told_time_falls_as_layers_arrive() -> None:
 
 def test_loaded_model_of_suspect_worker_is_not_said_to_load() -> None:
     scene, model = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w")), a_model()
-    scene.admit(model, "first")
-    scene.finish_loads()
+    scene.serve(model, "first")
     num_told = len(notices_of(scene))
     scene.admit(model, "r", attempt=2, lost_workers=("w",))
     scene.pass_time(2.0)
@@ -50,10 +50,9 @@ def test_loaded_model_of_suspect_worker_is_not_said_to_load() -> None:
 
 def test_told_once_a_second_while_requests_wait_for_a_load() -> None:
     scene = two_workers_one_host()
-    model = a_model()
     scene.apply(GatewayConnected("gateway-2"))
-    scene.admit(model, "r")
-    scene.admit(model, "s", gateway_id="gateway-2")
+    scene.admit(MODEL, "r")
+    scene.admit(MODEL, "s", gateway_id="gateway-2")
     scene.pass_time(3.05)
     told = [notice.gateway_id for notice in notices_of(scene)]
     assert told == ["gateway-1", *["gateway-1", "gateway-2"] * 3]
@@ -63,7 +62,7 @@ def test_told_once_a_second_while_requests_wait_for_a_load() -> None:
     scene.finish_loads()
     num_told = len(notices_of(scene))
     scene.pass_time(3.0)
-    scene.admit(model, "t")
+    scene.admit(MODEL, "t")
     scene.pass_time(3.0)
     assert len(notices_of(scene)) == num_told
 
@@ -71,8 +70,7 @@ def test_told_once_a_second_while_requests_wait_for_a_load() -> None:
 def test_model_without_a_slot_is_told_so() -> None:
     scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w"))
     busy, model = a_model("acme/busy"), a_model("acme/other")
-    scene.admit(busy, "r")
-    scene.finish_loads()
+    scene.serve(busy, "r")
     scene.admit(model, "s")
     told = [notice for notice in notices_of(scene) if notice.version_id == model.version_id]
     assert [(notice.has_slot, notice.num_layers) for notice in told] == [(False, 0)]
@@ -81,24 +79,22 @@ def test_model_without_a_slot_is_told_so() -> None:
 
 def test_time_covers_the_prompts_that_wait() -> None:
     scene = two_workers_one_host()
-    model = a_model()
-    scene.admit(model, "r", num_prompt_tokens=1)
+    scene.admit(MODEL, "r", num_prompt_tokens=1)
     alone_s = notices_of(scene)[-1].left_s
     for number in range(20):
-        scene.admit(model, f"s-{number}", num_prompt_tokens=500)
+        scene.admit(MODEL, f"s-{number}", num_prompt_tokens=500)
     scene.pass_time(1.0)
     assert notices_of(scene)[-1].left_s >= alone_s + 9.0  # ten thousand tokens at a thousand per second
 
 
 def test_retry_time_of_a_cold_model_falls_as_layers_arrive() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=1)).settle(a_store("store-1", "host-1"), a_worker("w"))
-    model = a_model()
-    scene.admit(model, "r", num_prompt_tokens=10)
+    scene.admit(MODEL, "r", num_prompt_tokens=10)
     told_s = []
     for num_layers in range(1, 4):
         load_layers(scene, num_layers, 10.0)
         names = [f"s-{num_layers}-{number}" for number in range(PolicyConfig.max_open_per_instance + 1)]
         for name in names:
-            scene.admit(model, name, num_prompt_tokens=10)
+            scene.admit(MODEL, name, num_prompt_tokens=10)
         told_s.append(next(refusal.retry_after_s for refusal in map(scene.refusal, names) if refusal is not None))
     assert all(abs(told - left_s) < 3.0 for told, left_s in zip(told_s, (30.0, 20.0, 10.0), strict=True))

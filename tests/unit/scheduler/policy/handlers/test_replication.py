@@ -197,8 +197,7 @@ def test_instance_counts_as_use_and_its_pack_as_copy() -> None:
     scene = PaperCluster(PolicyConfig(recent_s=3.0)).settle(
         in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w-a", "host-1")
     )
-    scene.admit(MODEL, "r1")
-    scene.finish_loads()
+    scene.serve(MODEL, "r1")
     scene.release("r1")
     scene.pass_time(10.0)
     assert [command.hop.store_id for command in copies(scene)] == ["store-2"]
@@ -216,8 +215,7 @@ def test_disk_order_is_sent_with_every_lease() -> None:
         scene.pass_time(11.0)
     assert retained_packs(scene)[-1].disk_pack_ids == (MODEL.pack_id, other.pack_id)
     for number in range(3, 20):
-        scene.admit(MODEL, f"r{number}")
-        scene.finish_loads()
+        scene.serve(MODEL, f"r{number}")
         scene.release(f"r{number}")
         scene.pass_time(1.0)
     assert retained_packs(scene)[-1].disk_pack_ids == (other.pack_id, MODEL.pack_id)

@@ -22,8 +22,6 @@ from torchrelay.scheduler.policy.relay.planning import (
     TransferEdge,
     plan,
 )
-from torchrelay.scheduler.policy.relay.planning.rate_allocation import ChainMember, fair_rate
-from torchrelay.scheduler.policy.relay.planning.sender_pool import SenderPool, SourceAllocation
 from torchrelay.scheduler.policy.types import REMOTE
 
 NAMES = [f"s{number}" for number in range(12)]
@@ -46,12 +44,6 @@ def test_whole_holder_heads_chain_and_sends_once() -> None:
     edges = plan(["s0"], [], ["s1", "s2", "s3"])
     assert [edge.upstream for edge in edges] == ["s0", "s1", "s2"]
     assert edges[2].sources == ("s2", "s0", "s1", REMOTE)  # alternates: complete holders first, the remote store last
-
-
-def test_two_whole_holders_head_two_chains() -> None:
-    edges = plan(["s0", "s7"], [], ["s1", "s2", "s3", "s4"])
-    assert Counter(edge.upstream for edge in edges).most_common(1)[0][1] == 1
-    assert [edge.upstream for edge in edges[:2]] == ["s0", "s7"]
 
 
 def test_later_targets_follow_end_of_running_chain() -> None:
@@ -100,12 +92,6 @@ def test_host_gets_one_network_copy_and_fans_out() -> None:
 def test_live_target_is_fed_last() -> None:
     edges = plan(["s0"], [], ["s1", "s2", "s3"], live={"s1"})
     assert [edge.target for edge in edges] == ["s2", "s3", "s1"]
-
-
-def test_first_holder_feeds_other_store_of_its_host() -> None:
-    nodes = {f"s{number}": Node(host="a" if number < 8 else "b") for number in range(10)}
-    edges = plan([f"s{number}" for number in range(7)], [], ["s7"], nodes=nodes)
-    assert upstreams(edges) == {"s7": ("s0",)}
 
 
 def test_leaf_uplink_is_crossed_once() -> None:
@@ -207,57 +193,3 @@ def test_random_networks_fill_near_bound_as_predicted() -> None:
         over_greedy.append(outcome.mean_ready_s / greedy.mean_ready_s)
         assert over_bound[-1] > 0.999  # nothing is faster than the bound
     assert sorted(over_bound)[-3] < 1.1 and statistics.mean(over_greedy) < 0.9
-
-
-def test_fair_rate_is_fastest_link_without_shortage() -> None:
-    assert fair_rate(100.0, [ChainMember(90, 100), ChainMember(50, 100)]) == 90
-
-
-def test_fair_rate_is_at_most_what_sources_send() -> None:
-    assert fair_rate(40.0, [ChainMember(90, 100), ChainMember(80, 100)]) == pytest.approx(40, rel=1e-5)
-
-
-def test_uplinks_are_shared_by_targets_with_capacity() -> None:
-    # 100 from the source and 20 from the first: the second's own uplink comes too late for anyone.
-    assert fair_rate(100.0, [ChainMember(90, 20), ChainMember(90, 10)]) == pytest.approx(60, rel=1e-5)
-
-
-def test_slow_target_leaves_more_to_others() -> None:
-    assert fair_rate(100.0, [ChainMember(90, 0), ChainMember(30, 0)]) == pytest.approx(70, rel=1e-5)
-
-
-def test_fed_member_only_sends() -> None:
-    assert fair_rate(10.0, [ChainMember(90, 40, 0), ChainMember(80, 0)]) == pytest.approx(50, rel=1e-5)
-    assert fair_rate(0.0, [ChainMember(90, 40), ChainMember(30, 100, 0)]) == pytest.approx(30, rel=1e-5)
-
-
-def test_tightest_fit_spares_large_senders() -> None:
-    pool = SenderPool()
-    for store, out in (("a", 100.0), ("b", 60.0), ("c", 50.0)):
-        pool.add(store, Node(out))
-    assert pool.allocate(55.0, "", 4) == [SourceAllocation("b", 55.0)]
-    assert pool.allocate(100.0, "", 4) == [SourceAllocation("a", 100.0)]
-
-
-def test_idle_direction_precedes_tighter_fit() -> None:
-    pool = SenderPool()
-    pool.add("a", Node(100.0))
-    pool.add("b", Node(300.0))
-    pool.allocate(40.0, "", 4)  # from a, which has 60 left
-    assert pool.allocate(60.0, "", 4) == [SourceAllocation("b", 60.0)]
-
-
-def test_need_above_any_sender_is_striped_largest_first() -> None:
-    pool = SenderPool()
-    for store, out in (("a", 30.0), ("b", 60.0), ("c", 50.0)):
-        pool.add(store, Node(out))
-    assert pool.allocate(100.0, "", 4) == [SourceAllocation("b", 60.0), SourceAllocation("c", 40.0)]
-    assert pool.allocate(100.0, "", 1) == [SourceAllocation("a", 30.0)]
-
-
-def test_full_direction_is_shared() -> None:
-    pool = SenderPool()
-    pool.add("a", Node(100.0))
-    pool.allocate(100.0, "", 4)
-    assert pool.allocate(80.0, "", 4) == [SourceAllocation("a", 50.0)]
-    assert SenderPool().allocate(80.0, "", 4) == []

@@ -146,23 +146,6 @@ def test_failures_name_their_cause(transfers: Transfers, report: Reporting) -> N
     assert transfers.refused(KEY, "arena full", 101.0) == []
 
 
-def test_lost_or_idle_store_ends_its_relays(transfers: Transfers, report: Reporting) -> None:
-    plan(transfers)
-    report(copy_with(2))
-    assert transfers.refused(KEY, "another order", 101.0) == []  # it runs
-    (lost,) = transfers.lost("s2", "the store's process is gone", 101.0)
-    assert words([lost]) == ["s2 ended with 2 of 8 chunks: the store's process is gone"]
-    plan(transfers, report.now)
-    report.now += START_TIMEOUT_S
-    assert words(report()) == ["s2 ended: its store has not begun it"]
-
-
-def test_present_pack_is_no_relay(transfers: Transfers, report: Reporting) -> None:
-    plan(transfers, earlier=whole())
-    (finished,) = report(whole())
-    assert finished.kind is TransferEventKind.FINISHED and not finished.in_history and transfers.shown(101.0) == []
-
-
 def test_foreign_relays_are_known_by_reports(transfers: Transfers, report: Reporting) -> None:
     (begun,) = report(copy_with(1, SourceShare("s7", 1, 1.0, True)))
     assert words([begun]) == ["s7 -> s2, urgent, 33.6 MB"]
@@ -197,20 +180,6 @@ def test_ended_transfer_is_shown_for_a_while(transfers: Transfers, report: Repor
 # States
 
 
-def test_replicator_order_passes_all_states(transfers: Transfers, report: Reporting) -> None:
-    plan(transfers, cause=CopyCause.SPREAD)
-    assert state_of(transfers) is TransferState.PLANNED and transfers.ordered == (KEY,)
-    transfers.accepted(KEY, 100.0)
-    assert state_of(transfers) is TransferState.ACCEPTED
-    report(copy_with(1))
-    assert state_of(transfers) is TransferState.RUNNING and transfers.ordered == (KEY,)
-    (finished,) = report(whole())
-    assert finished.transfer.state is TransferState.FINISHED and finished.transfer.cause is CopyCause.SPREAD
-    assert not transfers.ordered
-    transfers.accepted(KEY, 101.0)  # the answer was overtaken by the reports
-    assert transfers.get(KEY) is None
-
-
 def test_wake_times_out_from_plan_and_order_from_acceptance(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     report.now += START_TIMEOUT_S
@@ -237,18 +206,6 @@ def test_error_before_begin_counts_unless_stale(transfers: Transfers, report: Re
         assert words(report(left)) == ["s2 ended: the store does not report it"]
 
 
-def test_order_joins_running_transfer(transfers: Transfers, report: Reporting) -> None:
-    plan(transfers, urgent=False)
-    there = TransferEdge("s2", ("s1", REMOTE), already_there=True)
-    transfers.plan(PACK, MODEL.pack_bytes, [there], {}, 103.0, cause=CopyCause.REPLICATE, reason=Reason("replicate"))
-    (transfer,) = transfers.with_rates()
-    assert transfers.ordered == (KEY,) and transfer.planned_at == 100.0 and transfer.reason == WHY and transfer.urgent
-    (begun, finished) = report(whole())
-    assert begun.kind is TransferEventKind.STARTED and finished.transfer.cause is CopyCause.REPLICATE
-    transfers.plan(PACK, MODEL.pack_bytes, [there], {}, 104.0)
-    assert not transfers.num_running
-
-
 def test_older_report_keeps_plan_and_order(transfers: Transfers, report: Reporting) -> None:
     left = copy_with(3, relay_begin_us=500_000, error="its source died")
     plan(transfers, earlier=left, cause=CopyCause.REPLICATE)
@@ -265,31 +222,7 @@ def test_older_report_keeps_plan_and_order(transfers: Transfers, report: Reporti
     assert failed.transfer.cause is CopyCause.REPLICATE and transfers.get(KEY) is None
 
 
-def test_missing_young_copy_fails_once_after_timeout(transfers: Transfers, report: Reporting) -> None:
-    plan(transfers, cause=CopyCause.REPLICATE)
-    transfers.accepted(KEY, report.now)
-    report(copy_with(1))
-    assert kinds(report()) == [TransferEventKind.FAILED] and report() == []
-    report.now += START_TIMEOUT_S
-    (failed,) = report()
-    assert failed.transfer.cause is CopyCause.REPLICATE and not failed.in_history
-    assert failed.transfer.error == "the store does not report it" and transfers.get(KEY) is None
-
-
 # Planning
-
-
-def test_transfers_count_as_holders_until_end(transfers: Transfers) -> None:
-    edges = [TransferEdge("s1", (REMOTE,)), TransferEdge("s2", ("s1", REMOTE))]
-    transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 100.0)
-    assert transfers.receiving(PACK, []) == ["s1", "s2"]
-    assert [transfer.holder_ids for transfer in transfers.with_rates()] == [(REMOTE,), ("s1",)]
-    transfers.observe(a_store("s1", "h1", [a_copy(MODEL, 3)]), None, 101.0)
-    assert transfers.num_running == 2
-    transfers.observe(a_store("s1", "h1", [a_copy(MODEL)]), None, 102.0)
-    assert transfers.receiving(PACK, []) == ["s2"]
-    transfers.observe(a_store("s2", "h2"), None, 200.0)  # it never began
-    assert not transfers.with_rates()
 
 
 @pytest.mark.parametrize("clock_ahead_s", [-3600, 0, 3600])
@@ -304,16 +237,6 @@ def test_store_clock_does_not_change_order(transfers: Transfers, clock_ahead_s: 
     transfers.plan(PACK, MODEL.pack_bytes, [EDGE], {}, 10_001.0)
     transfers.observe(late, a_store("s1", "hs1"), 10_002.1)
     assert transfers.receiving(PACK, [late, reserving, first]) == ["s8", "s2", "s1", "s0"]
-
-
-def test_every_striped_source_sends_its_share(transfers: Transfers) -> None:
-    edge = TransferEdge("s3", ("s1", "s2", REMOTE), num_striped=2, shares=(0.75, 0.25), bytes_per_s=100.0)
-    edges = [edge, TransferEdge("s4", ("s1",), already_there=True)]
-    transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 1.0, urgent=False)
-    (transfer,) = transfers.with_rates()
-    assert transfer.sources == (("s1", 75.0), ("s2", 25.0)) and not transfer.urgent
-    transfers.lost("s3", "gone", 2.0)
-    assert not transfers.with_rates()
 
 
 def test_progress_of_incoming_copies(transfers: Transfers) -> None:

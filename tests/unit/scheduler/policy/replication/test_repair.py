@@ -58,14 +58,6 @@ def three(*copies_of_first: PackCopy) -> list[StoreStatus]:
     return [a_store("a", *copies_of_first, domain="r1"), a_store("b", domain="r1"), a_store("c", domain="r2")]
 
 
-def test_recent_pack_gets_second_copy_in_other_domain() -> None:
-    decided = decide(three(a_copy("p")), used("p"))
-    assert orders(decided) == [("p", "c", CopyCause.REPLICATE)]
-    assert not decided.orders[0].urgent and not decided.orders[0].may_evict_retained
-    assert "only on a" in decided.orders[0].reason
-    assert decided.num_short == 1 and not decided.settled
-
-
 def test_working_and_incoming_copies_count() -> None:
     stores = three(a_copy("p", pins=2))
     stores[2] = a_store("c", a_copy("p", verified=3), domain="r2")
@@ -74,11 +66,6 @@ def test_working_and_incoming_copies_count() -> None:
     stores[2] = a_store("c", a_copy("p"), domain="r2")
     decided = decide(stores, used("p"))
     assert not decided.orders and decided.settled == {"p"}
-
-
-def test_copy_avoids_store_of_recent_failure() -> None:
-    decided = decide(three(a_copy("p")), used("p"), avoid=frozenset({("p", "c")}))
-    assert orders(decided) == [("p", "b", CopyCause.REPLICATE)]  # better in the same rack than not at all
 
 
 def test_single_host_or_domain_orders_nothing_impossible() -> None:
@@ -120,16 +107,6 @@ def test_idle_copies_leave_half_of_limits_free() -> None:
     stores = [a_store("full", *(a_copy(pack.pack_id) for pack in packs), arena=40 * GB)]
     stores += [a_store(f"s{number}", arena=40 * GB) for number in range(20)]
     assert len(decide(stores, *packs, config=replace(RULES, max_replications=8)).orders) == 4
-
-
-def test_silent_store_keeps_copies_and_gets_none() -> None:
-    stores = [a_store("a", a_copy("p")), a_store("b", a_copy("p")), a_store("c")]
-    known = used("p", settled=True)
-    assert not decide(stores, known, away=frozenset({"b"})).orders
-    decided = decide([*stores[:1], *stores[2:]], known)
-    assert orders(decided) == [("p", "c", CopyCause.REBUILD)]
-    stores = [a_store("a", a_copy("p")), a_store("b")]
-    assert not decide(stores, known, away=frozenset({"b"})).orders
 
 
 def test_pack_without_demand_keeps_one_copy_in_free_space() -> None:
