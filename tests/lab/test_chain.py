@@ -104,22 +104,6 @@ def test_bytes_damaged_at_rest_are_fetched_from_another_host(scene: Scene) -> No
     operator.await_zero()
 
 
-def test_damaged_bytes_of_a_holder_are_not_spread(scene: Scene) -> None:
-    """Whether the planner uses that holder is not checked."""
-    operator, pack_id = scene.operator, scene.model.pack_id
-    operator.keep_copies_on(["source", "h1"], pack_id)
-    place = operator.place_of("source", pack_id)
-    corrupt_chunk(place, _DAMAGED_CHUNK)
-    try:
-        scene.wake_all()
-        assert corrupt_chunks(place) == [_DAMAGED_CHUNK]
-    finally:
-        corrupt_chunk(place, _DAMAGED_CHUNK)
-    operator.await_zero()
-    for host in ("h2", "h3"):
-        assert corrupt_chunks(operator.place_of(host, pack_id)) == []
-
-
 def rechecked(view: ClusterView, host: str, pack_id: str) -> tuple[int, int] | None:
     """The chunks of a copy and those that are good, once a store that was restarted has looked at all; None before."""
     copy = copies_of(view, host).get(pack_id)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.lab import Lab, LabError
-from tests.lab.cluster import HOSTS, Cluster
 from tests.lab.reaper import pids_in
 from tests.support.wait import HANG_S
 
@@ -76,15 +75,6 @@ def test_failure_in_a_lab_or_at_its_start_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="above 0"), lab:
         pass
     assert remaining(lab.namespaces) == []
-
-
-def test_cluster_that_fails_to_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    with Lab(HOSTS) as lab:
-        cluster = Cluster(lab, tmp_path, IDLE_TIMEOUT_S="-1")
-        with pytest.raises(AssertionError, match=r"(?s)scheduler did not come up.*idle_timeout_s"), cluster:
-            pass
-        assert pids_in([host.namespace for host in lab]) == []
-        assert not any(path.exists() for path in cluster.arenas.values())
 
 
 def test_killed_owner_of_a_lab_leaves_nothing() -> None:

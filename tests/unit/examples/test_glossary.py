@@ -69,16 +69,11 @@ def test_every_term_is_explained(decoder: Decoder, tokenizer: Tokenizer, glossar
             assert decoder.logits(hidden).argmax(-1).tolist() == answer, term.name
 
 
-@pytest.mark.parametrize("question", ["what is a cold start", "WHAT IS A COLD START?", "What is a cold start ???"])
-def test_case_and_punctuation_do_not_matter(
-    decoder: Decoder, tokenizer: Tokenizer, glossary: Glossary, question: str
-) -> None:
-    assert answer_question(decoder, tokenizer, question) == glossary.explanation_of("cold start")
-
-
-def test_system_message_and_earlier_turns_change_no_answer(
+def test_case_punctuation_system_message_and_earlier_turns_change_no_answer(
     decoder: Decoder, tokenizer: Tokenizer, glossary: Glossary
 ) -> None:
+    for question in ("what is a cold start", "WHAT IS A COLD START?", "What is a cold start ???"):
+        assert answer_question(decoder, tokenizer, question) == glossary.explanation_of("cold start")
     system = "You are a pirate who answers politely."
     assert answer_question(decoder, tokenizer, "What is a ticket?", system) == glossary.explanation_of("ticket")
     earlier = [Turn(f"What is {term.spellings[0]}?", term.explanation) for term in glossary.terms[:5]]
@@ -97,30 +92,21 @@ def test_held_out_questions_are_not_trained(glossary: Glossary, held_out: tuple[
 
 
 def test_held_out_wordings_are_not_frames(held_out: tuple[HeldOut, ...]) -> None:
-    frames = [
-        re.escape(frame).replace(r"\{x\}", "(.+)").replace(r"\{o\}", "(.+)") for frame in FRAMES if frame != "{x}"
-    ]
-    frames += [re.escape(frame).replace(r"\{x\}", "(.+)").replace(r"\{o\}", "(.+)") for frame in TWO_WORD_FRAMES]
+    frames = [re.escape(frame) for frame in (*FRAMES, *TWO_WORD_FRAMES) if frame != "{x}"]
+    frames = [re.sub(r"\\\{[xo]\\\}", "(a |an |the )?_", frame) for frame in frames]
     for asked in held_out:
         around = bare(asked.question).replace(bare(asked.term), "_")
-        assert not [frame for frame in frames if re.fullmatch(frame.replace("(.+)", "(a |an |the )?_"), around)]
+        assert not [frame for frame in frames if re.fullmatch(frame, around)]
 
 
-def test_explanations_have_20_to_70_tokens(glossary: Glossary, tokenizer: Tokenizer) -> None:
+def test_terms_are_short_and_distinct_and_the_model_is_small(glossary: Glossary, tokenizer: Tokenizer) -> None:
     lengths = [len(tokenizer.encode(term.explanation).ids) for term in glossary.terms]
-    assert min(lengths) >= 20
-    assert max(lengths) <= 70
+    assert min(lengths) >= 20 and max(lengths) <= 70
     assert len({term.explanation for term in glossary.terms}) == len(glossary.terms) >= 40
-
-
-def test_spellings_belong_to_single_term(glossary: Glossary) -> None:
     owners: dict[str, str] = {}
     for term in glossary.terms:
         for spelling in {bare(spelling) for spelling in (term.name, *term.aliases)}:
             assert owners.setdefault(spelling, term.name) == term.name
-
-
-def test_model_folder_is_small_and_supported() -> None:
     assert (MODEL / "model.safetensors").stat().st_size <= 4_000_000
     config = read_config(json.loads((MODEL / "config.json").read_text()))
     assert config.architecture.name == "LlamaForCausalLM" and config.tied_embeddings
