@@ -197,7 +197,6 @@ async def _background(
         try:
             await asyncio.Event().wait()
         finally:
-            discovery.stop()
             controller.actuator.stop()
 
 

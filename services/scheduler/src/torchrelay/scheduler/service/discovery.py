@@ -65,20 +65,24 @@ class Discovery:
         self._subjects = subjects
         self._report_check = report_check
         self._tasks = tasks
-        self._stopped = False
+        # The error of a report. Cancelled as soon as the group of tasks ends for another reason: it takes no task then.
+        self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._repeats = Repeats()
         self._watches: dict[Peer, _Watch] = {}
 
     async def start(self) -> None:
+        self._tasks.create_task(self._fail(), name="failure of a report")
         await self._nats.subscribe(self._subjects.worker_load(), cb=partial(self._on_report, WorkerReport))
         await self._nats.subscribe(self._subjects.store_load(), cb=partial(self._on_report, StoreReport))
 
-    def stop(self) -> None:
-        """Ignores further reports: the task group is closing."""
-        self._stopped = True
+    async def _fail(self) -> None:
+        """Ends the service if a report fails: the broker's client only logs what a callback raises."""
+        raise await self._failure
 
     async def _on_report(self, kind: type[Report], message: Msg) -> None:
-        if self._stopped or (self._repeats.is_repeat(message) and self._controller.repeated((kind, node_id(message)))):
+        if self._failure.done():
+            return
+        if self._repeats.is_repeat(message) and self._controller.repeated((kind, node_id(message))):
             return
         report = self._read(kind, message)
         if report is None:
@@ -86,9 +90,7 @@ class Discovery:
         try:
             self._controller.reported(report, streamed=False)
         except Exception as error:
-            # The broker's client only logs what a callback raises; an error here must end the service.
-            self._stopped = True
-            self._tasks.create_task(_fail(error))
+            self._failure.set_result(error)
             return
         if self._controller.is_present(peer_of(report)):
             self._watch(report)
@@ -146,10 +148,6 @@ class Discovery:
             return self._channels.worker(address, first.worker_id).WatchSlot(watch_slot)
         watch_copies = param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=epoch)
         return self._channels.store(address, first.store_id).WatchCopies(watch_copies)
-
-
-async def _fail(error: Exception) -> None:
-    raise error
 
 
 class StreamRetries:

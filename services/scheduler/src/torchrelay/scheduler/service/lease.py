@@ -17,6 +17,7 @@ import nats
 from nats.aio.client import Client
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
+from torchrelay.common.cancellation import raise_if_cancelled
 from torchrelay.common.errors import Conflict
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
@@ -44,6 +45,7 @@ class Lease:
         """Waits until this contender holds the lease, as the successor of a holder with the same name at once."""
         is_after_fault = not await self._ensure_stream()
         while True:
+            raise_if_cancelled()
             pause_s = _LOOK_EVERY_S
             try:
                 replaced = await self._replaceable()
@@ -66,6 +68,7 @@ class Lease:
     async def keep(self) -> None:
         """Renews the lease until cancelled. Raises ``Conflict`` once another scheduler has it."""
         while True:
+            raise_if_cancelled()
             await asyncio.sleep(self._lease_s / 4)
             try:
                 if await self._write(self._holder, self._sequence):
