@@ -89,7 +89,7 @@ jobs_in_seconds = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(jobs_in_seconds)
 def test_token_times_match_batching_core(jobs: list[Job]) -> None:
     """Times differ by at most a step: of two prompts that reach an idle engine together, one may get its own step."""

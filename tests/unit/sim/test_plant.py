@@ -34,6 +34,18 @@ def requests(model: str, number: int, every_s: float, num_prompt: int = 1000, nu
     return [Request(f"{model} {n}", n * every_s, model, num_prompt, num_output) for n in range(number)]
 
 
+class RecordedPolicy(Policy):
+    """Notes its inputs, and when they came."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.inputs: list[tuple[float, Input]] = []
+
+    def apply(self, input_: Input, now: float) -> Effects:
+        self.inputs.append((now, input_))
+        return super().apply(input_, now)
+
+
 def new_policy(policy: type[PolicyT], strategies: Strategies | None = None, **config: object) -> PolicyT:
     ids = count()
     return policy(PolicyConfig(**config), lambda: f"i{next(ids)}", 1000.0, strategies or Strategies())  # type: ignore[arg-type]
@@ -158,50 +170,36 @@ def test_draining_worker_free_after_last_attempt_failed() -> None:
 
 def test_first_token_counts_after_failure() -> None:
     """Regression: a first token did not count if the attempt failed while its KV was in transit."""
-    forced: list[int] = []
 
-    class KillingPolicy(Policy):
+    class KillingPolicy(RecordedPolicy):
         """Drains all instances immediately at the first token."""
 
         def apply(self, input_: Input, now: float) -> Effects:
             caused = super().apply(input_, now)
-            if isinstance(input_, Admit):
-                forced.append(input_.admission.num_forced_tokens)
-            if isinstance(input_, FirstToken) and len(forced) == 1:
-                caused.commands.extend(
-                    UnloadCommand(each.instance_id, each.worker_id, 0.0) for each in self.state.instances
-                )
+            if isinstance(input_, FirstToken) and sum(isinstance(each, FirstToken) for _, each in self.inputs) == 1:
+                drains = (UnloadCommand(each.instance_id, each.worker_id, 0.0) for each in self.state.instances)
+                caused.commands.extend(drains)
             return caused
 
-    run_small(new_policy(KillingPolicy, APART), requests("t/small", 1, 1.0, num_prompt=20_000))
-    assert forced[0] == 0 and set(forced[1:]) == {1}
+    policy = new_policy(KillingPolicy, APART)
+    run_small(policy, requests("t/small", 1, 1.0, num_prompt=20_000))
+    first, *later = (input_.admission.num_forced_tokens for _, input_ in policy.inputs if isinstance(input_, Admit))
+    assert first == 0 and set(later) == {1}
 
 
 def test_max_tokens_hides_answer_length() -> None:
     """Regression: ``max_tokens`` was the length, so KV and times per token were predicted exactly."""
-    asked: dict[str, int] = {}
-
-    class RecordedPolicy(Policy):
-        def apply(self, input_: Input, now: float) -> Effects:
-            if isinstance(input_, Admit):
-                asked[input_.admission.key.request_id] = input_.admission.max_tokens
-            return super().apply(input_, now)
-
-    lengths = [1, 50, 512, 513, 3000]
-    run_small(new_policy(RecordedPolicy), [Request(str(n), 0.1, "t/small", 100, n) for n in lengths])
+    lengths, policy = [1, 50, 512, 513, 3000], new_policy(RecordedPolicy)
+    run_small(policy, [Request(str(n), 0.1, "t/small", 100, n) for n in lengths])
+    admissions = [input_.admission for _, input_ in policy.inputs if isinstance(input_, Admit)]
+    asked = {admission.key.request_id: admission.max_tokens for admission in admissions}
     assert [asked[str(n)] for n in lengths] == [512, 512, 512, 1024, 4096]
 
 
 def test_due_inputs_have_distinct_times() -> None:
-    dues: list[float] = []
-
-    class RecordedPolicy(Policy):
-        def apply(self, input_: Input, now: float) -> Effects:
-            if isinstance(input_, Due):
-                dues.append(now)
-            return super().apply(input_, now)
-
-    run_small(new_policy(RecordedPolicy), requests("t/small", 300, 0.01, num_prompt=4000))
+    policy = new_policy(RecordedPolicy)
+    run_small(policy, requests("t/small", 300, 0.01, num_prompt=4000))
+    dues = [now for now, input_ in policy.inputs if isinstance(input_, Due)]
     assert dues and len(set(dues)) == len(dues)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import Counter
 from collections.abc import Callable
 from itertools import combinations, count
 from random import Random
@@ -46,17 +45,6 @@ def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
         queues.take(admission.key, NOW)
         request_ids.append(admission.key.request_id)
     return request_ids
-
-
-def test_idle_tenant_accumulates_no_credit() -> None:
-    queues = queues_with(*(of("early", f"e{n}") for n in range(20)))
-    for _ in range(10):
-        admission = queues.next(MODEL.version_id, NOW)
-        assert admission is not None
-        queues.take(admission.key, NOW)
-    for number in range(10):
-        queues.push(of("late", f"l{number}"))
-    assert Counter(request_id[0] for request_id in order_of(queues)[:10])["l"] in (5, 6)
 
 
 def test_earliest_deadline_of_tenant_is_first() -> None:
@@ -191,14 +179,6 @@ def test_timely_requests_precede_late_ones() -> None:
     assert order_of(queues) == [f"r{n}" for n in range(64)] + [f"late{5 - n}" for n in range(6)]
 
 
-def test_timely_requests_are_of_same_tenant_and_version() -> None:
-    queues = queues_with(*(of("a", f"a{n}", ttft_target_s=9.0 - n) for n in range(4)), of("b", "b0"))
-    queues.fall_late(AttemptKey("a3", 1), rank=0.0)
-    timely, share = queues.timely_beside(AttemptKey("a0", 1), 2)
-    assert [admission.key.request_id for admission in timely] == ["a2", "a1"]
-    assert share == 0.5
-
-
 def test_refunded_late_batch_work_is_not_charged() -> None:
     batch = of("a", "batch", service_class=ServiceClass.BATCH, num_prompt_tokens=100_000)
     queues = queues_with(batch)
@@ -240,19 +220,6 @@ def are_in_time(prompts: list[TimedPrompt], begins_at: float) -> bool:
         if begins_at > prompt.deadline:
             return False
     return True
-
-
-def test_longest_prompt_is_late_even_if_due_first() -> None:
-    prompts = prompts_of((6.0, 5.0), (7.0, 2.0), (8.0, 2.0))
-    assert fewest_late(prompts, [1.0]) == [AttemptKey("r0", 1)]
-
-
-def test_no_prompt_is_late_if_all_can_be_in_time() -> None:
-    assert fewest_late(prompts_of((6.0, 5.0), (8.0, 2.0)), [1.0]) == []
-
-
-def test_unavoidably_late_prompt_is_chosen_first() -> None:
-    assert fewest_late(prompts_of((2.0, 3.0), (5.0, 4.0)), [0.0]) == [AttemptKey("r0", 1)]
 
 
 @given(

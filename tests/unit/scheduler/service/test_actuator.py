@@ -1,8 +1,10 @@
-"""The relay commands that stores get over gRPC: striped sources, urgency, and other sources when one turns slow."""
+"""Relays, copies and retention leases as stores get them over gRPC, and as the history and Explain show them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from typing import Any
 
 import pytest
@@ -12,13 +14,13 @@ from tests.unit.scheduler.policy.paper_cluster import a_model
 from tests.unit.scheduler.service.scripted_cluster import (
     GatewayClient,
     ScriptedCluster,
+    ScriptedStore,
     a_version,
     cluster,
     scripted_cluster,
 )
-from tests.unit.scheduler.service.scripted_peers import ScriptedStore
 from torchrelay.common.errors import Overloaded
-from torchrelay.control.v1 import param_store_pb2, reports_pb2
+from torchrelay.control.v1 import param_store_pb2, reports_pb2, scheduler_pb2
 from torchrelay.scheduler.policy.effects import LoadCommand
 from torchrelay.scheduler.service.actuator import Actuator
 
@@ -42,7 +44,6 @@ async def a_store(it: ScriptedCluster, number: int, mb_per_s: float, whole: bool
 
 
 async def first_relay(gateway: GatewayClient, store: ScriptedStore) -> param_store_pb2.RelayRequest:
-    await asyncio.sleep(0.5)  # the settling time of a start
     await gateway.admit("r1")
     await gateway.placement()
     await eventually(lambda: bool(store.relays))
@@ -93,7 +94,6 @@ async def test_hung_store_delays_no_other_host(nats_url: str) -> None:
         async with it.scheduler(4, replicate=False) as address, GatewayClient(address) as gateway:
             for store, *_ in hosts:
                 store.answers.clear()
-            await asyncio.sleep(0.5)  # the settling time of a start
             await gateway.admit("r1")
             await eventually(lambda: all(store.relays for store, *_ in hosts))
             assert [store.num_open_calls for store, *_ in hosts] == [1, 1], "no relay waited for another"
@@ -113,7 +113,6 @@ async def test_load_from_whole_copy_waits_for_no_store(nats_url: str) -> None:
         async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
             store.answers.clear()
-            await asyncio.sleep(0.5)  # the settling time of a start
             await gateway.admit("r1")
             await gateway.placement()
             assert all(worker.loads for worker in workers) and len(store.relays) <= 1
@@ -134,7 +133,6 @@ async def test_refused_relay_of_whole_copy_ends_its_loads(nats_url: str, hung: b
             workers[1].answers.clear()
         async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
-            await asyncio.sleep(0.5)  # the settling time of a start
             await gateway.admit("r1")
             await eventually(lambda: bool(workers[0].unloads))
             assert workers[0].unloads[0].drain_s == 0.0
@@ -149,3 +147,69 @@ async def test_wake_without_hosts_calls_no_peer() -> None:
     nobody: Any = None
     async with asyncio.TaskGroup() as tasks:
         Actuator(nobody, nobody, tasks).start(LoadCommand(a_model(), ()))
+
+
+def num_copies(view: scheduler_pb2.ClusterView) -> int:
+    """How many stores have the whole pack, as the scheduler knows."""
+    return sum(copy.relay_end_unix_us > 0 for store in view.stores for copy in store.copies if copy.pack_id == PACK)
+
+
+async def test_woken_model_gets_retained_second_copy(nats_url: str) -> None:
+    async with scripted_cluster(nats_url) as it:
+        hosts = [await it.host(number) for number in (1, 2)]
+        stores = [store for store, _, _ in hosts]
+        async with it.scheduler(4) as address, GatewayClient(address) as gateway:
+            await cluster(address, lambda view: len(view.stores) == 2)
+            await gateway.admit("r1")
+            await gateway.placement()
+            first = next(store for store in stores if store.relays)
+            second = next(store for store in stores if store is not first)
+            await first.finish_relay(PACK, time.time_ns() // 1000)
+            await eventually(lambda: bool(second.relays))
+            (woken,), (copied,) = first.relays, second.relays
+            assert woken.urgency == param_store_pb2.RELAY_URGENCY_URGENT and not woken.keep_retained
+            assert copied.urgency == param_store_pb2.RELAY_URGENCY_IDLE and copied.keep_retained
+            assert [source.holder_id for source in copied.sources] == [first.store_id, "remote"]
+            assert copied.sources[0].ticket.receiver_id == second.store_id and copied.epoch == woken.epoch
+            await second.finish_relay(PACK, time.time_ns() // 1000)
+            await eventually(lambda: bool(first.retains and second.retains))
+            for store in stores:
+                request = store.retains[-1]
+                assert list(request.pack_ids) == [PACK] and request.lease_s == 30 and request.epoch == woken.epoch
+            js = it.nats.jetstream()
+            subscription = await js.subscribe(it.subjects.event("copy.>"), stream=it.subjects.history_stream)
+            events: dict[str, dict[str, object]] = {}
+            while it.subjects.event("copy.finished") not in events:
+                message = await subscription.next_msg(timeout=5)
+                events[message.subject] = json.loads(message.data)
+            begun = events[it.subjects.event("copy.replicate")]
+            assert begun["model"] == "acme/tiny" and begun["store_id"] == second.store_id and begun["reason"]
+            reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            assert {"replicate", "copied"} <= {decision.kind for decision in reply.decisions}
+
+
+async def test_killed_store_causes_urgent_copy(nats_url: str) -> None:
+    async with scripted_cluster(nats_url) as it:
+        stores = [(await it.host(number))[0] for number in (1, 2, 3)]
+        async with it.scheduler(6) as address, GatewayClient(address) as gateway:
+            await cluster(address, lambda view: len(view.stores) == 3)
+            await gateway.admit("r1")
+            await gateway.placement()
+            first = next(store for store in stores if store.relays)
+            await first.finish_relay(PACK, time.time_ns() // 1000)
+            others = [store for store in stores if store is not first]
+            await eventually(lambda: any(store.relays for store in others))
+            second, third = sorted(others, key=lambda store: not store.relays)
+            await second.finish_relay(PACK, time.time_ns() // 1000)
+            await cluster(address, lambda view: num_copies(view) == 2)
+            # A copy is rebuilt if a decision of the replicator has counted it. The decision that orders a copy of
+            # another pack came after the report of this pack's second copy.
+            first.copies["other"] = reports_pb2.PackCopy(
+                pack_id="other", pack_bytes=1 << 20, num_chunks=8, num_chunks_verified=8, retained=True
+            )
+            await first.touch()
+            await eventually(lambda: any(relay.pack_id == "other" for store in others for relay in store.relays))
+            await second.kill()
+            await eventually(lambda: any(relay.pack_id == PACK for relay in third.relays))
+            (rebuilt,) = (relay for relay in third.relays if relay.pack_id == PACK)
+            assert rebuilt.urgency == param_store_pb2.RELAY_URGENCY_URGENT and rebuilt.keep_retained

@@ -1,4 +1,4 @@
-"""The timer for requests that time alone lets be placed."""
+"""The controller between messages, the policy and its peers: timers, streams of gateways, channels, conversions."""
 
 from __future__ import annotations
 
@@ -6,24 +6,43 @@ import asyncio
 import io
 import json
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
+import pytest
 from nats.aio.client import Client
+from pytest import MonkeyPatch
 
 from tests.support.wait import eventually
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, a_request, a_version
+from torchrelay.common.errors import Overloaded
+from torchrelay.common.identity.callers import Caller, call_token
+from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.net.rpc.message_pace import AT_ONCE
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Refusal
 from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import GatewayConnected
-from torchrelay.scheduler.service.admit_streams import AdmitStreams
+from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass, SlotClass
+from torchrelay.scheduler.service import peer_channels
+from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStreams
 from torchrelay.scheduler.service.cluster_view import cluster_view
 from torchrelay.scheduler.service.controller import Clock, Controller
+from torchrelay.scheduler.service.converters import (
+    admission_from_proto,
+    model_from_proto,
+    store_from_proto,
+    worker_from_proto,
+)
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
+from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
 
@@ -140,3 +159,187 @@ async def test_view_of_stores_omits_disks() -> None:
     assert controller.policy.state.membership.is_on_disk("p")
     (seen,) = cluster_view(controller).stores
     assert seen.store_id == "s" and not seen.HasField("disk")
+
+
+async def test_slow_gateway_loses_stream() -> None:
+    streams = AdmitStreams(max_queued=3)
+    stream = streams.open()
+    streams.connected(stream, "g")
+    for _ in range(4):
+        streams.send("g", AdmitEvent())
+    with pytest.raises(Overloaded):
+        async for _ in stream.events():
+            pass
+
+
+async def test_newer_stream_replaces_older() -> None:
+    streams = AdmitStreams(max_queued=3)
+    older, newer = streams.open(), streams.open()
+    streams.connected(older, "g")
+    streams.connected(newer, "g")
+    assert [event async for event in older.events()] == []
+    assert not streams.disconnected(older)  # the gateway is still here
+    streams.send("g", AdmitEvent())
+    streams.close()
+    assert [events async for events in newer.events()] == [AdmitEvents(events=[AdmitEvent()])]
+    assert streams.disconnected(newer)
+
+
+async def test_stream_beats_at_requested_interval() -> None:
+    streams = AdmitStreams(max_queued=3)
+    stream = streams.open()
+    stream.beat(0.1)
+    events = stream.events()
+    assert [await _kinds(events) for _ in range(3)] == [["beat"]] * 3
+    streams.connected(stream, "g")
+    streams.send("g", AdmitEvent(refusal=Refusal()))
+    assert await _kinds(events) == ["refusal"]
+    streams.close()
+    assert [event async for event in events] == []
+
+
+async def _kinds(events: AsyncIterator[AdmitEvents]) -> list[str | None]:
+    return [event.WhichOneof("event") for event in (await anext(events)).events]
+
+
+async def test_waiting_events_form_bounded_batches() -> None:
+    streams = AdmitStreams(max_queued=1000)
+    stream = streams.open()
+    streams.connected(stream, "g")
+    for position in range(MAX_BATCH + 1):
+        streams.send("g", AdmitEvent(refusal=Refusal(retry_after_s=position)))
+    streams.close()
+    batches = [[event.refusal.retry_after_s for event in events.events] async for events in stream.events()]
+    assert batches == [[*range(MAX_BATCH)], [MAX_BATCH]]
+
+
+async def test_close_events_share_one_message() -> None:
+    streams = AdmitStreams(max_queued=1000, message_every_s=0.3)
+    stream = streams.open()
+    streams.connected(stream, "g")
+    events = stream.events()
+    for _ in range(AT_ONCE):
+        streams.send("g", AdmitEvent(refusal=Refusal()))
+        assert len(await _kinds(events)) == 1
+    streams.send("g", AdmitEvent(refusal=Refusal()))
+    following = asyncio.create_task(_kinds(events))
+    await asyncio.sleep(0)  # the stream has seen the first of two
+    streams.send("g", AdmitEvent(refusal=Refusal()))
+    assert len(await following) == 2
+
+
+CHANNEL_KEY = bytes(32)
+ADDRESS = "127.0.0.1:1"
+
+
+async def test_closed_port_is_refused() -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    assert not await is_refused(f"127.0.0.1:{port}")
+    server.close()
+    await server.wait_closed()
+    assert await is_refused(f"127.0.0.1:{port}")
+
+
+async def test_peer_is_connected_while_channel_is_ready() -> None:
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channels = PeerChannels(CHANNEL_KEY)
+    assert not channels.is_connected(address, "store-1"), "nobody has called it"
+    channel = channels.channel(address, "store-1", Caller.STORE)
+    assert not channels.is_connected(address, "store-1")
+    channel.get_state(try_to_connect=True)
+    await channel.channel_ready()
+    assert channels.is_connected(address, "store-1")
+    await server.stop(None)
+    await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+    assert not channels.is_connected(address, "store-1")
+    await channels.close()
+
+
+async def test_nodes_at_one_address_get_own_tokens(monkeypatch: MonkeyPatch) -> None:
+    """A port may pass from one process to another before anybody noticed that the first is gone."""
+    tokens: list[str] = []
+
+    def note_token(address: str, tls: Tls | None, token: str, callee: Caller, *, is_thin: bool) -> grpc.aio.Channel:
+        tokens.append(token)
+        return grpc.aio.insecure_channel(address)
+
+    monkeypatch.setattr(peer_channels, "open_channel", note_token)
+    channels = PeerChannels(CHANNEL_KEY)
+    first, second = (channels.worker(ADDRESS, "worker-1"), channels.worker(ADDRESS, "worker-2"))
+    assert first is not second and channels.worker(ADDRESS, "worker-1") is first
+    assert tokens == [
+        call_token(derive_node_key(CHANNEL_KEY, each), Caller.SCHEDULER) for each in ("worker-1", "worker-2")
+    ]
+    other = channels.worker("127.0.0.1:2", "worker-1")
+    await channels.forget(ADDRESS)
+    assert channels.worker("127.0.0.1:2", "worker-1") is other
+    assert channels.worker(ADDRESS, "worker-1") is not first and channels.worker(ADDRESS, "worker-2") is not second
+    await channels.close()
+
+
+def admission(**fields: Any) -> Admission:
+    return admission_from_proto(a_request("r1", **fields), "gateway-1", now=100.0)
+
+
+def test_admission_has_service_class_of_request() -> None:
+    given = admission(service_class=scheduler_pb2.SERVICE_CLASS_BATCH)
+    assert given.service_class is ServiceClass.BATCH
+    assert admission().service_class is ServiceClass.STANDARD
+
+
+def test_retried_request_keeps_its_arrival() -> None:
+    """After its worker's death it had a new deadline and the last place."""
+    first, again = admission(), admission(attempt=2, age_ms=7500)
+    assert again.admitted_at == first.admitted_at == 100.0
+    assert again.deadline == first.deadline - 7.5
+
+
+def test_admission_has_targets_of_model() -> None:
+    version = a_version()
+    assert model_from_proto(version).targets == LatencyTargets()
+    version.targets.CopyFrom(types_pb2.LatencyTargets(interactive_ttft_s=0.2, standard_ttft_s=0.5, tbt_target_s=0.05))
+    assert model_from_proto(version).targets == LatencyTargets(0.2, 0.5, 0.0, 0.05)
+
+
+def test_model_has_slots_of_version() -> None:
+    version = a_version()
+    assert model_from_proto(version).slot_class == SlotClass(1, "")
+    version.scaling.engine, version.scaling.num_devices = "vllm", 2
+    assert model_from_proto(version).slot_class == SlotClass(2, "vllm")
+
+
+def test_service_class_numbers_match_protocol() -> None:
+    assert {f"SERVICE_CLASS_{ServiceClas.name}": ServiceClas.value for ServiceClas in ServiceClass} == dict(
+        scheduler_pb2.ServiceClass.items()
+    )
+
+
+def test_unknown_service_class_is_standard() -> None:
+    assert admission(service_class=99).service_class is ServiceClass.STANDARD
+
+
+def test_worker_report_tells_what_the_engine_can() -> None:
+    report = reports_pb2.WorkerReport(worker_id="w1")
+    worker = worker_from_proto(report, 1.0)  # of an earlier release
+    assert worker.hands_over and worker.computes_by_layer
+    assert (worker.engine, worker.num_devices) == ("torchrelay", 1)
+    report.capabilities.CopyFrom(reports_pb2.EngineCapabilities(engine="vllm"))
+    report.num_devices = 2
+    worker = worker_from_proto(report, 1.0)
+    assert not worker.hands_over and not worker.computes_by_layer
+    assert (worker.engine, worker.num_devices) == ("vllm", 2)
+    report.capabilities.kv_handover = report.capabilities.layer_spans = True
+    worker = worker_from_proto(report, 1.0)
+    assert worker.hands_over and worker.computes_by_layer
+
+
+def test_store_report_without_disk_keeps_disk_packs() -> None:
+    report = reports_pb2.StoreReport(store_id="s1")
+    assert store_from_proto(report, 1.0).disk_pack_ids is None
+    report.disk.SetInParent()
+    assert store_from_proto(report, 1.0).disk_pack_ids == frozenset()
+    report.disk.pack_ids.extend(["p", "q"])
+    assert store_from_proto(report, 1.0).disk_pack_ids == frozenset({"p", "q"})

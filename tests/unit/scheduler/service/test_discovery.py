@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from typing import Any
 
 import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
 from tests.support.wait import HANG_S, eventually
-from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, scripted_cluster
-from tests.unit.scheduler.service.scripted_peers import MB
+from tests.unit.scheduler.service.scripted_cluster import (
+    CLUSTER_KEY,
+    MB,
+    GatewayClient,
+    a_version,
+    cluster,
+    scripted_cluster,
+)
+from tests.unit.scheduler.service.test_controller import recorded_controller
+from torchrelay.common.errors import StaleEpoch
+from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.liveness import SILENT_S
+from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
+from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.control.v1.reports_pb2 import WorkerReport
 from torchrelay.scheduler.service.controller import Clock
-from torchrelay.scheduler.service.discovery import StreamRetries
-from torchrelay.scheduler.settings import SchedulerSettings
+from torchrelay.scheduler.service.discovery import Discovery, StreamRetries
+from torchrelay.scheduler.service.epoch import Epoch
+from torchrelay.scheduler.service.peer_channels import PeerChannels
+from torchrelay.scheduler.service.report_check import ReportCheck
 
 
 async def test_ended_stream_is_stopped_and_killed_worker_is_lost(nats_url: str) -> None:
@@ -78,12 +94,11 @@ async def test_worker_without_progress_is_lost(nats_url: str) -> None:
             await cluster(address, lambda view: len(view.workers) == 2)
 
 
-async def test_command_to_hung_store_ends_with_its_loss(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_command_to_hung_store_ends_with_its_loss(nats_url: str) -> None:
     """The relay of a large pack has minutes; whoever waits for it is not kept that long."""
     async with scripted_cluster(nats_url) as it:
-        monkeypatch.setattr(SchedulerSettings, "config", replace(it.settings().config, unserved_s=0.5))
         store, *_ = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+        async with it.scheduler(2, unserved_s=0.5) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 1)
             store.answers.clear()
             version = a_version()
@@ -140,3 +155,37 @@ def test_stream_to_lost_peer_is_retried_for_a_minute() -> None:
     clock.time_s += 1.0
     assert not retries.go_on(is_present=False)
     assert retries.go_on(is_present=True), "a peer that is present again is retried without end"
+
+
+async def test_report_beside_another_failure_is_ignored() -> None:
+    """It was a second failure, for which the group of tasks took no task any more: a coroutine was never awaited."""
+    controller, _ = recorded_controller()
+    controller.epoch = Epoch(controller.clock.now() - 10.0)
+    ahead = WorkerReport(worker_id="w", incarnation="w 1", epoch=controller.epoch.value + 10_000)
+    subject, payload = Subjects("t").worker_load("w"), ahead.SerializeToString()
+    mac = report_mac(derive_node_key(bytes.fromhex(CLUSTER_KEY), "w"), subject, payload)
+    message = Msg(Client(), subject=subject, data=payload, headers={MAC_HEADER: mac})
+    handled: list[asyncio.Task[None]] = []
+    loop = asyncio.get_running_loop()
+
+    def report() -> None:
+        handled.append(loop.create_task(discovery._on_report(WorkerReport, message)))
+
+    async def fail() -> None:
+        loop.call_soon(report)  # it is handled after the end of this task, and before the group is cancelled
+        raise StaleEpoch("by another peer")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as tasks:
+            check = ReportCheck(bytes.fromhex(CLUSTER_KEY))
+            discovery = Discovery(controller, PeerChannels(bytes(32)), SilentBroker(), Subjects("t"), check, tasks)
+            await discovery.start()
+            tasks.create_task(fail())
+            await asyncio.Event().wait()
+    await handled[0]
+    assert len(caught.value.exceptions) == 1
+
+
+class SilentBroker(Client):
+    async def subscribe(self, *args: Any, **options: Any) -> Any:
+        """Passes nothing on."""

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.certificates import Authority
 from tests.support.wait import HANG_S, eventually
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, ScriptedCluster, cluster, scripted_cluster
 from torchrelay.cli.up.ports import Ports
 from torchrelay.common.errors import InvalidRequest
@@ -24,8 +25,10 @@ from torchrelay.common.process.service import CannotStart, start_faults
 from torchrelay.control.v1 import external_scaler_pb2 as pb
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.scheduler.main import serving
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.types import Role
 from torchrelay.scheduler.service.external_scaler import MAX_STREAMS
+from torchrelay.scheduler.service.pool_selector import PoolSelector
 
 POOL = {"scalerAddress": "demo-scheduler:7102", "numDevices": "1"}
 FOLLOW: dict[str, Any] = {"pool_mode": "follow"}
@@ -155,9 +158,7 @@ async def test_request_at_zero_is_pushed_over_tls_to_the_clusters_own_alone(
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED, "KEDA's certificate names no caller"
 
 
-async def test_push_needs_no_tick_and_nothing_is_said_before_targets_are_known(
-    it: ScriptedCluster, ports: Ports
-) -> None:
+async def test_push_needs_no_tick(it: ScriptedCluster, ports: Ports) -> None:
     port = ports.free()
     async with (
         it.scheduler(tick_s=3600.0, keda_port=port, **FOLLOW) as address,
@@ -165,15 +166,18 @@ async def test_push_needs_no_tick_and_nothing_is_said_before_targets_are_known(
         keda_of(port) as keda,
     ):
         stream = keda.stream()
+        await gateway.admit("r1")
+        assert await read(stream) and await keda.is_active()
+
+
+async def test_nothing_is_said_before_targets_are_known(it: ScriptedCluster, ports: Ports) -> None:
+    port = ports.free()
+    async with it.scheduler(settle_s=3600.0, keda_port=port, **FOLLOW), keda_of(port) as keda:
         for call in (keda.is_active, keda.metric):
             with pytest.raises(grpc.aio.AioRpcError) as early:
                 await call()
             assert early.value.code() == grpc.StatusCode.UNAVAILABLE
             assert "has just become active" in str(early.value.details())
-        await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start
-        await gateway.admit("r1")
-        assert await read(stream)
-        assert await keda.is_active()
 
 
 async def test_bad_requests_are_refused_by_their_field(it: ScriptedCluster, ports: Ports) -> None:
@@ -302,3 +306,52 @@ def test_messages_have_the_fields_of_kedas_protocol() -> None:
     }
     value = pb.MetricValue(metric_name="n", metric_value=3, metric_value_float=1.0)
     assert value.SerializeToString() == bytes.fromhex("0a016e 1003 19000000000000f03f"), "int64, and double"
+
+
+OF_KEDA = {"scalerAddress": "demo-scheduler.models:7102", "enableTLS": "true", "unsafeSsl": "false"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"numDevices": "1"}, PoolSelector(1)),
+        ({"numDevices": "8", "role": "both"}, PoolSelector(8)),
+        ({"numDevices": "1", "role": "prefill"}, PoolSelector(1, Role.PREFILL)),
+        ({"numDevices": "1", "role": "decode"}, PoolSelector(1, Role.DECODE)),
+    ],
+)
+def test_metadata_selects_a_pool(metadata: dict[str, str], expected: PoolSelector) -> None:
+    assert PoolSelector.of(metadata) == PoolSelector.of(metadata | OF_KEDA) == expected
+
+
+@pytest.mark.parametrize(
+    ("metadata", "key", "fault"),
+    [
+        ({}, "numDevices", "numDevices is missing; give the number of devices of each worker"),
+        *(
+            ({"numDevices": number}, "numDevices", f"numDevices is {number!r}; give the number")
+            for number in ("", "0", "-1", "1.5", "two", "٣", "10000", " 1")
+        ),
+        ({"numDevices": "1", "role": "Decode"}, "role", "role is 'Decode'; .*: both, prefill, decode"),
+        (
+            {"numDevice": "1"},
+            "numDevice",
+            "'numDevice' is not a key of this scaler, whose keys are numDevices and role",
+        ),
+    ],
+)
+def test_bad_metadata_is_refused_by_its_key(metadata: dict[str, str], key: str, fault: str) -> None:
+    with pytest.raises(InvalidRequest, match=fault) as refused:
+        PoolSelector.of(metadata)
+    assert refused.value.field == f"scalerMetadata.{key}"
+
+
+def test_wanted_slots_are_those_of_the_targets() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW))
+    state = scene.policy.state
+    assert PoolSelector(1).num_wanted(state) is None, "it is not known in the settling time"
+    scene.settle(a_store("store-1", "host-1"))
+    selectors = [PoolSelector(1), PoolSelector(1, Role.PREFILL), PoolSelector(1, Role.DECODE), PoolSelector(2)]
+    assert [selector.num_wanted(state) for selector in selectors] == [0, 0, 0, 0]
+    scene.admit(a_model("acme/first"), "r1")
+    assert [selector.num_wanted(state) for selector in selectors] == [1, 1, 1, 0]

@@ -9,256 +9,150 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import BinaryIO, get_args
+from typing import Any, BinaryIO, get_args
 
 import msgspec
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_pair, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_pair, a_store
+from tests.unit.scheduler.policy.running_cluster import Fault, RunningCluster
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, scripted_cluster
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.effects import (
-    CopyCommand,
-    Hop,
-    LoadCommand,
-    RetainCommand,
-    SetRolesCommand,
-    UnloadCommand,
-)
+from torchrelay.scheduler.policy.effects import CopyCommand, LoadCommand, RetainCommand, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
     CopyFailed,
-    Due,
-    FirstToken,
-    GatewayConnected,
-    GatewayDisconnected,
     Input,
     LoadUnanswered,
     MinimumsSet,
     ModelDeleted,
-    Release,
     RetainFailed,
     RolesFailed,
     StoreBeat,
     StoreGone,
+    Turn,
     UnloadFailed,
-    Withdraw,
     WorkerBeat,
     WorkerStopped,
     WorkerStreamClosed,
 )
-from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.types import (
-    AttemptKey,
-    InstancePhase,
-    Model,
-    ScheduledMinimum,
-    SourceShare,
-    StoreStatus,
-)
+from torchrelay.scheduler.policy.types import ScheduledMinimum, SourceShare
 from torchrelay.scheduler.service.input_log import encode_effects, replay
 
-NUM_STEPS = 140
 HASH_SEEDS = ("1", "2")
+CONFIG = PolicyConfig(recent_s=60.0, load_tries=2, time_slice_s=2.0, gateway_grace_s=1.0, load_stall_s=4.0)
 MODELS = [a_model(f"acme/m{number}", idle_timeout_s=4.0, routing_block_tokens=16) for number in range(7)]
 # Another tenant has uploaded the files of the first model.
 MODELS.append(replace(MODELS[0], name="beta/m0"))
 
 
-class Life:
-    """A cluster to which all sorts of things happen, drawn from a seed."""
+def a_cluster(log: BinaryIO) -> RunningCluster:
+    """Hosts with several stores: workers load from the first of their host, which any of the others can feed."""
+    cluster = RunningCluster(CONFIG, log=log, load_s=0.5)
+    for number, letters in enumerate(("abcde", "abcd", "a", "a"), 1):
+        host_id, domain = f"host-{number}", "xy"[number % 2]
+        stores = [replace(a_store(f"store-{number}{each}", host_id), failure_domain=domain) for each in letters]
+        pair = a_pair(f"w-{number}a", f"w-{number}b", host_id)
+        cluster.settle(*stores, *(replace(worker, has_prefix_cache=True) for worker in pair))
+        for store in stores[1:]:
+            for model in MODELS[:3]:
+                cluster.hold(store.store_id, model)
+    return cluster
 
-    def __init__(self, log: BinaryIO) -> None:
-        config = PolicyConfig(recent_s=60.0, load_tries=2, time_slice_s=2.0, gateway_grace_s=1.0)
-        self.scene = PaperCluster(config, log=log)
-        self.random = Random(7)
-        self.num_requests = 0
-        self.open: list[AttemptKey] = []
-        for number, letters in enumerate(("abcde", "abcd", "a", "a"), 1):
-            host_id = f"host-{number}"
-            stores = [
-                replace(a_store(f"store-{number}{letter}", host_id), failure_domain="xy"[number % 2])
-                for letter in letters
-            ]
-            pair = a_pair(f"w-{number}a", f"w-{number}b", host_id)
-            workers = [replace(worker, has_prefix_cache=True) for worker in pair]
-            self.scene.settle(*stores, *workers)
-            # Workers load from the first store of their host: any of the others can feed that one.
-            for store in stores[1:]:
-                for model in MODELS[:3]:
-                    self.scene.hold(store.store_id, model)
-        self.all_workers, self.all_stores = dict(self.scene.workers), dict(self.scene.stores)
 
-    def run(self) -> None:
-        steps = [self.admit, self.admit, self.admit, self.end, self.end, self.load, self.pass_time, self.withdraw]
-        steps.append(self.compute)
-        self.share()
-        self.admit()
-        self.slow_down()
-        rare = [self.lose_worker, self.lose_stores, self.return_peers, self.break_worker, self.reconnect, self.fail]
-        rare.append(self.hang)
-        for _ in range(NUM_STEPS):
-            self.random.choice(rare if self.random.random() < 0.2 else steps)()
-        self.fail()
-        self.scene.check()
+def share(cluster: RunningCluster) -> None:
+    """Every slot is taken, by pairs whose requests do not end, when more models are called than there are pairs."""
+    cluster.faults = dict.fromkeys(cluster.workers, Fault.IDLE_LIAR)
+    for number, model in enumerate([*MODELS[:4], MODELS[6]]):
+        cluster.call(f"s{number}", model)
+        cluster.pass_time(0.6)
+    cluster.pass_time(1.5)
+    cluster.faults.clear()
+    assert "preempt_spare" in cluster.kinds()
 
-    def share(self) -> None:
-        """Every slot is taken, by pairs of busy models, when one more model is called."""
-        called = [*MODELS[:4], MODELS[6]]
-        for number, model in enumerate(called):
-            self.scene.admit(model, f"s{number}", max_tokens=30)
-            self.scene.finish_loads()
-        self.scene.pass_time(1.5, step_s=0.25)
-        assert "preempt_spare" in self.scene.kinds()
-        self.open += [AttemptKey(f"s{number}", 1) for number in range(len(called))]
 
-    def admit(self) -> None:
-        for _ in range(self.random.randint(1, 12)):
-            self.num_requests += 1
-            num_tokens = self.random.randint(1, 500)
-            lost = tuple(self.random.sample(sorted(self.scene.workers), 1)) if self.random.random() < 0.1 else ()
-            admission = self.scene.admit(
-                self.random.choice(MODELS),
-                f"r{self.num_requests}",
-                num_prompt_tokens=num_tokens,
-                max_tokens=30,
-                num_choices=self.random.randint(1, 2),
-                lost_workers=lost,
-                block_hashes=tuple(bytes([block]) for block in range(num_tokens // 16)),
-            )
-            self.open.append(admission.key)
+def slow_down(cluster: RunningCluster) -> None:
+    """Relays run far below their planned rates."""
+    hops = [(hop, load.model) for load in cluster.loads() for hop in load.hops]
+    hops = [(hop, model) for hop, model in hops if model.pack_id not in cluster.stores[hop.store_id].copies]
+    begin_us = unix_us(cluster.now)
+    for hop, model in hops:
+        share = SourceShare(hop.sources[0], 5 * MB, 1e6, following=True)
+        cluster.hold(hop.store_id, model, num_chunks_verified=3, relay_begin_us=begin_us, shares=(share,))
+    cluster.pass_time(2.5)
+    for hop, model in hops:
+        cluster.hold(hop.store_id, model, relay_begin_us=begin_us)
+    assert "relay_slow" in cluster.kinds()
 
-    def end(self) -> None:
-        for _ in range(min(len(self.open), 10)):
-            key = self.open.pop(self.random.randrange(len(self.open)))
-            outcome = Outcome(0.1, 0.02, self.random.uniform(0.001, 0.1), self.scene.now)
-            self.scene.apply(Release(key, self.random.random() < 0.9, outcome))
 
-    def compute(self) -> None:
-        """Some prompts are computed; then the time comes at which another may be dispatched."""
-        for key in self.random.sample(self.open, min(len(self.open), 5)):
-            self.scene.apply(FirstToken(key))
-        self.scene.apply(Due())
+def live(cluster: RunningCluster) -> None:
+    """All sorts of things happen, drawn from a seed."""
+    random, workers, stores = Random(7), dict(cluster.workers), dict(cluster.stores)
+    for step in range(60):
+        for number in range(random.randint(0, 6)):
+            num_tokens = random.randint(1, 500)
+            hashes = tuple(bytes([block]) for block in range(num_tokens // 16))
+            options: dict[str, Any] = {"num_choices": random.randint(1, 2), "block_hashes": hashes}
+            cluster.call(f"r{step}-{number}", random.choice(MODELS), num_tokens, random.uniform(0.0, 3.0), **options)
+        if random.random() < 0.3 and (calls := cluster.open_calls):
+            cluster.leave(random.choice(calls))
+        worker_id = random.choice(sorted(workers))
+        cluster.faults = {each: random.choice([*Fault]) for each in random.sample(sorted(workers), 3)}
+        if random.random() < 0.2 and worker_id in cluster.workers:
+            cluster.kill(worker_id)
+        if step % 20 == 10:
+            for store_id in random.sample(sorted(stores), 4):
+                cluster.stores.pop(store_id, None)
+                cluster.apply(StoreGone(store_id))
+        if step % 10 == 9:
+            for worker_id, worker in workers.items():
+                if worker_id not in cluster.workers:
+                    cluster.restart(worker, step)
+            for store_id, store in stores.items():
+                cluster.stores.setdefault(store_id, replace(store, incarnation=f"{store_id} {step}", copies={}))
+        cluster.pass_time(random.choice([0.3, 1.0]))
+    cluster.disconnect()
+    cluster.reconnect()
+    cluster.check_calls()
 
-    def withdraw(self) -> None:
-        if self.open:
-            self.scene.apply(Withdraw(self.open.pop()))
 
-    def load(self) -> None:
-        """The woken pack arrives, and its instance becomes ready."""
-        for hop, model in self.relays():
-            self.scene.hold(hop.store_id, model, relay_begin_us=unix_us(self.scene.now))
-        self.scene.report_all()
-        self.scene.finish_loads()
-
-    def relays(self) -> list[tuple[Hop, Model]]:
-        """Relays ordered for wakes whose store has nothing yet."""
-        stores, pairs = self.scene.stores, [(hop, wake.model) for wake in self.scene.loads() for hop in wake.hops]
-        return [
-            (hop, model)
-            for hop, model in pairs
-            if hop.store_id in stores and model.pack_id not in stores[hop.store_id].copies
-        ]
-
-    def pass_time(self) -> None:
-        self.scene.pass_time(self.random.choice([0.3, 1.0, 2.5]), step_s=0.25)
-
-    def lose_worker(self) -> None:
-        if len(self.scene.workers) > 4:
-            worker_id = self.random.choice(sorted(self.scene.workers))
-            match self.random.randrange(3):
-                case 0:
-                    self.scene.kill(worker_id)
-                case 1:
-                    del self.scene.workers[worker_id]
-                    self.scene.apply(WorkerStreamClosed(worker_id))
-                    self.scene.apply(WorkerStopped(worker_id))
-                case 2:
-                    del self.scene.workers[worker_id]
-                    self.scene.pass_time(4.0, step_s=0.5)
-
-    def lose_stores(self) -> None:
-        for store_id in self.random.sample(sorted(self.scene.stores), min(len(self.scene.stores), 4)):
-            del self.scene.stores[store_id]
-            self.scene.apply(StoreGone(store_id))
-        self.scene.pass_time(3.0, step_s=0.5)
-
-    def hang(self) -> None:
-        """A worker only says that it lives, and its engine stands still."""
-        if len(self.scene.workers) > 4:
-            worker = self.scene.workers.pop(self.random.choice(sorted(self.scene.workers)))
-            for _ in range(7):
-                self.scene.apply(WorkerBeat(worker.worker_id, worker.incarnation, EngineProgress(3, True)))
-                for store in self.scene.stores.values():
-                    self.scene.apply(StoreBeat(store.store_id, store.incarnation))
-                self.scene.pass_time(0.5, step_s=0.25)
-
-    def return_peers(self) -> None:
-        for store_id, store in self.all_stores.items():
-            self.scene.stores.setdefault(store_id, self._restarted(store))
-        for worker_id, worker in self.all_workers.items():
-            self.scene.workers.setdefault(worker_id, replace(worker, incarnation=f"{worker_id} {self.scene.now}"))
-        self.scene.failing_workers.clear()
-        self.scene.report_all()
-
-    def _restarted(self, store: StoreStatus) -> StoreStatus:
-        return replace(store, incarnation=f"{store.store_id} {self.scene.now}", copies={})
-
-    def break_worker(self) -> None:
-        worker_id = self.random.choice(sorted(self.scene.workers))
-        self.scene.failing_workers.add(worker_id)
-        if self.scene.workers[worker_id].slot.phase is InstancePhase.LOADING:
-            self.scene.workers[worker_id] = replace(
-                self.scene.workers[worker_id], slot=replace(a_worker("x").slot, error="chunk 7 is corrupt")
-            )
-
-    def reconnect(self) -> None:
-        """The gateway comes back, and forgets some of what it had asked for."""
-        self.scene.apply(GatewayDisconnected("gateway-1"))
-        self.scene.apply(GatewayConnected("gateway-1"))
-        begin = self.scene.now + 5.0
-        timed = replace(MODELS[1], scheduled=(ScheduledMinimum(begin, begin + 10.0, 1, "daily 08:00-18:00 UTC = 1"),))
-        self.scene.apply(MinimumsSet((replace(MODELS[0], min_instances=1), timed)))
-        self.scene.apply(ModelDeleted(MODELS[2].name))
-        self.open = self.open[: len(self.open) // 2]
-        self.scene.pass_time(1.5, step_s=0.5)
-
-    def fail(self) -> None:
-        """Late word that the last command of each kind could not be carried out."""
-        for command in {type(command): command for command in self.scene.commands}.values():
-            match command:
-                case SetRolesCommand():
-                    self.scene.apply(RolesFailed(command.instance_id, "no answer"))
-                case UnloadCommand():
-                    self.scene.apply(UnloadFailed(command.instance_id, "no answer"))
-                case CopyCommand():
-                    self.scene.apply(CopyFailed(command.model.pack_id, command.hop.store_id, "no answer"))
-                case RetainCommand():
-                    self.scene.apply(RetainFailed(command.store_id))
-                case LoadCommand():
-                    self.scene.apply(LoadUnanswered(command.hops[0].loads[0].instance_id))
-
-    def slow_down(self) -> None:
-        """Relays run far below their planned rates."""
-        begin_us, relays = unix_us(self.scene.now), self.relays()
-        for hop, model in relays:
-            share = SourceShare(hop.sources[0], 5 * MB, 1e6, following=True)
-            self.scene.hold(
-                hop.store_id, model, num_chunks_verified=3, relay_begin_us=begin_us, shares=(share,), error=""
-            )
-        self.scene.pass_time(2.5, step_s=0.25)
-        for hop, model in relays:
-            self.scene.hold(hop.store_id, model, relay_begin_us=begin_us)
+def fail(cluster: RunningCluster) -> None:
+    """Late word that the last command of each kind could not be carried out, and rare words of peers and operators."""
+    for command in {type(command): command for command in cluster.commands}.values():
+        match command:
+            case SetRolesCommand():
+                cluster.apply(RolesFailed(command.instance_id, "no answer"))
+            case UnloadCommand():
+                cluster.apply(UnloadFailed(command.instance_id, "no answer"))
+            case CopyCommand():
+                cluster.apply(CopyFailed(command.model.pack_id, command.hop.store_id, "no answer"))
+            case RetainCommand():
+                cluster.apply(RetainFailed(command.store_id))
+            case LoadCommand():
+                cluster.apply(LoadUnanswered(command.hops[0].loads[0].instance_id))
+    begin = cluster.now + 5.0
+    timed = replace(MODELS[1], scheduled=(ScheduledMinimum(begin, begin + 10.0, 1, "daily 08:00-18:00 UTC = 1"),))
+    cluster.models[MODELS[0].version_id] = MODELS[0]
+    cluster.apply(MinimumsSet((replace(MODELS[0], min_instances=1), timed)))
+    cluster.apply(ModelDeleted(MODELS[2].name))
+    cluster.apply(Turn())
+    for worker in list(cluster.workers.values())[:2]:
+        cluster.apply(WorkerBeat(worker.worker_id, worker.incarnation, EngineProgress(3, True)))
+        cluster.apply(WorkerStreamClosed(worker.worker_id))
+    cluster.apply(WorkerStopped(next(iter(cluster.workers))))
+    cluster.apply(StoreBeat("store-2a", cluster.stores["store-2a"].incarnation))
+    PaperCluster.pass_time(cluster, 1.0)
 
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PaperCluster]:
     path = tmp_path_factory.mktemp("log") / "inputs.jsonl"
     with path.open("wb") as log:
-        life = Life(log)
-        life.run()
-    return path, life.scene
+        cluster = a_cluster(log)
+        for happen in (share, slow_down, live, fail):
+            happen(cluster)
+    return path, cluster
 
 
 def test_recorded_log_has_every_kind_of_input(life: tuple[Path, PaperCluster]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nats.aio.client import Client
@@ -82,6 +84,29 @@ async def test_paused_holder_learns_that_another_has_it(client: Client) -> None:
     await asyncio.sleep(LEASE_S)
     assert not keeping.done()
     keeping.cancel()
+
+
+async def test_cancelled_holder_renews_no_more(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on, and its process never ended, if NATS replied in the moment of the cancellation."""
+    lease, asked = contender(client, "a:1"), asyncio.Event()
+    await lease.acquire()
+    publish = lease._js.publish
+
+    async def publish_and_drop_cancellation(*args: Any, **options: Any) -> Any:
+        asked.set()
+        with suppress(asyncio.CancelledError):  # as asyncio.wait_for does
+            await asyncio.Event().wait()
+        return await publish(*args, **options)
+
+    monkeypatch.setattr(lease._js, "publish", publish_and_drop_cancellation)
+    keeping = asyncio.create_task(lease.keep())
+    await asked.wait()
+    asked.clear()
+    keeping.cancel()
+    renewing = asyncio.create_task(asked.wait())
+    await asyncio.wait((keeping, renewing), return_when=asyncio.FIRST_COMPLETED)
+    assert keeping.cancelled() and not renewing.done()
+    renewing.cancel()
 
 
 async def is_held(client: Client) -> bool:

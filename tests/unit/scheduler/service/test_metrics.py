@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -22,108 +24,91 @@ from torchrelay.scheduler.service.metrics import (
 )
 
 
-def test_prediction_errors_are_absolute() -> None:
+class Metrics:
+    """What was measured with ``meter``."""
+
+    def __init__(self, meter: Meter, reader: InMemoryMetricReader) -> None:
+        self.meter, self._reader = meter, reader
+
+    def points(self, name: str) -> list[Any]:
+        data = self._reader.get_metrics_data()
+        assert data is not None
+        metrics = {metric.name: metric for metric in data.resource_metrics[0].scope_metrics[0].metrics}
+        return list(metrics[f"torchrelay_scheduler_{name}"].data.data_points)
+
+    def values(self, name: str) -> dict[tuple[Any, ...], float]:
+        """By the values of the labels."""
+        return {tuple(point.attributes.values()): point.value for point in self.points(name)}
+
+    def sums(self, name: str) -> dict[tuple[Any, ...], float]:
+        return {tuple(point.attributes.values()): point.sum for point in self.points(name)}
+
+
+@pytest.fixture
+def measured() -> Iterator[Metrics]:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
-    counted = AdmissionMetrics(provider.get_meter("test"), PaperCluster().policy.state, lambda: 0)
+    yield Metrics(provider.get_meter("test"), reader)
+    provider.shutdown()
+
+
+def an_event(kind: str, topic: str = "", **fields: float) -> SchedulerEvent:
+    return SchedulerEvent(1.0, kind, "acme/tiny", "acme/tiny", "because", topic, fields)
+
+
+def test_prediction_errors_are_absolute(measured: Metrics) -> None:
+    counted = AdmissionMetrics(measured.meter, PaperCluster().policy.state, lambda: 0)
     seat = WorkerRef("w1", "10.0.0.1:1", "i-1")
     placement = Placement(AttemptKey("r1", 1), seat, seat, False, Prediction(0.2, 0.1, 0.02))
     counted.record_accuracy(placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=11.0))
     counted.record_accuracy(placement, Outcome(ttft_s=0.1, tbt_s=0.019, ended_at=11.0))
-    data = reader.get_metrics_data()
-    assert data is not None
-    points: dict[str, Any] = {}
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-        (points[metric.name],) = metric.data.data_points
-    first, between = (
-        points["torchrelay_scheduler_ttft_prediction_error"],
-        points["torchrelay_scheduler_tbt_prediction_error"],
-    )
+    (first,), (between,) = (measured.points(f"{name}_prediction_error") for name in ("ttft", "tbt"))
     assert (first.count, first.sum) == (2, pytest.approx(0.2))
     assert (between.count, between.sum) == (2, pytest.approx(0.002))
     assert first.explicit_bounds == BUCKETS_S
-    provider.shutdown()
 
 
-def test_relays_are_counted_and_timed() -> None:
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    counted = RelayMetrics(provider.get_meter("test"), lambda: 3)
-    endings = ("relay.finished", {"took_s": 1.5}), ("copy.finished", {"took_s": 9.0})
-    for event, fields in (("relay.started", {}), *endings):
-        counted.note(SchedulerEvent(1.0, "kind", "acme/tiny", "store-a", "because", event, fields))
-    points: dict[str, list[Any]] = {}
-    data = reader.get_metrics_data()
-    assert data is not None
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-        points[metric.name] = list(metric.data.data_points)
-    events = {point.attributes["event"]: point.value for point in points["torchrelay_scheduler_relay_events"]}
-    assert events == {"started": 1, "finished": 1}
-    (took,) = points["torchrelay_scheduler_relay_duration"]
-    assert took.sum == 1.5 and took.attributes == {"event": "finished"}
-    assert [point.value for point in points["torchrelay_scheduler_relays_running"]] == [3]
-    provider.shutdown()
+def test_relays_are_counted_and_timed(measured: Metrics) -> None:
+    counted = RelayMetrics(measured.meter, lambda: 3)
+    counted.note(an_event("kind", "relay.started"))
+    counted.note(an_event("kind", "relay.finished", took_s=1.5))
+    counted.note(an_event("kind", "copy.finished", took_s=9.0))
+    assert measured.values("relay_events") == {("started",): 1, ("finished",): 1}
+    assert measured.sums("relay_duration") == {("finished",): 1.5}
+    assert measured.values("relays_running") == {(): 3}
 
 
-def test_copies_are_counted_and_timed() -> None:
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    counted = ReplicationMetrics(provider.get_meter("test"), lambda: 4, lambda: 2)
+def test_copies_are_counted_and_timed(measured: Metrics) -> None:
+    counted = ReplicationMetrics(measured.meter, lambda: 4, lambda: 2)
     for kind, fields in (("rebuild", {}), ("copied", {"took_s": 1.5}), ("relay_finished", {"took_s": 9.0})):
-        counted.note(SchedulerEvent(1.0, kind, "acme/tiny", "acme/tiny", "because", f"scale.{kind}", fields))
-    points: dict[str, list[Any]] = {}
-    data = reader.get_metrics_data()
-    assert data is not None
-    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-        points[metric.name] = list(metric.data.data_points)
-    (started,), (took,) = points["torchrelay_scheduler_copies_started"], points["torchrelay_scheduler_copy_duration"]
-    assert (started.value, started.attributes) == (1, {"cause": "rebuild"})
-    assert (took.sum, took.attributes) == (1.5, {"failed": False})
-    assert [point.value for point in points["torchrelay_scheduler_packs_under_replicated"]] == [4]
-    assert [point.value for point in points["torchrelay_scheduler_copies_running"]] == [2]
-    provider.shutdown()
+        counted.note(an_event(kind, f"scale.{kind}", **fields))
+    assert measured.values("copies_started") == {("rebuild",): 1}
+    assert measured.sums("copy_duration") == {(False,): 1.5}
+    assert measured.values("packs_under_replicated") == {(): 4} and measured.values("copies_running") == {(): 2}
 
 
-def values_of(reader: InMemoryMetricReader, metric_name: str) -> dict[tuple[Any, ...], float]:
-    """The values of a metric, by the values of its labels."""
-    data = reader.get_metrics_data()
-    assert data is not None
-    metrics = {metric.name: metric for metric in data.resource_metrics[0].scope_metrics[0].metrics}
-    points: list[Any] = list(metrics[metric_name].data.data_points)
-    return {tuple(point.attributes.values()): point.value for point in points}
-
-
-def test_requests_are_counted_against_their_targets() -> None:
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    counted = TargetMetrics(provider.get_meter("test"))
-    admission = an_admission(
-        a_model(), "r1", ttft_target_s=1.0, tbt_target_s=0.1, service_class=ServiceClass.INTERACTIVE
-    )
+def test_requests_are_counted_against_their_targets(measured: Metrics) -> None:
+    counted = TargetMetrics(measured.meter)
+    targets: dict[str, Any] = {"ttft_target_s": 1.0, "tbt_target_s": 0.1}
+    admission = an_admission(a_model(), "r1", service_class=ServiceClass.INTERACTIVE, **targets)
     for ttft_s, tbt_s in ((0.9, 0.09), (1.0, None), (1.1, 0.01), (0.5, 0.2), (0.0, None)):
         counted.ended(admission, ttft_s, tbt_s)
-    resumed = an_admission(a_model(), "r2", 2, num_forced_tokens=3)
-    counted.ended(resumed, 0.1, 0.01)
-    counted.note(SchedulerEvent(1.0, "refuse", "acme/tiny", "acme/tiny", "too many requests wait"))
-    counted.note(SchedulerEvent(1.0, "wake", "acme/tiny", "acme/tiny", "a request waits"))
-    assert values_of(reader, "torchrelay_scheduler_target_requests") == {
+    counted.ended(an_admission(a_model(), "r2", 2, num_forced_tokens=3), 0.1, 0.01)  # resumed
+    counted.note(an_event("refuse"))
+    counted.note(an_event("wake"))
+    assert measured.values("target_requests") == {
         ("acme/tiny", "interactive", "met"): 2,
         ("acme/tiny", "interactive", "late"): 1,
         ("acme/tiny", "interactive", "slow"): 1,
         ("acme/tiny", "", "refused"): 1,
     }
-    provider.shutdown()
 
 
-def test_slots_instances_and_waiting_requests_are_read_from_the_state() -> None:
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
+def test_slots_instances_and_waiting_requests_are_read_from_the_state(measured: Metrics) -> None:
     scene = PaperCluster(obedient=False).settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
-    SlotMetrics(provider.get_meter("test"), scene.policy.state)
-    AdmissionMetrics(provider.get_meter("test"), scene.policy.state, lambda: 0)
+    SlotMetrics(measured.meter, scene.policy.state)
+    AdmissionMetrics(measured.meter, scene.policy.state, lambda: 0)
     scene.admit(a_model(), "r1")
-    assert values_of(reader, "torchrelay_scheduler_instances") == {("acme/tiny", "loading", "prefill+decode"): 1}
-    assert values_of(reader, "torchrelay_scheduler_pool_slots") == {("1", "have"): 2, ("1", "used"): 1}
-    waiting = values_of(reader, "torchrelay_scheduler_requests_waiting")
-    assert waiting == {("acme/tiny",): len(scene.policy.state.queues)}
-    provider.shutdown()
+    assert measured.values("instances") == {("acme/tiny", "loading", "prefill+decode"): 1}
+    assert measured.values("pool_slots") == {("1", "have"): 2, ("1", "used"): 1}
+    assert measured.values("requests_waiting") == {("acme/tiny",): len(scene.policy.state.queues)}

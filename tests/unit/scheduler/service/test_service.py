@@ -24,6 +24,7 @@ from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.service import epoch
 from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
 
 KEY = bytes.fromhex(CLUSTER_KEY)
@@ -36,7 +37,6 @@ async def test_cold_start_relays_once_and_places_with_ticket(nats_url: str) -> N
         # Nothing in it waits for a timer.
         async with it.scheduler(2, tick_s=3600.0) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
-            await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start, in which nothing is loaded
             await gateway.admit("r1")
             placement = await gateway.placement()
             (relay,) = store.relays
@@ -79,7 +79,6 @@ async def test_wake_of_three_hosts_forms_chain_with_tickets(nats_url: str) -> No
         hosts = [await it.host(number) for number in (1, 2, 3)]
         async with it.scheduler(6, max_instances=3) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 3)
-            await asyncio.sleep(PolicyConfig().settle_s)
             for number in range(40):
                 await gateway.admit(f"r{number}", num_prompt_tokens=500)
             for _ in range(3):
@@ -137,7 +136,6 @@ async def test_killed_decode_worker_role_goes_to_prefill_worker(nats_url: str) -
         # Without ticks nothing is found out by silence.
         async with it.scheduler(2, tick_s=3600.0) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
-            await asyncio.sleep(PolicyConfig().settle_s)
             await gateway.admit("r1")
             placement = await gateway.placement()
             for worker in (first, second):
@@ -191,7 +189,8 @@ async def test_restarted_scheduler_adopts_instances_and_requests(nats_url: str) 
                 await worker.finish_load()
             await cluster(address, lambda view: {instance.state for instance in view.instances} == {"ready"})
         former_epoch = first.epoch
-        async with it.scheduler() as address, GatewayClient(address) as gateway:
+        # Nothing is loaded while reports of running instances arrive.
+        async with it.scheduler(settle_s=30.0) as address, GatewayClient(address) as gateway:
             await gateway.admit("r1", current=placement)
             await gateway.admit("r2")
             adopted = await gateway.placement()
@@ -279,29 +278,34 @@ async def test_explain_shows_cold_start_from_queue_to_first_token(nats_url: str)
             )
 
 
+@pytest.fixture
+def without_startup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers never go above an epoch that they see, as in the first second after a start."""
+    monkeypatch.setattr(epoch, "STARTUP_S", 0.0)
+
+
+@pytest.mark.usefixtures("without_startup")
 async def test_newer_scheduler_ends_older(nats_url: str) -> None:
     async with scripted_cluster(nats_url) as it:
         store, first, _ = await it.host(1)
         with pytest.raises(BaseExceptionGroup) as caught:
             async with it.scheduler(2) as address, asyncio.timeout(WAIT_S):
-                await asyncio.sleep(1.1)  # its start-up, in which it would go above what it sees
+                await cluster(address, lambda view: len(view.stores) == 1)
                 ahead = first.epoch = int(time.time() * 1000) + 30_000
                 await cluster(address, lambda view: ahead in {each.epoch for each in view.workers})
-                await asyncio.sleep(0.3)  # one peer's word, again and again
-                await cluster(address, lambda view: len(view.workers) == 2)
-                store.epoch = ahead
+                store.epoch = ahead  # the word of one of three peers has not ended it
                 await asyncio.Event().wait()
         assert caught.group_contains(StaleEpoch) and store.epoch == ahead
 
 
+@pytest.mark.usefixtures("without_startup")
 async def test_newer_scheduler_without_commands_ends_older(nats_url: str) -> None:
-    """Both only watch, and the broker is silent by then."""
+    """Both only watch, and the broker passes nothing on to the older scheduler once it knows its peers."""
     async with scripted_cluster(nats_url) as it:
         peers = await it.host(1)
         with pytest.raises(BaseExceptionGroup) as caught:
             async with it.scheduler(2) as address, asyncio.timeout(WAIT_S):
                 older = await cluster(address, lambda view: len(view.stores) == 1)
-                await asyncio.sleep(1.1)  # its start-up, in which it would go above what it sees
                 async with it.scheduler(2):
                     for peer in peers:
                         peer.is_passed_on_by_broker = False

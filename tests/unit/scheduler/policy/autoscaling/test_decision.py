@@ -106,14 +106,6 @@ def test_missing_role_is_set_if_no_slot_is_free() -> None:
     assert decide(a_situation([a_demand(MODEL)], [load], [only_prefill], [store]), RULES) == ()
 
 
-def test_roles_apart_need_two_victims() -> None:
-    first, waiting = a_model("acme/first"), a_model("acme/waiting")
-    w1, w2 = a_worker("w1", playable_roles=PREFILL), a_worker("w2", playable_roles=DECODE)
-    loads = [InstanceLoad(an_instance(first, w1, PREFILL), 0, 0), InstanceLoad(an_instance(first, w2, DECODE), 0, 0)]
-    drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
-    assert [action.reason.cause for action in drains if isinstance(action, Drain)] == ["evict", "evict"]
-
-
 @pytest.mark.parametrize(("num_cold", "drained"), [(0, ["i-w1"]), (3, [])])
 def test_load_with_placed_requests_is_not_idle(num_cold: int, drained: list[str]) -> None:
     model, workers = a_model(), [a_worker("w0"), a_worker("w1")]

@@ -8,10 +8,9 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, a_copy, a_model, a_store
 from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.relay.planning import ReceiveProgress, TransferEdge
+from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.relay.transfer_events import transfer_event
 from torchrelay.scheduler.policy.relay.transfers import (
-    ENDED_SHOWN_S,
     START_TIMEOUT_S,
     TransferEvent,
     TransferEventKind,
@@ -165,18 +164,6 @@ def test_new_scheduler_adopts_running_relays_silently(transfers: Transfers) -> N
     assert kinds(events) == [TransferEventKind.FINISHED]
 
 
-def test_ended_transfer_is_shown_for_a_while(transfers: Transfers, report: Reporting) -> None:
-    plan(transfers)
-    report(whole())
-    (ended,) = transfers.shown(report.now)
-    assert ended.running_s(report.now) == 2.0 and not ended.error
-    plan(transfers, 102.0)
-    (again,) = transfers.shown(report.now)  # of one pack and target the last
-    assert not again.ended_at
-    transfers.refused(KEY, "no space", report.now)
-    assert transfers.shown(report.now + ENDED_SHOWN_S) == []
-
-
 # States
 
 
@@ -237,17 +224,3 @@ def test_store_clock_does_not_change_order(transfers: Transfers, clock_ahead_s: 
     transfers.plan(PACK, MODEL.pack_bytes, [EDGE], {}, 10_001.0)
     transfers.observe(late, a_store("s1", "hs1"), 10_002.1)
     assert transfers.receiving(PACK, [late, reserving, first]) == ["s8", "s2", "s1", "s0"]
-
-
-def test_progress_of_incoming_copies(transfers: Transfers) -> None:
-    edges = [TransferEdge("s1", (REMOTE,), bytes_per_s=5.0), TransferEdge("s2", ("s1",), bytes_per_s=5.0)]
-    transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 1.0)
-    shares = (SourceShare("s0", 10, 40.0, True), SourceShare("s9", 10, 2.0, True))
-    stores = [
-        a_store("s1", "h1", [replace(a_copy(MODEL, 2), shares=shares)]),
-        a_store("s2", "h2"),
-        a_store("s3", "h3", [a_copy(MODEL)]),
-    ]
-    progress = transfers.progress(PACK, stores)
-    assert progress == {"s1": ReceiveProgress(0.25, 42.0), "s2": ReceiveProgress(0.0, 5.0)}
-    assert progress["s1"].serves_bytes_per_s == pytest.approx(56.0)  # it has a quarter's lead

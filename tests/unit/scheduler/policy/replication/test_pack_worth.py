@@ -51,19 +51,6 @@ def test_worth_is_never_negative_and_falls_with_return_time(
     assert sooner.in_ram >= later.in_ram >= 0.0 and sooner.on_disk >= later.on_disk >= 0.0
 
 
-def test_load_cost_grows_with_late_requests() -> None:
-    costs = [
-        load_cost(26.0, arrivals_per_s, target_s, price_s)
-        for arrivals_per_s, target_s, price_s in (
-            (0.0, 30.0, 60.0),
-            (0.1, 30.0, 60.0),
-            (0.1, 2.0, 60.0),
-            (0.1, 2.0, 600.0),
-        )
-    ]
-    assert costs[0] == 26.0 and costs == sorted(costs) and len(set(costs)) == 4
-
-
 def test_longest_unused_pack_is_forgotten_first() -> None:
     recent_packs, models = RecentPacks(max_packs=2), [a_model(f"m{number}") for number in range(3)]
     for now, model in enumerate((models[0], models[1], models[0])):
