@@ -108,7 +108,7 @@ def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
     answers = requests("t/small", int(phase_s / 0.1), 0.1, 50, 1200)
     phases = [
         replace(request, request_id=f"{turn} {request.request_id}", arrives_at=phase_s * turn + request.arrives_at)
-        for turn in range(int(160 / phase_s))
+        for turn in range(int(80 / phase_s))
         for request in (prompts if turn % 2 else answers)
     ]
     policy = new_policy(RolesPolicy)

@@ -216,13 +216,13 @@ def test_deleted_model_is_not_loaded_by_forecast() -> None:
         for number in range(12):
             scene.admit(replace(ACME, idle_timeout_s=0.0), f"r{number}")
             scene.finish_loads()
-            scene.pass_time(1.0, step_s=0.5)
+            scene.pass_time(1.0, step_s=1.0)
             scene.release(f"r{number}")
-            scene.pass_time(40.0 if number == 11 else 60.0, step_s=0.5)
+            scene.pass_time(40.0 if number == 11 else 60.0, step_s=1.0)
         num_wakes = len(scene.loads())
         if is_deleted:
             scene.apply(ModelDeleted(ACME.name))
-        scene.pass_time(60.0, step_s=0.5)
+        scene.pass_time(60.0, step_s=1.0)
         return len(scene.loads()) - num_wakes
 
     assert wakes_after_its_last_request(is_deleted=False) == 1

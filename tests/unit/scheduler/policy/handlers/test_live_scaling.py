@@ -296,15 +296,6 @@ def test_prompts_on_loading_instance_go_to_ready_one() -> None:
     scene.check()
 
 
-def test_prompt_is_recalled_once() -> None:
-    scene = a_loading_instance()
-    a_newcomer_is_ready(scene)
-    keys = recalled(scene)
-    ask_again(scene, keys)
-    scene.pass_time(3.0)
-    assert recalled(scene) == keys, "they have not begun on the newcomer either, and were taken back once"
-
-
 def test_prompt_that_begins_meanwhile_stays() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
