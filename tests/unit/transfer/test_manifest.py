@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,11 +18,13 @@ from torchrelay.transfer.manifest import (
     PAGE_BYTES,
     Manifest,
     Segment,
+    TensorEntry,
     checked_manifest,
     chunk_bytes_for,
     decode_manifest,
     pack_id_of,
 )
+from torchrelay.transfer.pack_layout import PackLayout
 
 
 @given(num_bytes=st.integers(0, 50_000), chunk_bytes=st.sampled_from([512, 4096, 16384]))
@@ -36,10 +38,7 @@ def test_chunks_cover_pack_exactly(num_bytes: int, chunk_bytes: int) -> None:
     assert end == num_bytes
 
 
-@given(
-    num_bytes=st.integers(1, 40_000),
-    cuts=st.lists(st.integers(0, 40_000), max_size=4),
-)
+@given(num_bytes=st.integers(1, 40_000), cuts=st.lists(st.integers(0, 40_000), max_size=4))
 def test_segment_needs_only_overlapping_chunks(num_bytes: int, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, num_bytes) for cut in cuts), num_bytes]
     segments = tuple(Segment(begin, end) for begin, end in itertools.pairwise(places))
@@ -91,3 +90,30 @@ def test_inconsistent_peer_manifest_refused(changes: dict[str, Any], reason: str
     assert checked_manifest(manifest.encode()) == manifest
     with pytest.raises(ProtocolViolation, match=reason):
         checked_manifest(replace(manifest, **changes).encode())
+
+
+@dataclass(frozen=True)
+class Weight:
+    name: str
+    shape: tuple[int, ...]
+    group: str
+    dtype: str = ""
+
+
+def test_segments_begin_at_pages_and_groups_at_64_bytes() -> None:
+    segments = [
+        [Weight("embed", (3, 5), "embed")],
+        [Weight("q", (2, 4), "qkv"), Weight("k", (4,), "qkv"), Weight("o", (7,), "out")],
+        [Weight("int8", (3, 3), "int8", "I8"), Weight("scale", (3, 1), "scale", "F32")],
+    ]
+    layout = PackLayout.of(segments, "BF16")
+    assert layout.tensors == (
+        TensorEntry("embed", (3, 5), "BF16", 0, 30),
+        TensorEntry("q", (2, 4), "BF16", 4096, 16),
+        TensorEntry("k", (4,), "BF16", 4112, 8),
+        TensorEntry("o", (7,), "BF16", 4160, 14),
+        TensorEntry("int8", (3, 3), "I8", 8192, 9),
+        TensorEntry("scale", (3, 1), "F32", 8256, 12),
+    )
+    assert layout.segments == (Segment(0, 30), Segment(4096, 4174), Segment(8192, 8268))
+    assert layout.num_bytes == 12288

@@ -37,7 +37,7 @@ for line in sys.stdin:
         "complete": slab.complete,
         "sha256": hashlib.sha256(slab.data).hexdigest(),
         "read_only": slab.data.readonly,
-        "num_bytes": slab.manifest.num_bytes,
+        "num_bytes": slab.manifest.num_bytes
     }), flush=True)
 slab.close()
 """

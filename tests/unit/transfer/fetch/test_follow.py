@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 
 import pytest
 
-from tests.support.wait import wait_until
+from tests.support.wait import HANG_S, wait_until
 from tests.unit.transfer.loopback_holders import (
     BlindSink,
     PackSink,
@@ -50,28 +49,6 @@ def test_follow_single_source_keeps_requested_order() -> None:
     assert sink.bytes_held == PACK.data
 
 
-def test_follow_without_wanted_chunks_contacts_no_source() -> None:
-    assert list(PACK.follow([], PACK.sink(), [])) == []
-
-
-def test_chain_forwards_chunks_before_pack_is_complete() -> None:
-    first, second, third = PACK.buffer(1), PACK.sink(), PACK.sink()
-    with ExitStack() as stack:
-        host1 = stack.enter_context(serving(first, holder_id="host-1"))
-        host2 = stack.enter_context(serving(second, holder_id="host-2"))
-        upper = PACK.source(host1.address, "host-1", "host-2")
-        lower = PACK.source(host2.address, "host-2", "host-3")
-        filling = threading.Thread(target=lambda: list(PACK.follow([upper], second, receiver_id="host-2")))
-        filling.start()
-        stream = PACK.follow([lower], third, receiver_id="host-3")
-        assert next(stream) == 0
-        first.show(*ALL[1:])
-        assert list(stream) == ALL[1:]
-        filling.join()
-        wait_until(lambda: host1.bytes_sent == host2.bytes_sent == len(PACK.data))
-    assert third.bytes_held == PACK.data
-
-
 def test_dead_holder_replaced_without_repeated_chunks() -> None:
     sink = PACK.sink()
     with serving(PACK.buffer(), holder_id="host-2") as alternate:
@@ -81,16 +58,6 @@ def test_dead_holder_replaced_without_repeated_chunks() -> None:
         assert list(stream) == ALL[10:]
         wait_until(lambda: alternate.bytes_sent == len(PACK.data) - 10 * 4096)
     assert sink.accepted == ALL
-    assert sink.bytes_held == PACK.data
-
-
-def test_failed_buffer_replaced_by_alternate() -> None:
-    failing, sink = PACK.buffer(3), PACK.sink()
-    with serving(failing, holder_id="host-1") as host1, serving(PACK.buffer(), holder_id="host-2") as host2:
-        stream = PACK.follow([PACK.source(host1.address, "host-1"), PACK.source(host2.address, "host-2")], sink)
-        assert [next(stream) for _ in range(3)] == [0, 1, 2]
-        failing.fail("its own sources are gone")
-        assert list(stream) == ALL[3:]
     assert sink.bytes_held == PACK.data
 
 
@@ -152,18 +119,16 @@ def test_sink_without_digests_trusts_frame_digests() -> None:
     assert sink.chunks == [b"a block", b"trailer"]
 
 
-@pytest.mark.parametrize("stall_s", [0.3, 60.0])
-def test_alternate_replaces_silent_source(stall_s: float) -> None:
+def test_alternate_replaces_silent_source() -> None:
     """The alternate joins before the silent source is given up, however long that takes."""
     sink, stats = PACK.sink(), TransferStats()
     with silent_listener() as silent, serving(PACK.buffer(), holder_id="host-2") as holder:
         sources = [PACK.source(silent, "host-1"), PACK.source(holder.address, "host-2")]
-        assert list(PACK.follow(sources, sink, control=TransferControl(stats=stats), stall_s=stall_s)) == ALL
+        assert list(PACK.follow(sources, sink, control=TransferControl(stats=stats), stall_s=HANG_S)) == ALL
     assert sink.bytes_held == PACK.data
-    assert stats.largest == "host-2"
-    if stall_s == 60.0:  # the silent source has not failed, so it appears in no statistics
-        assert [share.holder_id for share in stats.by_source()] == ["host-2"]
-        assert stats.num_repairs == 1
+    # The silent source has not failed, so it appears in no statistics.
+    assert [share.holder_id for share in stats.by_source()] == [stats.largest] == ["host-2"]
+    assert stats.num_repairs == 1
 
 
 def test_source_silent_midway_replaced() -> None:
@@ -191,6 +156,9 @@ def test_waiting_holder_with_keepalives_not_stalled() -> None:
         later.start()
         assert next(stream) == 2
         later.join()
+        assert holder.num_streams == 1
+        stream.close()
+        wait_until(lambda: holder.num_streams == 0)
 
 
 def test_refusals_reach_follower_as_typed_errors() -> None:
@@ -224,15 +192,7 @@ def test_exhausted_sources_listed_with_causes() -> None:
     assert "host-2" in exhausted.value.message
     with pytest.raises(SourcesExhausted, match="no source was given"):
         list(PACK.follow([], PACK.sink()))
-
-
-def test_closed_generator_closes_its_connection() -> None:
-    with serving(PACK.buffer(1)) as holder:
-        stream = PACK.follow([PACK.source(holder.address)], PACK.sink())
-        assert next(stream) == 0
-        assert holder.num_streams == 1
-        stream.close()
-        wait_until(lambda: holder.num_streams == 0)
+    assert list(PACK.follow([], PACK.sink(), [])) == []
 
 
 @pytest.mark.parametrize("num_published", [0, 5])

@@ -13,7 +13,7 @@ import pytest
 from tests.support.wait import wait_until
 from tests.unit.transfer.loopback_holders import FixedBuffer, SamplePack, receiver, serving
 from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_case
-from torchrelay.transfer.errors import SourcesExhausted, SourceStalled, TicketExpired
+from torchrelay.transfer.errors import SourcesExhausted, SourceStalled
 from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, fetch_head
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.interface import TransferClass
@@ -55,14 +55,6 @@ def test_chunks_arrive_as_they_become_ready(case: TransportCase) -> None:
             sent.show(index)
             assert next(stream) == index
         assert list(stream) == []
-
-
-def test_refusals_reach_follower_as_typed_errors(case: TransportCase) -> None:
-    with holding(case, PACK.buffer()) as holder:
-        with pytest.raises(TicketExpired):
-            fetch_head(PACK.source(holder.address, expires=1), receiver(), FollowOptions(case.transport))
-        head = fetch_head(PACK.source(holder.address), receiver(), FollowOptions(case.transport))
-        assert head == PACK.head
 
 
 def test_silent_source_replaced(case: TransportCase) -> None:

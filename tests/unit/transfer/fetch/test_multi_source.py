@@ -1,21 +1,27 @@
-"""``follow`` from several holders over real sockets: striping, slow sources, cycles, new sources, and resuming."""
+"""follow from several holders over real sockets: striping, slow sources, cycles, new sources, and resuming."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from tests.support.wait import HANG_S, wait_until
-from tests.unit.transfer.loopback_holders import PackSink, SamplePack, serving, tampering_proxy
-from torchrelay.transfer.errors import BufferLost, SourcesExhausted
+from tests.unit.transfer.loopback_holders import PackSink, SamplePack, receiver, serving, tampering_proxy
+from torchrelay.transfer.errors import BufferLost
 from torchrelay.transfer.fetch import source_state
+from torchrelay.transfer.fetch.chunk_assignment import ChunkRequests
 from torchrelay.transfer.fetch.follow import TransferControl
+from torchrelay.transfer.fetch.multi_source import MultiSourceFetch
+from torchrelay.transfer.fetch.options import FollowOptions
+from torchrelay.transfer.fetch.rates import RateMonitor
+from torchrelay.transfer.fetch.source_policy import SourcePolicy
+from torchrelay.transfer.fetch.source_stream import SourceStream
 from torchrelay.transfer.fetch.sources import SourceAddress, SourceUpdates
 from torchrelay.transfer.fetch.statistics import TransferStats
+from torchrelay.transfer.fetch.upstream import Upstream
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.interface import TransferClass
 from torchrelay.transfer.transport.tcp import TcpConnection
@@ -37,12 +43,14 @@ def two_holders() -> Iterator[tuple[HolderServer, HolderServer]]:
         yield host1, host2
 
 
-def waiting_for(other: Callable[[], int], num_bytes: int) -> Callable[[bytes, int], bytes]:
-    """For a proxy: passes its first ``num_bytes``, the rest only once the other source has delivered as many."""
+def waiting_for(
+    other: Callable[[], int], num_bytes: int, num_other_bytes: int | None = None
+) -> Callable[[bytes, int], bytes]:
+    """For a proxy: passes its first ``num_bytes``, the rest once the other source has delivered as many, or these."""
 
     def tamper(data: bytes, offset: int) -> bytes:
         if offset > num_bytes:
-            wait_until(lambda: other() >= num_bytes, "delivery by the other source")
+            wait_until(lambda: other() >= (num_other_bytes or num_bytes), "delivery by the other source")
         return data
 
     return tamper
@@ -57,33 +65,6 @@ def two_striped_sources() -> Iterator[tuple[list[SourceAddress], list[HolderServ
         tampering_proxy(host2.address, waiting_for(lambda: host1.bytes_sent, 1 << 20)) as proxy2,
     ):
         yield [PACK.source(proxy1, "host-1"), PACK.source(proxy2, "host-2")], [host1, host2]
-
-
-@contextmanager
-def slow_source_and_helper(helps: threading.Event) -> Iterator[tuple[list[SourceAddress], HolderServer]]:
-    """A source that turns slow at half of the pack and stays slow until its helper has sent a tenth.
-
-    The helper delivers nothing before ``helps`` is set.
-    """
-
-    def slow_down(data: bytes, offset: int) -> bytes:
-        if offset < 2 << 20:
-            time.sleep(len(data) / 5e6)
-        elif host2.bytes_sent < len(PACK.data) // 10:
-            helps.set()
-            time.sleep(len(data) / 0.4e6)
-        return data
-
-    def wait_for_help(data: bytes, _offset: int) -> bytes:
-        assert helps.wait(HANG_S)
-        return data
-
-    with (
-        two_holders() as (host1, host2),
-        tampering_proxy(host1.address, slow_down) as proxy1,
-        tampering_proxy(host2.address, wait_for_help) as proxy2,
-    ):
-        yield [PACK.source(proxy1, "host-1"), PACK.source(proxy2, "host-2")], host2
 
 
 def brought(stats: TransferStats) -> dict[str, int]:
@@ -102,25 +83,9 @@ def test_striped_sources_deliver_disjoint_chunks_at_once() -> None:
     assert min(brought(stats).values()) > 0
 
 
-def test_slow_source_gets_helper_and_continues() -> None:
-    sink, stats = PACK.sink(), TransferStats()
-    with slow_source_and_helper(threading.Event()) as (sources, _):
-        assert sorted(PACK.follow(sources, sink, control=TransferControl(stats=stats))) == ALL
-    assert sink.bytes_held == PACK.data
-    assert sorted(sink.accepted) == ALL
-    first, second = stats.by_source()
-    assert first.num_bytes > len(PACK.data) // 3
-    assert second.num_bytes > len(PACK.data) // 20
-    assert stats.num_repairs >= 1
-    assert first.error == ""
-
-
 def test_source_added_midway_becomes_alternate() -> None:
     sink, stats, updates = PACK.sink(), TransferStats(), SourceUpdates()
-    with (
-        serving(PACK.buffer(4), holder_id="host-1") as host1,
-        serving(PACK.buffer(), holder_id="host-2") as host2,
-    ):
+    with serving(PACK.buffer(4), holder_id="host-1") as host1, serving(PACK.buffer(), holder_id="host-2") as host2:
         control = TransferControl(updates=updates, stats=stats)
         following = PACK.follow([PACK.source(host1.address, "host-1")], sink, control=control)
         assert [next(following) for _ in range(4)] == ALL[:4]
@@ -144,18 +109,26 @@ def test_running_transfer_becomes_striped() -> None:
     assert stats.num_repairs == 0
 
 
+@pytest.mark.usefixtures("never_silent")
 def test_idle_transfer_turned_urgent_gets_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that delivers half of the pack, and the rest once its helper has delivered as much as a tenth."""
     sink, stats, updates = PACK.sink(), TransferStats(), SourceUpdates()
     classes: list[TransferClass] = []
     monkeypatch.setattr(TcpConnection, "set_class", lambda _, transfer_class: classes.append(transfer_class))
-    with slow_source_and_helper(threading.Event()) as (sources, helper):
+    monkeypatch.setattr(RateMonitor, "slow", property(lambda _: True, lambda _, value: None))
+    monkeypatch.setattr(SourcePolicy, "_throughput_dropped", lambda _: True)
+    with (
+        two_holders() as (host1, host2),
+        tampering_proxy(host1.address, waiting_for(lambda: host2.bytes_sent, 2 << 20, len(PACK.data) // 10)) as proxy,
+    ):
         control = TransferControl(updates=updates, stats=stats)
+        sources = [PACK.source(proxy, "host-1"), PACK.source(host2.address, "host-2")]
         following = PACK.follow(sources, sink, control=control, transfer_class=TransferClass.IDLE)
-        assert next(following) == 0
-        assert classes == [TransferClass.IDLE]
+        first = [next(following) for _ in range(20)]
+        assert classes == [TransferClass.IDLE] and host2.bytes_sent == 0, "no helper joins an idle transfer"
         updates.add(transfer_class=TransferClass.URGENT)
-        assert sorted(following) == ALL[1:]
-        assert helper.bytes_sent >= len(PACK.data) // 10  # no helper joins an idle transfer for a slow source
+        assert sorted([*first, *following]) == ALL
+        assert host2.bytes_sent >= len(PACK.data) // 10
     assert sink.bytes_held == PACK.data and sorted(sink.accepted) == ALL
     assert classes[1:] and set(classes[1:]) == {TransferClass.URGENT}
     assert {share.error for share in stats.by_source()} == {""}
@@ -163,10 +136,7 @@ def test_idle_transfer_turned_urgent_gets_helper(monkeypatch: pytest.MonkeyPatch
 
 def test_refused_source_rejoins_with_new_ticket() -> None:
     sink, updates, stats = PACK.sink(), SourceUpdates(), TransferStats()
-    with (
-        serving(PACK.buffer(), holder_id="host-1") as host1,
-        serving(PACK.buffer(0), holder_id="host-2") as host2,
-    ):
+    with serving(PACK.buffer(), holder_id="host-1") as host1, serving(PACK.buffer(0), holder_id="host-2") as host2:
 
         def renew_ticket() -> None:
             wait_until(lambda: any("expired" in share.error for share in stats.by_source()))
@@ -179,15 +149,6 @@ def test_refused_source_rejoins_with_new_ticket() -> None:
         sources = [expired, PACK.source(host2.address, "host-2")]
         assert sorted(PACK.follow(sources, sink, control=control, num_striped=2)) == ALL
         renewing.join()
-    assert sink.bytes_held == PACK.data
-
-
-def test_chunks_missing_at_one_source_come_from_other() -> None:
-    sink, partial = PACK.sink(), PACK.buffer(0)
-    partial.show(*ALL[::2])
-    with serving(partial, holder_id="host-1") as host1, serving(PACK.buffer(), holder_id="host-2") as host2:
-        sources = [PACK.source(host1.address, "host-1"), PACK.source(host2.address, "host-2")]
-        assert sorted(PACK.follow(sources, sink, num_striped=2)) == ALL
     assert sink.bytes_held == PACK.data
 
 
@@ -218,27 +179,6 @@ def test_copies_in_cycle_fill_each_other() -> None:
     assert all(sink.bytes_held == PACK.data for sink in sinks)
 
 
-def test_restarted_holder_sends_only_missing_chunks() -> None:
-    sink = PACK.sink()
-    with serving(PACK.buffer(50)) as holder:
-        stream = PACK.follow([PACK.source(holder.address)], sink)
-        assert [next(stream) for _ in range(50)] == ALL[:50]
-    with pytest.raises(SourcesExhausted):
-        next(stream)
-    with serving(PACK.buffer()) as again:
-        missing = [index for index in ALL if index not in sink.accepted]
-        assert list(PACK.follow([PACK.source(again.address)], sink, missing)) == missing
-        wait_until(lambda: again.bytes_sent == len(PACK.data) - 50 * 32768)
-    assert sink.bytes_held == PACK.data
-
-
-def test_follow_serves_every_transfer_class() -> None:
-    with serving(PACK.buffer()) as holder:
-        for transfer_class in TransferClass:
-            chunk, source = [int(transfer_class)], PACK.source(holder.address)
-            assert list(PACK.follow([source], PACK.sink(), chunk, transfer_class=transfer_class)) == chunk
-
-
 def test_sink_error_in_other_thread_ends_transfer() -> None:
     class FullSink(PackSink):
         def accept(self, index: int) -> None:
@@ -251,3 +191,56 @@ def test_sink_error_in_other_thread_ends_transfer() -> None:
         with pytest.raises(BufferLost, match="dropped meanwhile"):
             list(PACK.follow(sources, FullSink(PACK), num_striped=2))
         wait_until(lambda: host1.num_streams == host2.num_streams == 0)
+
+
+class SlowUpstream(Upstream):
+    """Blocks on the first request; sends none of them."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        super().__init__(upstream.frames, upstream.head, upstream.transfer_class)
+        self.begun, self.resume = threading.Event(), threading.Event()
+        self.sent: list[tuple[list[int], list[int]]] = []
+
+    def ask(self, wanted: Sequence[int], cancelled: Sequence[int] = ()) -> None:
+        if not self.begun.is_set():
+            self.begun.set()
+            self.resume.wait(HANG_S)
+        self.sent.append((list(wanted), list(cancelled)))
+
+
+class QuietFetch(MultiSourceFetch):
+    """Opens a ``SlowUpstream``, and requests nothing by itself."""
+
+    upstream: SlowUpstream
+
+    def connect(self, source: SourceAddress, watch: Callable[[int], None]) -> Upstream:
+        self.upstream = SlowUpstream(super().connect(source, watch))
+        return self.upstream
+
+    def gained(self, stream: SourceStream, indices: Sequence[int]) -> None:
+        assert list(indices) == list(range(16))
+
+
+def test_cancellation_sent_before_later_request_for_chunk() -> None:
+    pack = SamplePack(16 * 4096)
+    sink = pack.sink()
+    with serving(pack.buffer()) as holder:
+        source = pack.source(holder.address)
+        fetch = QuietFetch(pack.pack_id, [0], [source], sink, receiver(), FollowOptions(), TransferControl())
+        stream = SourceStream(fetch, sink, 0, source)
+        stream.step()
+        upstream = fetch.upstream
+        stream.ask(ChunkRequests([], [0]))
+        first = threading.Thread(target=stream.send_requests)
+        first.start()
+        assert upstream.begun.wait(HANG_S)
+        stream.ask(ChunkRequests([0], []))
+        second = threading.Thread(target=stream.send_requests)
+        second.start()
+        second.join(0.2)  # it must wait for the first
+        assert second.is_alive() and not upstream.sent
+        upstream.resume.set()
+        first.join()
+        second.join()
+        stream.close()
+    assert upstream.sent == [([], [0]), ([0], [])]

@@ -1,10 +1,12 @@
-"""Rates on a simulated clock: what is displayed, and when a source counts as slow."""
+"""Rates on a simulated clock, what is displayed and when a source counts as slow; statistics of a transfer."""
 
 from __future__ import annotations
 
 import pytest
 
 from torchrelay.transfer.fetch.rates import DecayingRate, RateMonitor
+from torchrelay.transfer.fetch.sources import Receiver
+from torchrelay.transfer.fetch.statistics import TransferStats
 
 STEP_S = 0.005
 
@@ -85,3 +87,27 @@ def test_displayed_rate_settles_quickly_and_decays() -> None:
         if step > 10:
             assert rate.bytes_per_s(10.0 + step * 0.01) == pytest.approx(50e6, rel=0.2)
     assert rate.bytes_per_s(14.0) < 1e6
+
+
+def test_statistics_report_bytes_errors_and_sources() -> None:
+    stats = TransferStats()
+    assert (stats.largest, stats.by_source(), stats.num_repairs) == ("", [], 0)
+    stats.joined("host-a")
+    assert stats.largest == "host-a"
+    stats.received("host-a", 10)
+    stats.joined("host-b")
+    stats.received("host-b", 30)
+    stats.failed("host-a", "it broke")
+    stats.left("host-a")
+    stats.repaired(2)
+    first, second = stats.by_source()
+    assert (first.holder_id, first.num_bytes, first.bytes_per_s) == ("host-a", 10, 0.0)
+    assert (first.following, first.error) == (False, "it broke")
+    assert (second.holder_id, second.num_bytes, second.following, second.error) == ("host-b", 30, True, "")
+    assert second.bytes_per_s > 0
+    assert stats.largest == "host-b"
+    assert stats.num_repairs == 2
+
+
+def test_key_never_printed() -> None:
+    assert "secret" not in repr(Receiver("host-r", b"secret"))

@@ -1,107 +1,239 @@
-"""Suspicion, joining and standby, in simulated time."""
+"""Suspicion, joining, standby, windows and stealing, in simulated time."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.transfer.fetch.simulated_sources import CHUNK_BYTES, SimulatedSource, TransferCore, opened, transfer
-from torchrelay.transfer.fetch.source_policy import MAX_FAILURES
-from torchrelay.transfer.fetch.source_state import SourcePhase
+from torchrelay.transfer.fetch.chunk_assignment import MAX_WINDOW, MIN_WINDOW, ChunkAssignment
+from torchrelay.transfer.fetch.source_policy import MAX_FAILURES, SourcePolicy
+from torchrelay.transfer.fetch.source_state import SourcePhase, SourceState
+
+STEP_S = 0.001
+CHUNK_BYTES = 256 << 10
+
+
+class TransferCore:
+    """The pure core of one transfer, composed as ``MultiSourceFetch`` composes it."""
+
+    def __init__(self, num_chunks: int, num_sources: int, num_striped: int = 1, hedge_slow: bool = True) -> None:
+        self.states = [SourceState() for _ in range(num_sources)]
+        self.assignment = ChunkAssignment(num_chunks, self.states)
+        self.policy = SourcePolicy(self.states, self.assignment, num_striped, hedge_slow)
+
+
+def opened(num_chunks: int, num_sources: int, num_striped: int = 1) -> TransferCore:
+    """A transfer whose first sources are open and have everything."""
+    core = TransferCore(num_chunks, num_sources, num_striped)
+    for number in core.policy.review(0.0):
+        core.policy.opened(number, 0.0)
+        core.policy.gained(number, range(num_chunks), 0.0)
+    return core
+
+
+@dataclass
+class SimulatedSource:
+    """Sends what is requested, in order, at ``rate`` bytes per second; ``holds``: how many leading chunks it has."""
+
+    rate: float
+    holds: int = 1 << 30
+    opens_in_s: float = 0.001
+    pending: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    _announced: int = 0
+    _sending: int | None = None
+    _writes: bool = False
+    _left: float = 0.0
+
+    def step(self, number: int, core: TransferCore, now: float) -> None:
+        state = core.states[number]
+        if state.phase is SourcePhase.OPENING and now - state.since >= self.opens_in_s and self.rate:
+            core.policy.opened(number, now)
+            self._announced = 0
+        if state.phase is not SourcePhase.OPEN:
+            return
+        held = min(self.holds, len(state.has))
+        if held > self._announced:
+            core.policy.gained(number, range(self._announced, held), now)
+            self._announced = held
+        if self._writes and core.assignment.release_revoked(number, now):
+            self._writes = False
+        budget = self.rate * STEP_S
+        while budget > 0:
+            if self._sending is None and not self._begin(number, core, now, held):
+                if self.pending and self.rate:
+                    core.policy.frame_received(number, now)  # alive
+                return
+            num_bytes = min(budget, self._left)
+            budget, self._left = budget - num_bytes, self._left - num_bytes
+            core.assignment.record(core.states[number], int(num_bytes), now)
+            if self._left < 1:
+                if self._writes and self._sending is not None:
+                    core.assignment.accepted(number, self._sending, CHUNK_BYTES, now)
+                    self.received.append(self._sending)
+                self._sending = None
+
+    def _begin(self, number: int, core: TransferCore, now: float, held: int) -> bool:
+        place = next((place for place in self.pending if place < held), None)
+        if place is None:
+            return False
+        self.pending.remove(place)
+        self._sending, self._left = place, CHUNK_BYTES
+        self._writes = core.assignment.begin(number, place, now)
+        return True
+
+
+def transfer(
+    sources: list[SimulatedSource],
+    num_chunks: int,
+    at: Callable[[float, TransferCore], None] = lambda now, core: None,
+    *,
+    num_striped: int = 1,
+    hedge_slow: bool = True,
+    limit_s: float = 60.0,
+) -> tuple[TransferCore, float]:
+    """Runs until all chunks are there; ``at`` is called at every step. Returns the core and how long it took."""
+    core = TransferCore(num_chunks, len(sources), num_striped, hedge_slow)
+    step = 0
+    while core.assignment.num_left:
+        now = step * STEP_S
+        assert now < limit_s, "the transfer does not end"
+        at(now, core)
+        if step % 20 == 0:
+            core.policy.review(now)
+        for number, source in enumerate(sources):
+            source.step(number, core, now)
+        for number, source in enumerate(sources):
+            if core.states[number].phase is SourcePhase.OPEN:
+                requests = core.assignment.requests(number)
+                core.assignment.ask(number, requests.wanted, now)
+                source.pending = [place for place in source.pending if place not in requests.cancelled]
+                source.pending += requests.wanted
+        step += 1
+    return core, step * STEP_S
+
 
 RATE = 50e6
 NUM_CHUNKS = 256
 UNDISTURBED_S = NUM_CHUNKS * CHUNK_BYTES / RATE  # 1.34
 
 
+class Pair:
+    """A source of full rate and its alternate, and the time at which the alternate has joined."""
+
+    def __init__(self, alternate_rate: float = RATE, holds: int = 1 << 30) -> None:
+        self.first, self.second = SimulatedSource(RATE, holds=holds), SimulatedSource(alternate_rate)
+        self.joined_at_s: float | None = None
+
+    def changed(
+        self, from_s: float = math.inf, share: float = 1.0, until_s: float = math.inf
+    ) -> Callable[[float, TransferCore], None]:
+        """The first source delivers ``share`` of its rate for a while."""
+
+        def at(now: float, core: TransferCore) -> None:
+            self.first.rate = RATE * (share if from_s < now < until_s else 1.0)
+            if core.states[1].phase is SourcePhase.OPEN and self.joined_at_s is None:
+                self.joined_at_s = now
+
+        return at
+
+
 def test_healthy_source_needs_no_alternate() -> None:
-    first, second = SimulatedSource(RATE), SimulatedSource(RATE)
-    core, took_s = transfer([first, second], NUM_CHUNKS)
-    assert first.received == list(range(NUM_CHUNKS))
-    assert second.received == []
-    assert core.policy.num_repairs == 0
+    pair = Pair()
+    core, took_s = transfer([pair.first, pair.second], NUM_CHUNKS)
+    assert pair.first.received == list(range(NUM_CHUNKS))
+    assert (pair.second.received, core.policy.num_repairs) == ([], 0)
     assert took_s < 1.03 * UNDISTURBED_S
 
 
-def test_two_half_rate_sources_deliver_full_rate() -> None:
-    sources = [SimulatedSource(RATE / 2), SimulatedSource(RATE / 2)]
+@pytest.mark.parametrize("share", [0.5, 0.05])
+def test_striped_sources_deliver_full_rate_whatever_their_shares(share: float) -> None:
+    sources = [SimulatedSource(RATE * (1 - share)), SimulatedSource(RATE * share)]
     _, took_s = transfer(sources, NUM_CHUNKS, num_striped=2)
-    assert took_s < 1.05 * UNDISTURBED_S
-    assert sorted(sources[0].received + sources[1].received) == list(range(NUM_CHUNKS))
+    assert took_s < 1.08 * UNDISTURBED_S
+    assert len(sources[1].received) >= 0.4 * share * NUM_CHUNKS
 
 
 def test_slow_source_gets_helper_and_continues() -> None:
-    first, second = SimulatedSource(RATE), SimulatedSource(RATE * 0.75)
-    joined_at: list[float] = []
-
-    def slow_down(now: float, core: TransferCore) -> None:
-        if now > 0.7:
-            first.rate = RATE / 4
-        if core.states[1].phase is SourcePhase.OPEN and not joined_at:
-            joined_at.append(now)
-
-    core, took_s = transfer([first, second], NUM_CHUNKS, at=slow_down)
-    assert 0.8 < joined_at[0] < 1.0
+    pair = Pair(RATE * 0.75)
+    core, took_s = transfer([pair.first, pair.second], NUM_CHUNKS, pair.changed(0.7, 0.25))
+    assert pair.joined_at_s is not None and 0.8 < pair.joined_at_s < 1.0
     assert took_s < 1.2 * UNDISTURBED_S
     assert core.policy.num_repairs == 1
-    assert len(first.received) > 0.5 * NUM_CHUNKS
+    assert len(pair.first.received) > 0.5 * NUM_CHUNKS
 
 
 def test_idle_transfer_does_not_hedge() -> None:
-    first, second = SimulatedSource(RATE), SimulatedSource(RATE)
-
-    def slow_down(now: float, core: TransferCore) -> None:
-        first.rate = RATE if now < 0.5 else RATE / 4
-
-    core, _ = transfer([first, second], NUM_CHUNKS, slow_down, hedge_slow=False)
-    assert (len(second.received), core.policy.num_repairs) == (0, 0)
+    pair = Pair()
+    core, _ = transfer([pair.first, pair.second], NUM_CHUNKS, pair.changed(0.5, 0.25), hedge_slow=False)
+    assert (len(pair.second.received), core.policy.num_repairs) == (0, 0)
 
 
 def test_silent_source_replaced_within_200_ms() -> None:
-    first, second = SimulatedSource(RATE), SimulatedSource(RATE)
-
-    def fall_silent(now: float, core: TransferCore) -> None:
-        first.rate = RATE if now < 0.7 else 0.0
-
-    core, took_s = transfer([first, second], NUM_CHUNKS, at=fall_silent)
+    pair = Pair()
+    core, took_s = transfer([pair.first, pair.second], NUM_CHUNKS, pair.changed(0.7, 0.0))
     assert took_s < UNDISTURBED_S + 0.22
     assert core.policy.num_repairs == 1
 
 
 def test_recovered_source_puts_helper_on_standby() -> None:
-    first, second = SimulatedSource(RATE), SimulatedSource(RATE)
-
-    def hiccup(now: float, core: TransferCore) -> None:
-        first.rate = 0.0 if 0.5 < now < 0.8 else RATE
-
-    core, _ = transfer([first, second], 3 * NUM_CHUNKS, at=hiccup)
+    pair = Pair()
+    core, _ = transfer([pair.first, pair.second], 3 * NUM_CHUNKS, pair.changed(0.5, 0.0, until_s=0.8))
     assert core.states[1].standby
-    assert len(second.received) < 0.5 * NUM_CHUNKS
-    assert len(first.received) + len(second.received) == 3 * NUM_CHUNKS
+    assert len(pair.second.received) < 0.5 * NUM_CHUNKS
 
 
 def test_probation_doubles_after_each_relapse() -> None:
-    first, second = SimulatedSource(RATE), SimulatedSource(RATE)
-
-    def slow_down(now: float, core: TransferCore) -> None:
-        first.rate = RATE if now < 0.7 else 0.55 * RATE
-
-    core, took_s = transfer([first, second], 10 * NUM_CHUNKS, at=slow_down)
+    pair = Pair()
+    core, took_s = transfer([pair.first, pair.second], 10 * NUM_CHUNKS, pair.changed(0.7, 0.55))
     assert core.policy.num_repairs <= 6
     assert took_s < 0.75 * 10 * UNDISTURBED_S
 
 
 def test_source_without_data_gets_half_a_second() -> None:
-    first, second = SimulatedSource(RATE, holds=10), SimulatedSource(RATE)
-    joined_at: list[float] = []
+    pair = Pair(holds=10)
+    transfer([pair.first, pair.second], 60, pair.changed())
+    assert pair.joined_at_s is not None and 0.5 < pair.joined_at_s < 0.65
+    assert pair.first.received == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("rate", "least", "most"), [(2e6, 1, MIN_WINDOW), (RATE, 5, 12), (5e9, MAX_WINDOW, MAX_WINDOW)]
+)
+def test_windows_follow_rate(rate: float, least: int, most: int) -> None:
+    sizes = [0]
 
     def look(now: float, core: TransferCore) -> None:
-        if core.states[1].phase is SourcePhase.OPEN and not joined_at:
-            joined_at.append(now)
+        if now > 0.2:
+            sizes.append(len(core.states[0].outstanding))
 
-    transfer([first, second], 60, at=look)
-    assert 0.5 < joined_at[0] < 0.65
-    assert first.received == list(range(10))
+    transfer([SimulatedSource(rate)], int(rate / CHUNK_BYTES / 2) + 4, at=look)
+    assert least <= max(sizes) <= most
+
+
+def test_missing_chunks_are_requested_from_other_source() -> None:
+    first, second = SimulatedSource(RATE / 2, holds=40), SimulatedSource(RATE / 2)
+    transfer([first, second], 80, num_striped=2)
+    assert len(first.received) >= 15 and max(first.received) < 40
+
+
+def test_chunk_is_written_by_one_source_and_cancelled_at_the_others() -> None:
+    core = opened(2, 2, num_striped=2)
+    first, second = core.assignment.requests(0).wanted, core.assignment.requests(1).wanted
+    assert (first, second) == ([0, 1], [])
+    core.assignment.ask(0, first, 0.0)
+    core.assignment.ask(1, [1], 0.0)  # as after a steal
+    assert core.assignment.begin(0, 1, 0.1)
+    assert core.assignment.requests(1).cancelled == [1]
+    assert not core.assignment.begin(1, 1, 0.1), "the other source writes it"
+    core.assignment.accepted(0, 1, 10, 0.1)
+    assert not core.assignment.begin(1, 1, 0.2), "it is here"
+    assert core.assignment.num_left == 1
 
 
 def test_chunks_of_failed_source_requested_from_next() -> None:

@@ -1,4 +1,4 @@
-"""When a stream ends: with its ticket, or when it is idle and other connections wait for its permit."""
+"""Streams of a holder: requested chunks in order, and the end with the ticket or when other connections wait."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torchrelay.transfer.fetch.upstream import Upstream
 from torchrelay.transfer.protocol.frames import FrameKind
 from torchrelay.transfer.serve import downstream
 from torchrelay.transfer.serve.holder import HolderLimits, HolderServer
+from torchrelay.transfer.serve.send_queue import SendQueue
 
 PACK = SamplePack(400_000)
 ALL = list(PACK.chunks)
@@ -122,10 +123,9 @@ def test_longest_idle_stream_ends_when_permits_run_out() -> None:
 
 
 def test_idle_stream_stays_while_permits_are_free() -> None:
-    limits = HolderLimits(max_streams=3, idle_s=0.05)
+    limits = HolderLimits(max_streams=3, idle_s=0.0)
     with serving(PACK.buffer(), limits=limits, unix_ms=Clock()) as server, opened(server) as idle:
         assert fetch_head(PACK.source(server.address), receiver()) == PACK.head
-        threading.Event().wait(0.3)  # idle for longer than ``idle_s``
         idle.ask([5])
         assert receive_chunk(idle) == 5
 
@@ -139,3 +139,27 @@ def test_holder_without_free_permits_closes() -> None:
         assert server.num_streams == 0
         with pytest.raises((SourceClosed, OSError)):
             upstream.frames.receive_header()
+
+
+def test_chunks_are_wanted_in_order_and_once() -> None:
+    wanted = SendQueue()
+    assert wanted.pending(0.0) == []
+    wanted.add([5, 6, 7])
+    wanted.add([6, 1])
+    assert wanted.pending(0.0) == [5, 6, 7, 1]
+    wanted.cancel([6, 99])
+    assert wanted.take(5)
+    assert not wanted.take(6)
+    assert wanted.pending(0.0) == [7, 1]
+
+
+def test_pending_wakes_on_request_and_on_end() -> None:
+    wanted = SendQueue()
+    later = threading.Timer(0.05, wanted.add, ([3],))
+    later.start()
+    assert wanted.pending(10.0) == [3]
+    wanted.end(ConnectionResetError("gone"))
+    wanted.end(OSError("too late to matter"))
+    with pytest.raises(ConnectionResetError, match="gone"):
+        wanted.pending(10.0)
+    later.join()

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from tests.support.wait import HANG_S, wait_until
 from tests.unit.transfer.loopback_holders import FixedBuffer, SamplePack, receiver, serving
-from torchrelay.transfer.errors import SourceClosed, SourcesExhausted, SourceStalled, UnknownBuffer
+from torchrelay.transfer.errors import SourceClosed, SourceStalled, UnknownBuffer
 from torchrelay.transfer.fetch.follow import FollowOptions, fetch_head
 from torchrelay.transfer.protocol import frames
 from torchrelay.transfer.serve.holder import HolderLimits, HolderServer
@@ -101,16 +101,6 @@ def test_listener_survives_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises((SourceClosed, OSError)):
             fetch_head(PACK.source(holder.address), receiver())
         assert fetch_head(PACK.source(holder.address), receiver()) == PACK.head
-
-
-def test_close_ends_waiting_streams() -> None:
-    with serving(PACK.buffer(1)) as holder:
-        stream = PACK.follow([PACK.source(holder.address)], PACK.sink(), range(2))
-        assert next(stream) == 0
-        holder.close()
-        assert holder.num_streams == 0
-        with pytest.raises(SourcesExhausted):
-            next(stream)
 
 
 def test_holder_never_started_closes() -> None:

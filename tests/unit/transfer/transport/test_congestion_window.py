@@ -1,8 +1,10 @@
-"""The congestion window over simulated links: it fills an idle one, keeps its queue short, and yields."""
+"""The congestion window over simulated links, and pacing by it on real sockets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -21,6 +23,9 @@ from torchrelay.transfer.transport.congestion_window import (
     recent_rtt_s,
 )
 from torchrelay.transfer.transport.interface import TransferClass
+from torchrelay.transfer.transport.iovec import drop_prefix, nonempty_views, take_prefix
+from torchrelay.transfer.transport.paced_sender import PacedSender, can_pace
+from torchrelay.transfer.transport.tcp import TcpConnection
 
 URGENT, IDLE = TransferClass.URGENT, TransferClass.IDLE
 STEP_S = 0.0001
@@ -163,10 +168,7 @@ def test_without_acknowledgements_nothing_changes() -> None:
     assert pace.observe(ConnectionCounters(0.1, 9 * MS, MS, 5, 0.1)) == INITIAL_WINDOW_BYTES
 
 
-@given(
-    st.floats(1e-5, 1.0),
-    st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=20),
-)
+@given(st.floats(1e-5, 1.0), st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=20))
 def test_recent_round_trip_ignores_older_minimum(old_s: float, new_s: list[float]) -> None:
     smoothed = old_s
     for rtt_s in new_s:
@@ -174,3 +176,82 @@ def test_recent_round_trip_ignores_older_minimum(old_s: float, new_s: list[float
     before = ConnectionCounters(0.0, old_s, 1e-5, 7, 0.0)
     recent_s = recent_rtt_s(before, ConnectionCounters(1.0, smoothed, 1e-5, 7 + len(new_s), BUSY_SHARE))
     assert min(new_s) * 0.99 - 1e-9 <= recent_s <= max(new_s) * 1.01 + 1e-9
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends with addresses of their own, as between hosts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname(), source_address=("127.0.0.2", 0))
+        far, _ = listener.accept()
+    with near, far:
+        yield near, far
+
+
+def drain(end: socket.socket, received: bytearray) -> None:
+    while data := end.recv(1 << 20):
+        received += data
+
+
+def test_window_bounds_send_buffer_and_keeps_order(link: tuple[socket.socket, socket.socket]) -> None:
+    near, far = link
+    assert can_pace(near)
+    received = bytearray()
+    receiving = threading.Thread(target=drain, args=(far, received))
+    receiving.start()
+    sender = PacedSender(near, TransferClass.URGENT)
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == INITIAL_WINDOW_BYTES
+    data = bytes(range(256)) * (32 << 10)
+    pending = memoryview(data)
+    while pending:
+        num_sent = sender.sendmsg([pending[:100], pending[100:]])
+        assert num_sent <= 1 << 20
+        pending = pending[num_sent:]
+    near.shutdown(socket.SHUT_WR)
+    receiving.join()
+    assert received == data
+
+
+def test_unread_bytes_limited_to_window(link: tuple[socket.socket, socket.socket]) -> None:
+    near, far = link
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    sender = PacedSender(near, TransferClass.IDLE)
+    near.setblocking(False)
+    taken = 0
+    with pytest.raises(BlockingIOError):
+        while True:
+            taken += sender.sendmsg([memoryview(bytes(1 << 20))])
+    assert taken < MAX_WINDOW_BYTES
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * INITIAL_WINDOW_BYTES
+
+
+def test_same_host_transfers_are_not_paced() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as near:
+        assert not can_pace(near)
+        before = near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        TcpConnection(near).set_class(TransferClass.IDLE)
+        assert near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
+
+
+def test_class_changes_on_broken_connection(link: tuple[socket.socket, socket.socket]) -> None:
+    near, far = link
+    connection = TcpConnection(near)
+    for transfer_class in (TransferClass.IDLE, TransferClass.URGENT, TransferClass.KV):
+        connection.set_class(transfer_class)
+        connection.send([b"one", b"", b"two"])
+        assert far.recv(6, socket.MSG_WAITALL) == b"onetwo"
+    connection.close()
+    connection.set_class(TransferClass.URGENT)
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8), st.lists(st.integers(1, 30), min_size=1))
+def test_pieces_add_up_to_whole_text(parts: list[bytes], sizes: list[int]) -> None:
+    pending = nonempty_views(parts)
+    pieces: list[bytes] = []
+    while pending:
+        size = sizes[len(pieces) % len(sizes)]
+        piece = take_prefix(pending, size)
+        assert 0 < sum(map(len, piece)) <= size
+        drop_prefix(pending, sum(map(len, piece)))
+        pieces.append(b"".join(piece))
+    assert b"".join(pieces) == b"".join(parts)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.support.wait import wait_until
+from tests.support.wait import HANG_S, wait_until
 from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_case, receive
-from torchrelay.transfer.transport.interface import Connection, TransferClass
+from torchrelay.transfer.transport.interface import Connection
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -42,18 +43,11 @@ def test_both_directions_at_once(case: TransportCase) -> None:
     with case.pair() as (near, far):
         near.send([b"?"])
         assert receive(far, 1) == b"?"
-        senders = [threading.Thread(target=end.send, args=([data],)) for end in (near, far)]
-        received: dict[Connection, bytes] = {}
-
-        def take(end: Connection) -> None:
-            received[end] = receive(end, len(data))
-
-        takers = [threading.Thread(target=take, args=(end,)) for end in (near, far)]
-        for thread in (*senders, *takers):
-            thread.start()
-        for thread in (*senders, *takers):
-            thread.join()
-        assert received == {near: data, far: data}
+        with ThreadPoolExecutor(4) as threads:
+            sending = [threads.submit(end.send, [data]) for end in (near, far)]
+            assert list(threads.map(lambda end: receive(end, len(data)), (near, far))) == [data, data]
+            for each in sending:
+                each.result()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 600 << 10])
@@ -108,55 +102,30 @@ def test_peer_that_reads_nothing_given_up(name: str) -> None:
 
 
 def test_abort_wakes_blocked_threads(case: TransportCase) -> None:
-    with case.pair() as (near, _):
-        failed: list[OSError] = []
-
-        def send() -> None:
-            try:
-                near.send([bytes(64 << 20)])
-            except OSError as error:
-                failed.append(error)
-
-        sending = threading.Thread(target=send)
-        sending.start()
+    with case.pair() as (near, _), ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(near.send, [bytes(64 << 20)])
         near.abort()
-        sending.join(60.0)
-        assert failed
+        with pytest.raises(OSError):
+            sending.result(HANG_S)
         assert near.receive_into(memoryview(bytearray(1))) == 0
 
 
-@pytest.mark.parametrize("transfer_class", TransferClass)
-def test_every_class_transfers_same_bytes(case: TransportCase, transfer_class: TransferClass) -> None:
-    data = random.Random(3).randbytes(2 << 20)
-    with case.pair() as (near, far):
-        near.set_class(transfer_class)
-        sending = threading.Thread(target=near.send, args=([data[:52], data[52:]],))
-        sending.start()
-        assert receive(far, len(data)) == data
-        sending.join()
-        near.close()
-        near.set_class(transfer_class)
-
-
 def test_many_connections_at_once(case: TransportCase) -> None:
-    def echo(connection: Connection) -> None:
+    def echo(connection: Connection | None) -> None:
+        assert connection is not None
         connection.send([receive(connection, 200_000)])
+        connection.close()
 
-    with case.listening() as listener:
-        near = [case.transport.connect(listener.address, timeout_s=5.0) for _ in range(32)]
-        far = [listener.accept() for _ in near]
-        threads = [threading.Thread(target=echo, args=(connection,)) for connection in far]
-        for thread in threads:
-            thread.start()
+    with case.listening() as listener, ThreadPoolExecutor(32) as threads:
+        near = [case.transport.connect(listener.address, timeout_s=HANG_S) for _ in range(32)]
+        echoing = [threads.submit(echo, listener.accept()) for _ in near]
         for number, connection in enumerate(near):
             connection.send([bytes([number]) * 200_000])
         for number, connection in enumerate(near):
             assert receive(connection, 200_000) == bytes([number]) * 200_000
-        for thread in threads:
-            thread.join()
-        for end in (*near, *far):
-            assert end is not None
-            end.close()
+            connection.close()
+        for each in echoing:
+            each.result()
 
 
 def test_closed_listener_accepts_no_connection(case: TransportCase) -> None:
@@ -165,7 +134,7 @@ def test_closed_listener_accepts_no_connection(case: TransportCase) -> None:
         accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
         accepting.start()
         listener.close()
-        accepting.join(60.0)
+        accepting.join(HANG_S)
         assert accepted == [None]
         with pytest.raises(OSError, match="cannot connect"):
             case.transport.connect(listener.address, timeout_s=1.0)

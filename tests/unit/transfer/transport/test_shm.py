@@ -1,4 +1,4 @@
-"""Features of shared memory alone: allowed peers, checked claims and no leftovers."""
+"""Features of shared memory alone: allowed peers, checked claims, no leftovers, and pairs of addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,11 +19,16 @@ import pytest
 
 from tests.support.descriptors import open_descriptors
 from tests.support.wait import HANG_S
+from tests.unit.transfer.loopback_holders import CLUSTER_KEY, SamplePack
 from tests.unit.transfer.transport.transport_cases import TransportCase, receive
+from torchrelay.transfer.protocol.tickets import derive_node_key
+from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport import shm
 from torchrelay.transfer.transport.interface import Connection, Listener
-from torchrelay.transfer.transport.shm import ShmTransport
+from torchrelay.transfer.transport.local_first import LocalFirstTransport, open_local_listener, prefer_local
+from torchrelay.transfer.transport.shm import ShmConnection, ShmTransport
 from torchrelay.transfer.transport.shm_ring import RING_BYTES, RingReader, make_ring
+from torchrelay.transfer.transport.tcp import TcpConnection, TcpTransport
 
 SPEAKER = """
 import sys, threading
@@ -61,6 +66,7 @@ def test_killed_peer_detected(case: TransportCase) -> None:
 
 def test_another_user_is_refused_at_both_ends(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
     with case.listening() as listener:
+        assert path_of(listener).stat().st_mode & 0o777 == 0o600
         user = os.geteuid()
         with monkeypatch.context() as patched:
             patched.setattr(os, "geteuid", lambda: user + 1)
@@ -76,11 +82,6 @@ def test_another_user_is_refused_at_both_ends(case: TransportCase, monkeypatch: 
             listener.close()
             accepting.join()
             assert accepted == [None]
-
-
-def test_only_its_owner_may_connect(case: TransportCase) -> None:
-    with case.listening() as listener:
-        assert path_of(listener).stat().st_mode & 0o777 == 0o600
 
 
 def test_only_dead_process_socket_replaced(case: TransportCase) -> None:
@@ -142,20 +143,34 @@ def small_ring() -> int:
     return ring
 
 
-@pytest.mark.parametrize("rings", [[], [small_ring, small_ring], [lambda: os.open("/dev/null", os.O_RDWR)] * 2])
-def test_other_file_not_used_as_ring(case: TransportCase, rings: Sequence[object]) -> None:
+def null() -> int:
+    return os.open("/dev/null", os.O_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("has_socket", "make", "reason"),
+    [
+        (True, [], "ring"),
+        (True, [small_ring, small_ring], "ring"),
+        (True, [null, null], "ring"),
+        (False, [null, make_ring, make_ring], "no socket"),
+    ],
+)
+def test_other_files_not_used(
+    case: TransportCase, has_socket: bool, make: Sequence[Callable[[], int]], reason: str
+) -> None:
     before = open_descriptors()
     with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.connect(str(path_of(listener)))
         near, far = socket.socketpair()
-        given = [make() for make in rings if callable(make)]
+        given = [each() for each in make]
         with near, far:
-            socket.send_fds(peer, [b"\0"], [near.fileno(), *given])
+            socket.send_fds(peer, [b"\0"], [near.fileno()] * has_socket + given)
         for descriptor in given:
             os.close(descriptor)
         accepted = listener.accept()
         assert accepted is not None
-        with pytest.raises(ConnectionError, match="ring"):
+        with pytest.raises(ConnectionError, match=reason):
             accepted.receive_into(memoryview(bytearray(1)))
         accepted.close()
     assert open_descriptors() - before == set()
@@ -181,22 +196,6 @@ def test_late_failure_closes_each_descriptor_once(case: TransportCase, monkeypat
     assert open_descriptors() - before == set()
 
 
-def test_other_file_not_used_as_socket(case: TransportCase) -> None:
-    before = open_descriptors()
-    with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.connect(str(path_of(listener)))
-        given = [os.open("/dev/null", os.O_RDWR), make_ring(), make_ring()]
-        socket.send_fds(peer, [b"\0"], given)
-        for descriptor in given:
-            os.close(descriptor)
-        accepted = listener.accept()
-        assert accepted is not None
-        with pytest.raises(ConnectionError, match="no socket"):
-            accepted.receive_into(memoryview(bytearray(1)))
-        accepted.close()
-    assert open_descriptors() - before == set()
-
-
 @pytest.mark.parametrize("said", [struct.pack("=I", RING_BYTES + 1), struct.pack("=2I", RING_BYTES, 1), b"abc"])
 def test_false_counts_end_connection(case: TransportCase, said: bytes) -> None:
     with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -212,3 +211,99 @@ def test_false_counts_end_connection(case: TransportCase, said: bytes) -> None:
         accepted.close()
         for ring in rings:
             os.close(ring)
+
+
+KEY = derive_node_key(CLUSTER_KEY, "host-h")
+PACK = SamplePack(300_000)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as path:  # socket paths must be short
+        yield Path(path)
+
+
+@pytest.fixture
+def network() -> Iterator[Listener]:
+    listener = TcpTransport().listen("127.0.0.1", 0)
+    yield listener
+    listener.close()
+
+
+def connected(address: str) -> type:
+    connection = LocalFirstTransport(TcpTransport()).connect(address, 5.0)
+    connection.close()
+    return type(connection)
+
+
+def test_reachable_local_listener_used(folder: Path, network: Listener) -> None:
+    local = open_local_listener(KEY, folder)
+    assert local is not None
+    assert connected(prefer_local(local.address, network.address)) is ShmConnection
+    assert prefer_local("", network.address) == network.address
+    local.close()
+
+
+def test_missing_or_dead_local_listener_skipped(folder: Path, network: Listener) -> None:
+    assert connected(prefer_local(f"shm:{folder / 'nowhere'}", network.address)) is TcpConnection
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(folder / "dead"))
+    assert connected(prefer_local(f"shm:{folder / 'dead'}", network.address)) is TcpConnection
+
+
+def test_local_listener_of_other_user_skipped(folder: Path, network: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = open_local_listener(KEY, folder)
+    assert local is not None
+    monkeypatch.setattr(shm, "peer_user", lambda _: -1)
+    assert connected(prefer_local(local.address, network.address)) is TcpConnection
+    local.close()
+
+
+def test_stopped_connect_does_not_try_network(folder: Path) -> None:
+    local, stop = ShmTransport(backlog=0).listen(f"shm:{folder / 'full'}"), threading.Event()
+    transport = LocalFirstTransport(TcpTransport())
+    waiting = ShmTransport().connect(local.address, 1.0)  # fills the queue
+    stop.set()
+    with pytest.raises(InterruptedError):
+        transport.connect(prefer_local(local.address, "127.0.0.1:1"), 1.0, stop)
+    waiting.close()
+    local.close()
+
+
+def test_unreachable_pair_raises_network_error(folder: Path) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        connected(prefer_local(f"shm:{folder / 'nowhere'}", "127.0.0.1:1"))
+
+
+def test_node_replaces_only_its_own_dead_listener(folder: Path) -> None:
+    first = open_local_listener(KEY, folder)
+    assert first is not None
+    assert open_local_listener(KEY, folder) is None  # its owner is alive
+    other = open_local_listener(derive_node_key(b"another install's master key....", "host-h"), folder)
+    assert other is not None and other.address != first.address
+    for local in (first, other):
+        local.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_missing_folder_gives_no_local_listener(folder: Path) -> None:
+    assert open_local_listener(KEY, folder / "missing") is None
+
+
+def test_holder_serves_and_closes_both_listeners(folder: Path) -> None:
+    find = {PACK.pack_id: PACK.buffer()}.get
+    server = HolderServer("host-h", KEY, find, TcpTransport().listen("127.0.0.1", 0))
+    local = open_local_listener(KEY, folder)
+    assert local is not None
+    server.add_listener(local)
+    server.start()
+    for address in (
+        server.address,
+        prefer_local(local.address, server.address),
+        prefer_local(local.address, "nowhere"),
+    ):
+        sink, transport = PACK.sink(), LocalFirstTransport(TcpTransport())
+        assert list(PACK.follow([PACK.source(address)], sink, transport=transport)) == list(PACK.chunks)
+        assert sink.bytes_held == PACK.data
+    server.close()
+    assert list(folder.iterdir()) == []

@@ -12,14 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.certificates import Authority
-from tests.support.wait import wait_until
+from tests.support.wait import HANG_S, wait_until
 from tests.unit.transfer import loopback_holders
-from tests.unit.transfer.loopback_holders import (
-    PackSink,
-    SamplePack,
-    receiver,
-    silent_listener,
-)
+from tests.unit.transfer.loopback_holders import PackSink, SamplePack, receiver, silent_listener, tampering_proxy
+from tests.unit.transfer.transport.transport_cases import receive
 from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import SourcesExhausted
@@ -79,25 +75,8 @@ def pair(transport: Transport) -> Iterator[tuple[Connection, Connection]]:
     listener.close()
 
 
-def receive(connection: Connection, num_bytes: int) -> bytes:
-    view, done = memoryview(bytearray(num_bytes)), 0
-    while done < num_bytes:
-        done += connection.receive_into(view[done:])
-    return bytes(view)
-
-
 def follow_all(address: str, sink: PackSink, transport: Transport, stall_s: float = 5.0) -> list[int]:
     return list(PACK.follow([PACK.source(address)], sink, transport=transport, stall_s=stall_s))
-
-
-def test_pack_arrives_whole_through_chain(node: Transport) -> None:
-    second, third = PACK.sink(), PACK.sink()
-    with serving(node, PACK.buffer()) as upper, serving(node, second) as lower, ThreadPoolExecutor(1) as threads:
-        filling = threads.submit(follow_all, upper.address, second, node)
-        assert sorted(follow_all(lower.address, third, node)) == ALL  # in order only from a source that has all
-        assert filling.result() == ALL
-        assert fetch_head(PACK.source(upper.address), receiver(), FollowOptions(node)) == PACK.head
-    assert second.bytes_held == third.bytes_held == PACK.data
 
 
 def test_outsiders_are_refused_and_listener_stays_open(node: Transport, outsiders: dict[str, Transport]) -> None:
@@ -117,52 +96,23 @@ def test_outsiders_are_refused_and_listener_stays_open(node: Transport, outsider
 def test_outsiders_are_not_followed(node: Transport, outsiders: dict[str, Transport]) -> None:
     for transport in outsiders.values():
         sink = PACK.sink()
-        with (
-            serving(transport, PACK.buffer()) as holder,
-            pytest.raises(SourcesExhausted),
-        ):
+        with serving(transport, PACK.buffer()) as holder, pytest.raises(SourcesExhausted):
             follow_all(holder.address, sink, node, stall_s=2.0)
         assert not sink.accepted
 
 
 def test_wire_carries_no_plaintext(node: Transport) -> None:
-    secret = b"a secret of the tenant " * 100
-    seen = bytearray()
-    listener = socket.create_server(("127.0.0.1", 0))
+    seen, sink = bytearray(), PACK.sink()
 
-    def tap(behind: str) -> None:
-        """Forwards one connection both ways and records the bytes."""
-        connected, _ = listener.accept()
-        with connected, socket.create_connection(split_address(behind)) as onward:
-            ends = {connected: onward, onward: connected}
+    def tap(data: bytes, offset: int) -> bytes:
+        seen.extend(data)
+        return data
 
-            def carry(source: socket.socket) -> None:
-                while data := source.recv(1 << 16):
-                    seen.extend(data)
-                    ends[source].sendall(data)
-                ends[source].shutdown(socket.SHUT_WR)
-
-            with ThreadPoolExecutor(2) as threads:
-                list(threads.map(carry, ends))
-
-    behind = node.listen("127.0.0.1", 0)
-    with ThreadPoolExecutor(2) as threads:
-        tapping = threads.submit(tap, behind.address)
-        host, port = listener.getsockname()
-        connecting = threads.submit(lambda: node.connect(f"{host}:{port}", 5.0))
-        far = behind.accept()
-        assert far is not None
-        with pytest.raises(TimeoutError):
-            far.receive_into(memoryview(bytearray(1)))
-        near = connecting.result()
-        near.send([secret])
-        assert receive(far, len(secret)) == secret
-        for end in (near, far, behind):
-            end.close()
-        tapping.result()
-    listener.close()
-    assert len(seen) > len(secret)
-    assert b"secret" not in seen
+    with serving(node, PACK.buffer()) as holder, tampering_proxy(holder.address, tap) as proxy:
+        assert follow_all(proxy, sink, node) == ALL
+        assert fetch_head(PACK.source(holder.address), receiver(), FollowOptions(node)) == PACK.head
+    assert len(seen) > len(PACK.data) and sink.bytes_held == PACK.data
+    assert not any(PACK.data[at : at + 32] in seen for at in range(0, len(PACK.data), CHUNK_BYTES))
 
 
 def test_parts_arrive_in_order_both_ways_at_once(node: Transport) -> None:
@@ -183,18 +133,13 @@ def test_parts_arrive_in_order_both_ways_at_once(node: Transport) -> None:
 
 
 def test_receive_times_out_and_abort_wakes_sender(node: Transport) -> None:
-    with pair(node) as (near, _):
+    with pair(node) as (near, _), ThreadPoolExecutor(1) as threads:
         with pytest.raises(TimeoutError):
             near.receive_into(memoryview(bytearray(1)))
-
-        def send() -> None:
-            with pytest.raises(OSError):
-                near.send([bytes(64 << 20)])
-
-        with ThreadPoolExecutor(1) as threads:
-            sending = threads.submit(send)
-            near.abort()
-            sending.result(60.0)
+        sending = threads.submit(near.send, [bytes(64 << 20)])
+        near.abort()
+        with pytest.raises(OSError):
+            sending.result(HANG_S)
 
 
 def test_damaged_frame_is_an_error(node: Transport, cluster: Authority) -> None:
@@ -239,11 +184,6 @@ def test_follower_without_handshake_disconnected(cluster: Authority) -> None:
                 far.send([b"x"])
         far.close()
     listener.close()
-
-
-def test_tls_setting_chooses_transport(cluster: Authority) -> None:
-    assert isinstance(transport_for(None), TcpTransport)
-    assert isinstance(transport_for(Tls(cluster.node("node"))), TlsTransport)
 
 
 def test_new_connections_use_replaced_files(tmp_path: Path) -> None:
