@@ -1,8 +1,7 @@
-"""Fixtures of the store's tests: published versions and S3 servers."""
+"""Fixtures of the store's tests: packs and S3 servers."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,18 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.s3_server import FaultyProxy, faulty_proxy, make_bucket, s3_server
-from tests.unit.param_store.model_folders import LARGER, write_folder
-from tests.unit.param_store.running_store import publish, running_store
+from tests.unit.param_store.holders import RemoteScene
+from tests.unit.param_store.model_folders import StoredPack, put_pack
 from torchrelay.common.ids import new_id
-from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.remote.remote_store import RemoteOptions, open_remote
 
 
 @pytest.fixture
-async def published(tmp_path: Path) -> tuple[Path, pb.VersionDescription]:
-    """A version in the remote store of ``tmp_path``, and the file of its pack."""
-    async with running_store(tmp_path) as store:
-        version = await publish(store, write_folder(tmp_path / "model", LARGER))
-    return tmp_path / "remote/packs" / version.pack_id, version
+def pack(tmp_path: Path) -> StoredPack:
+    """A pack of 28 chunks in the remote store of ``tmp_path``."""
+    return put_pack(tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -44,17 +41,15 @@ def bucket_url(s3_endpoint: str, credentials: None) -> str:
 
 
 @pytest.fixture(scope="session")
-def s3_version(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A bucket that tests only read, and the id of the pack of 28 chunks that is published in it."""
-    folder, url = tmp_path_factory.mktemp("s3-version"), _fresh_bucket(s3_endpoint)
-
-    async def run() -> str:
-        async with running_store(folder, remote_url=url, remote_endpoint=s3_endpoint) as store:
-            return (await publish(store, write_folder(folder / "model", LARGER))).pack_id
-
+def s3_version(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, StoredPack]:
+    """A bucket that tests only read, and the pack of 28 chunks that lies in it."""
+    url, pack = _fresh_bucket(s3_endpoint), put_pack(tmp_path_factory.mktemp("s3-version"))
     with pytest.MonkeyPatch.context() as monkeypatch:
         _use_dummies(monkeypatch)
-        return url, asyncio.run(run())
+        remote = open_remote(url, RemoteOptions(s3_endpoint))
+        for path in (pack.path, pack.path.with_suffix(".manifest")):
+            remote.put_file(f"packs/{path.name}", path)
+    return url, pack
 
 
 def _use_dummies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +72,8 @@ def proxy(s3_endpoint: str) -> Iterator[FaultyProxy]:
     """Stands before the S3 server; without a fault until the test chooses one."""
     with faulty_proxy(s3_endpoint) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def remote(tmp_path: Path, s3_version: tuple[str, StoredPack], proxy: FaultyProxy, credentials: None) -> RemoteScene:
+    return RemoteScene(tmp_path, proxy, *s3_version)

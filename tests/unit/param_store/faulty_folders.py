@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.unit.param_store.model_folders import (
-    VOCAB_SIZE,
-    config_of,
-    read_index,
-    shard_name,
-    tensors_of,
-    write_index,
-)
+from tests.unit.param_store.model_folders import config_of, read_index, shard_name, tensors_of, write_index
+from torchrelay.transfer.pack_layout import ITEM_BYTES
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
 
 
+TOO_DEEP = "deeply; at most 32 levels are allowed"
 DEEP_TEMPLATES = {
     "blocks": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
     "expression": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
@@ -30,7 +28,7 @@ Fault = tuple[str, Change, str, str]  # name, change, file, a part of the refusa
 
 
 def edit_config(**changes: Any) -> Change:
-    return lambda folder: (folder / "config.json").write_text(json.dumps(config_of(**changes)))
+    return lambda folder: (folder / CONFIG).write_text(json.dumps(config_of(**changes)))
 
 
 def edit_header(change: Callable[[dict[str, Any]], None]) -> Change:
@@ -57,38 +55,27 @@ def remove(name: str) -> Change:
     return lambda folder: (folder / name).unlink()
 
 
-def first_entry(header: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = next(iter(header.values()))
-    return entry
+def edit_first(**changes: Any) -> Change:
+    """Changes fields of the first tensor's entry."""
+    return edit_header(lambda header: next(iter(header.values())).update(changes))
 
 
 def wrong_eos(folder: Path) -> None:
     edit_config(eos_token_id="</s>")(folder)
-    remove("generation_config.json")(folder)
+    remove(GENERATION)(folder)
 
 
-def drop_tensor(folder: Path) -> None:
-    tensors = tensors_of(config_of())
-    del tensors.by_name["model.layers.1.mlp.up_proj.weight"]
-    tensors.write(folder / WEIGHTS)
+def set_tensor(name: str, dtype: str = "", *shape: int) -> Change:
+    """Replaces or adds a tensor of zeros; without a dtype it is removed."""
 
+    def apply(folder: Path) -> None:
+        tensors = tensors_of(config_of())
+        tensors.by_name.pop(name, None)
+        if dtype:
+            tensors.by_name[name] = (dtype, shape, bytes(math.prod(shape) * ITEM_BYTES[dtype]))
+        tensors.write(folder / WEIGHTS)
 
-def surplus_tensor(folder: Path) -> None:
-    tensors = tensors_of(config_of())
-    tensors.by_name["model.layers.7.mlp.up_proj.weight"] = ("F32", (2,), bytes(8))
-    tensors.write(folder / WEIGHTS)
-
-
-def other_bias(folder: Path) -> None:
-    tensors = tensors_of(config_of())
-    tensors.by_name["lm_head.bias"] = ("F32", (VOCAB_SIZE,), bytes(4 * VOCAB_SIZE))
-    tensors.write(folder / WEIGHTS)
-
-
-def unserved_dtype(folder: Path) -> None:
-    tensors = tensors_of(config_of())
-    tensors.by_name["model.embed_tokens.weight"] = ("I8", (VOCAB_SIZE, 64), bytes(VOCAB_SIZE * 64))
-    tensors.write(folder / WEIGHTS)
+    return apply
 
 
 def duplicate_name(folder: Path) -> None:
@@ -96,21 +83,19 @@ def duplicate_name(folder: Path) -> None:
     raw_header(b'{"a":' + entry + b',"a":' + entry + b"}")(folder)
 
 
-def hole(header: dict[str, Any]) -> None:
-    last = list(header.values())[-1]
-    last["data_offsets"] = [offset + 4 for offset in last["data_offsets"]]
+def move_last(num_bytes: int) -> Change:
+    def change(header: dict[str, Any]) -> None:
+        last = list(header.values())[-1]
+        last["data_offsets"] = [offset + num_bytes for offset in last["data_offsets"]]
 
-
-def overlap(header: dict[str, Any]) -> None:
-    last = list(header.values())[-1]
-    last["data_offsets"] = [offset - 4 for offset in last["data_offsets"]]
+    return edit_header(change)
 
 
 def trailing_bytes(folder: Path) -> None:
     tensors_of(config_of()).write(folder / WEIGHTS, tail=b"more")
 
 
-TOKENIZER = '{"model": {"type": "BPE", "vocab": {"a": 0, "b": %d}}, "added_tokens": [%%s]}'
+DOCUMENT = '{"model": {"type": "BPE", "vocab": {"a": 0, "b": %d}}, "added_tokens": [%%s]}'
 SLOW_DECODER = {
     "type": "Sequence",
     "decoders": [{"type": "Fuse"}, {"type": "Replace", "pattern": {"Regex": "a*a*[bd]e"}, "content": ""}],
@@ -122,110 +107,93 @@ def nested(depth: int) -> str:
 
 
 FAULTS: list[Fault] = [
-    ("no config", remove("config.json"), "config.json", "missing from the upload"),
-    ("config not JSON", write("config.json", "{'a': 1}"), "config.json", "not valid JSON"),
-    ("config not an object", write("config.json", "[1]"), "config.json", "not an object"),
-    ("config not UTF-8", write("config.json", b'{"a": "\xff"}'), "config.json", "not UTF-8"),
-    ("config deep", write("config.json", '{"a":' * 50_000), "config.json", "nested too deeply"),
+    ("no config", remove(CONFIG), CONFIG, "missing from the upload"),
+    ("config not JSON", write(CONFIG, "{'a': 1}"), CONFIG, "not valid JSON"),
+    ("config not an object", write(CONFIG, "[1]"), CONFIG, "not an object"),
+    ("config not UTF-8", write(CONFIG, b'{"a": "\xff"}'), CONFIG, "not UTF-8"),
+    ("config deep", write(CONFIG, '{"a":' * 50_000), CONFIG, "nested too deeply"),
     # As deep as Python's parser allows: what reads the manifest later has less of the stack left.
-    (
-        "config deep for others",
-        write("config.json", nested(900)),
-        "config.json",
-        "deeply; at most 32 levels are allowed",
-    ),
-    ("config one too deep", write("config.json", nested(33)), "config.json", "deeply; at most 32 levels are allowed"),
-    ("huge integer", write("config.json", '{"hidden_size": 1%s}' % ("0" * 5000)), "config.json", "not valid JSON"),
-    ("config with infinity", write("config.json", '{"rope_theta": 1e999}'), "config.json", "'1e999' is not finite"),
-    ("config with NaN", write("config.json", '{"rope_theta": NaN}'), "config.json", "'NaN' is not finite"),
-    ("config key twice", write("config.json", '{"a": 1, "a": 2}'), "config.json", "'a' appears twice"),
-    ("config too large", write("config.json", b" " * (1 << 20) + b"{}"), "config.json", "at most 1,048,576 are read"),
-    ("architecture", edit_config(architecture="MambaForCausalLM"), "config.json", "architectures: architecture 'Mamba"),
-    ("architecture no name", edit_config(architecture=[]), "config.json", "architectures: architecture [] is not"),
-    ("number too large", edit_config(rms_norm_eps=10**400), "config.json", "rms_norm_eps must be a positive number"),
-    ("layers", edit_config(num_hidden_layers=-1), "config.json", "num_hidden_layers must be a positive whole number"),
-    ("context", edit_config(max_position_embeddings=2**40), "config.json", "max_position_embeddings: 1099511627776 is"),
-    ("lone surrogate", edit_config(note="\ud800"), "config.json", "a value cannot be encoded"),
-    ("eos", write("generation_config.json", '{"eos_token_id": 96}'), "generation_config.json", "96 is not a token id"),
+    ("config deep for others", write(CONFIG, nested(900)), CONFIG, TOO_DEEP),
+    ("config one too deep", write(CONFIG, nested(33)), CONFIG, TOO_DEEP),
+    ("huge integer", write(CONFIG, '{"hidden_size": 1%s}' % ("0" * 5000)), CONFIG, "not valid JSON"),
+    ("config with infinity", write(CONFIG, '{"rope_theta": 1e999}'), CONFIG, "'1e999' is not finite"),
+    ("config with NaN", write(CONFIG, '{"rope_theta": NaN}'), CONFIG, "'NaN' is not finite"),
+    ("config key twice", write(CONFIG, '{"a": 1, "a": 2}'), CONFIG, "'a' appears twice"),
+    ("config too large", write(CONFIG, b" " * (1 << 20) + b"{}"), CONFIG, "at most 1,048,576 are read"),
+    ("architecture", edit_config(architecture="MambaForCausalLM"), CONFIG, "architectures: architecture 'Mamba"),
+    ("architecture no name", edit_config(architecture=[]), CONFIG, "architectures: architecture [] is not"),
+    ("number too large", edit_config(rms_norm_eps=10**400), CONFIG, "rms_norm_eps must be a positive number"),
+    ("layers", edit_config(num_hidden_layers=-1), CONFIG, "num_hidden_layers must be a positive whole number"),
+    ("context", edit_config(max_position_embeddings=2**40), CONFIG, "max_position_embeddings: 1099511627776 is"),
+    ("lone surrogate", edit_config(note="\ud800"), CONFIG, "a value cannot be encoded"),
+    ("eos", write(GENERATION, '{"eos_token_id": 96}'), GENERATION, "96 is not a token id"),
     (
         "eos by the million",
-        write("generation_config.json", json.dumps({"eos_token_id": [1] * 100_000})),
-        "generation_config.json",
+        write(GENERATION, json.dumps({"eos_token_id": [1] * 100_000})),
+        GENERATION,
         "eos_token_id: it lists 100,000 tokens; at most 64 are used",
     ),
-    ("eos of config", wrong_eos, "config.json", "eos_token_id: '</s>' is not a token id"),
-    ("no tokenizer", remove("tokenizer.json"), "tokenizer.json", "missing from the upload"),
-    ("tokenizer not JSON", write("tokenizer.json", "{"), "tokenizer.json", "not a tokenizer"),
-    ("tokenizer empty", write("tokenizer.json", ""), "tokenizer.json", "not a tokenizer"),
-    ("tokenizer without model", write("tokenizer.json", "{}"), "tokenizer.json", "missing required field `model`"),
-    (
-        "vocabulary",
-        write("tokenizer.json", TOKENIZER % 96 % ""),
-        "tokenizer.json",
-        "token id 96 is outside the vocab_size",
-    ),
+    ("eos of config", wrong_eos, CONFIG, "eos_token_id: '</s>' is not a token id"),
+    ("no tokenizer", remove(TOKENIZER), TOKENIZER, "missing from the upload"),
+    ("tokenizer not JSON", write(TOKENIZER, "{"), TOKENIZER, "not a tokenizer"),
+    ("tokenizer empty", write(TOKENIZER, ""), TOKENIZER, "not a tokenizer"),
+    ("tokenizer without model", write(TOKENIZER, "{}"), TOKENIZER, "missing required field `model`"),
+    ("vocabulary", write(TOKENIZER, DOCUMENT % 96 % ""), TOKENIZER, "token id 96 is outside the vocab_size"),
     (
         "added token",
-        write("tokenizer.json", TOKENIZER % 5 % '{"id": 200, "content": "<x>", "special": false}'),
-        "tokenizer.json",
+        write(TOKENIZER, DOCUMENT % 5 % '{"id": 200, "content": "<x>", "special": false}'),
+        TOKENIZER,
         "token id 200 is outside the vocab_size 96 of config.json: the tokenizer has tokens that the model has no",
     ),
-    ("negative id", write("tokenizer.json", TOKENIZER % -1 % ""), "tokenizer.json", "token id -1 is outside"),
-    ("other document", write("tokenizer_config.json", "no"), "tokenizer_config.json", "not valid JSON"),
-    ("template", write("chat_template.jinja", b"x" * (257 << 10)), "chat_template.jinja", "at most 262,144 are read"),
-    ("template not text", write("chat_template.jinja", b"\xff"), "chat_template.jinja", "not UTF-8"),
+    ("negative id", write(TOKENIZER, DOCUMENT % -1 % ""), TOKENIZER, "token id -1 is outside"),
+    ("other document", write(TOKENIZER_CONFIG, "no"), TOKENIZER_CONFIG, "not valid JSON"),
+    ("template", write(TEMPLATE, b"x" * (257 << 10)), TEMPLATE, "at most 262,144 are read"),
+    ("template not text", write(TEMPLATE, b"\xff"), TEMPLATE, "not UTF-8"),
     (
         "template that does not parse",
-        write("chat_template.jinja", "{{ messages }}\n{% for %}"),
-        "chat_template.jinja",
+        write(TEMPLATE, "{{ messages }}\n{% for %}"),
+        TEMPLATE,
         "the chat template does not parse: line 2: ",
     ),
     (
         "template without an end",
-        write("tokenizer_config.json", json.dumps({"chat_template": "{% if messages %}"})),
-        "tokenizer_config.json",
+        write(TOKENIZER_CONFIG, json.dumps({"chat_template": "{% if messages %}"})),
+        TOKENIZER_CONFIG,
         "chat_template: the chat template does not parse: line 1: ",
     ),
     *(
-        (f"template deep: {name}", write("chat_template.jinja", deep), "chat_template.jinja", "it is nested too deeply")
+        (f"template deep: {name}", write(TEMPLATE, deep), TEMPLATE, "it is nested too deeply")
         for name, deep in DEEP_TEMPLATES.items()
     ),
     (
         "template in the configuration",
-        write("tokenizer_config.json", json.dumps({"chat_template": "x" * (257 << 10)})),
-        "tokenizer_config.json",
+        write(TOKENIZER_CONFIG, json.dumps({"chat_template": "x" * (257 << 10)})),
+        TOKENIZER_CONFIG,
         "chat_template: it has 263,168 characters; at most 262,144 are allowed",
     ),
     (
         "named template",
-        write("tokenizer_config.json", json.dumps({"chat_template": [{"name": "a", "template": "x" * (257 << 10)}]})),
-        "tokenizer_config.json",
+        write(TOKENIZER_CONFIG, json.dumps({"chat_template": [{"name": "a", "template": "x" * (257 << 10)}]})),
+        TOKENIZER_CONFIG,
         "chat_template: it has 263,168 characters",
     ),
     (
         "special token",
-        write("special_tokens_map.json", json.dumps({"bos_token": {"content": "x" * 1025}})),
-        "special_tokens_map.json",
+        write(SPECIAL_TOKENS, json.dumps({"bos_token": {"content": "x" * 1025}})),
+        SPECIAL_TOKENS,
         "bos_token: it has 1,025 characters; at most 1,024 are allowed",
     ),
-    (
-        "other document deep",
-        write("tokenizer_config.json", nested(33)),
-        "tokenizer_config.json",
-        "deeply; at most 32 levels are allowed",
-    ),
+    ("other document deep", write(TOKENIZER_CONFIG, nested(33)), TOKENIZER_CONFIG, TOO_DEEP),
     (
         "decoder with a pattern",
-        write("tokenizer.json", json.dumps(json.loads(TOKENIZER % 5 % "") | {"decoder": SLOW_DECODER})),
-        "tokenizer.json",
+        write(TOKENIZER, json.dumps(json.loads(DOCUMENT % 5 % "") | {"decoder": SLOW_DECODER})),
+        TOKENIZER,
         "decoder.decoders[1].pattern: it is a regular expression; a decoder may only replace fixed strings",
     ),
     (
         "token of a million characters",
-        write(
-            "tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "x" * 10**6: 1}, "merges": []}})
-        ),
-        "tokenizer.json",
+        write(TOKENIZER, json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "x" * 10**6: 1}, "merges": []}})),
+        TOKENIZER,
         "model.vocab: it has 1,000,000 characters in the token 'xxxxxxxxxxxxxxxxxxxxxxxx'; at most 1,024 are allowed",
     ),
     ("no weights", remove(WEIGHTS), WEIGHTS, "missing from the upload, and there are no shards"),
@@ -236,19 +204,39 @@ FAULTS: list[Fault] = [
     ("header deep", raw_header(b'{"a":' * 50_000), WEIGHTS, "nested too deeply"),
     ("duplicate name", duplicate_name, WEIGHTS, "'a' appears twice"),
     ("metadata", edit_header(lambda h: h.update(__metadata__=1)), WEIGHTS, "__metadata__ is not an object of strings"),
-    ("entry keys", edit_header(lambda h: first_entry(h).pop("dtype")), WEIGHTS, "must have exactly dtype, shape"),
-    ("dtype unknown", edit_header(lambda h: first_entry(h).update(dtype="F33")), WEIGHTS, "dtype 'F33' is unknown"),
-    ("shape no list", edit_header(lambda h: first_entry(h).update(shape=64)), WEIGHTS, "shape 64 is not a list"),
-    ("shape negative", edit_header(lambda h: first_entry(h).update(shape=[-1])), WEIGHTS, "shape [-1] is not a list"),
-    ("shape and size", edit_header(lambda h: first_entry(h).update(shape=[3])), WEIGHTS, "[3] of F32 needs 12 bytes"),
-    ("offsets", edit_header(lambda h: first_entry(h).update(data_offsets=[4, 0])), WEIGHTS, "[4, 0] are not a range"),
-    ("hole", edit_header(hole), WEIGHTS, "leaves a hole before it"),
-    ("overlap", edit_header(overlap), WEIGHTS, "overlaps the tensor before it"),
+    (
+        "entry keys",
+        edit_header(lambda h: next(iter(h.values())).pop("dtype")),
+        WEIGHTS,
+        "must have exactly dtype, shape",
+    ),
+    ("dtype unknown", edit_first(dtype="F33"), WEIGHTS, "dtype 'F33' is unknown"),
+    ("shape no list", edit_first(shape=64), WEIGHTS, "shape 64 is not a list"),
+    ("shape negative", edit_first(shape=[-1]), WEIGHTS, "shape [-1] is not a list"),
+    ("shape and size", edit_first(shape=[3]), WEIGHTS, "[3] of F32 needs 12 bytes"),
+    ("offsets", edit_first(data_offsets=[4, 0]), WEIGHTS, "[4, 0] are not a range"),
+    ("hole", move_last(4), WEIGHTS, "leaves a hole before it"),
+    ("overlap", move_last(-4), WEIGHTS, "overlaps the tensor before it"),
     ("trailing bytes", trailing_bytes, WEIGHTS, "and the file has"),
-    ("missing tensor", drop_tensor, WEIGHTS, "'model.layers.1.mlp.up_proj.weight' is missing; config.json requires"),
-    ("surplus tensor", surplus_tensor, WEIGHTS, "'model.layers.7.mlp.up_proj.weight' is not part of LlamaForCausalLM"),
-    ("other bias", other_bias, WEIGHTS, "'lm_head.bias' is not part of LlamaForCausalLM"),
-    ("unserved dtype", unserved_dtype, WEIGHTS, "dtype I8 is not supported; supported are F32, BF16, F16"),
+    (
+        "missing tensor",
+        set_tensor("model.layers.1.mlp.up_proj.weight"),
+        WEIGHTS,
+        "'model.layers.1.mlp.up_proj.weight' is missing; config.json requires",
+    ),
+    (
+        "surplus tensor",
+        set_tensor("model.layers.7.mlp.up_proj.weight", "F32", 2),
+        WEIGHTS,
+        "'model.layers.7.mlp.up_proj.weight' is not part of LlamaForCausalLM",
+    ),
+    ("other bias", set_tensor("lm_head.bias", "F32", 96), WEIGHTS, "'lm_head.bias' is not part of LlamaForCausalLM"),
+    (
+        "unserved dtype",
+        set_tensor("model.embed_tokens.weight", "I8", 96, 64),
+        WEIGHTS,
+        "dtype I8 is not supported; supported are F32, BF16, F16",
+    ),
     ("shape and config", edit_config(intermediate_size=97), WEIGHTS, "(96, 64) differs from (97, 64), which config.js"),
 ]
 

@@ -6,13 +6,17 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import tensors_by_segment
+from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.transfer.pack_layout import ITEM_BYTES
 
 VOCAB_SIZE = 96
@@ -86,6 +90,41 @@ def write_folder(folder: Path, config: dict[str, Any] | None = None, dtype: str 
     tensors_of(config, dtype, seed).write(folder / "model.safetensors")
     write_documents(folder)
     return folder
+
+
+@dataclass(frozen=True)
+class StoredPack:
+    """A pack in the folder of a remote store, with the bytes that were put there."""
+
+    path: Path
+    data: bytes
+
+    @property
+    def pack_id(self) -> str:
+        return self.path.name
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+
+def put_pack(folder: Path, seed: int = 0, config: dict[str, Any] = LARGER) -> StoredPack:
+    """Packs a model into the remote store below ``folder``."""
+    packs = folder / "remote/packs"
+    packs.mkdir(parents=True, exist_ok=True)
+    pack_id = pack(write_folder(folder / f"model-{seed}", config, seed=seed), packs / "a.pack", 0)["pack_id"]
+    (packs / "a.manifest").rename(packs / f"{pack_id}.manifest")
+    path = (packs / "a.pack").rename(packs / pack_id)
+    return StoredPack(path, path.read_bytes())
+
+
+def pack_refusal(folder: Path, engines: Sequence[str] = (), largest_slot_bytes: int = 0) -> PackRefused:
+    """Why the packer refuses the folder; it leaves no pack."""
+    path = folder.with_name("refused.pack")
+    with pytest.raises(PackRefused) as refused:
+        pack(folder, path, largest_slot_bytes, tuple(engines))
+    assert not path.exists()
+    return refused.value
 
 
 def write_documents(folder: Path) -> None:

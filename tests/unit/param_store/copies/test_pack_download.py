@@ -1,4 +1,4 @@
-"""The download of one pack, without the service around it."""
+"""The download of one pack, without the service around it, from peers and from the remote store."""
 
 from __future__ import annotations
 
@@ -9,26 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from tests.support.wait import HANG_S, wait_until
-from tests.unit.param_store.model_folders import LARGER, write_folder
-from tests.unit.transfer.loopback_holders import (
-    SamplePack,
-    receiver,
-    serving,
-    tampering_proxy,
-)
-from torchrelay.common.errors import NotFound, Unavailable
+from tests.unit.param_store.model_folders import StoredPack
+from tests.unit.transfer.loopback_holders import SamplePack, receiver, serving, tampering_proxy
+from torchrelay.common.errors import DataCorrupted, NotFound, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.copies.arena_copies import ArenaCopies
 from torchrelay.param_store.copies.copy_record import CopyRecord
 from torchrelay.param_store.copies.pack_download import DownloadContext, DownloadPlan, PackDownload
+from torchrelay.param_store.copies.remote_download import download_from_remote
 from torchrelay.param_store.copies.transfer_counts import PEER, TransferCounts
-from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.remote.file_reader import FileReader, ReadBuffers
 from torchrelay.param_store.remote.folder_store import FolderStore
 from torchrelay.param_store.remote.remote_store import RangeReader
 from torchrelay.transfer.arena.arena import Arena
+from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.fetch.follow import SourceAddress
 from torchrelay.transfer.fetch.sources import SourceUpdates
 from torchrelay.transfer.protocol.tickets import Ticket
@@ -44,12 +41,9 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def download(tmp_path: Path, arena: Arena) -> PackDownload:
-    remote = FolderStore(tmp_path / "remote")
-    pack_id = pack(write_folder(tmp_path / "model", LARGER), tmp_path / "a.pack", 0)["pack_id"]
-    remote.put_file(f"packs/{pack_id}", tmp_path / "a.pack")
-    remote.put_file(f"packs/{pack_id}.manifest", tmp_path / "a.manifest")
-    return PackDownload(context_of(arena, remote), DownloadPlan(pack_id, (None,)), CopyRecord(pack_id))
+def download(tmp_path: Path, arena: Arena, pack: StoredPack) -> PackDownload:
+    context = context_of(arena, FolderStore(tmp_path / "remote"))
+    return PackDownload(context, DownloadPlan(pack.pack_id, (None,)), CopyRecord(pack.pack_id))
 
 
 def context_of(arena: Arena, remote: FolderStore, counts: TransferCounts | None = None) -> DownloadContext:
@@ -59,30 +53,21 @@ def context_of(arena: Arena, remote: FolderStore, counts: TransferCounts | None 
 def test_download_ends_complete_and_unpinned(arena: Arena, download: PackDownload) -> None:
     download.run()
     slab = arena.get(download.plan.pack_id)
-    assert slab is not None
-    assert slab.complete
-    assert download.reserved.result() is False
-    assert download.record.error == ""
+    assert slab is not None and slab.complete
+    assert (download.reserved.result(), download.record.error) == (False, "")
     assert arena.owners(slab.pack_id) == frozenset()
     arena.check_integrity()
-
-
-def test_stop_after_last_chunk_is_no_failure(arena: Arena, download: PackDownload) -> None:
-    download.run()
     again = PackDownload(download.context, download.plan, CopyRecord("p"), download.stop)
     again.stop.set()
     again.run()
-    assert again.reserved.result() is True
-    assert again.record.error == ""
+    assert (again.reserved.result(), again.record.error) == (True, ""), "a stop after the last chunk is no failure"
 
 
 def test_stop_before_download_fails_slab(arena: Arena, download: PackDownload) -> None:
     download.stop.set()
     download.run()
     slab = arena.get(download.plan.pack_id)
-    assert slab is not None
-    assert "stopped" in download.record.error
-    assert "stopped" in slab.error
+    assert slab is not None and "stopped" in slab.error and "stopped" in download.record.error
 
 
 def test_relay_during_stop_starts_new_download(tmp_path: Path, arena: Arena, download: PackDownload) -> None:
@@ -215,23 +200,21 @@ def test_consecutive_peers_form_group() -> None:
     assert list(plan.groups()) == [(a, b), (), (c,)]
 
 
-def test_missing_manifest_reserves_nothing(arena: Arena, download: PackDownload) -> None:
+def test_missing_manifest_reserves_nothing(tmp_path: Path, arena: Arena, download: PackDownload) -> None:
+    class Away(FolderStore):
+        def get_bytes(self, key: str) -> bytes:
+            raise Unavailable("it does not answer")
+
+    away = replace(download.context, remote=Away(tmp_path / "remote"))
+    unreachable = PackDownload(away, download.plan, CopyRecord("p"))
+    unreachable.run()
+    with pytest.raises(Unavailable, match="it does not answer"):
+        unreachable.reserved.result()
     download.context.remote.delete(f"packs/{download.plan.pack_id}.manifest")
     download.run()
     with pytest.raises(NotFound, match="no source has the manifest"):  # the remote store says that it was deleted
         download.reserved.result()
     assert arena.slabs() == []
-
-
-def test_unreachable_remote_is_not_deleted_pack(tmp_path: Path, arena: Arena, download: PackDownload) -> None:
-    class Away(FolderStore):
-        def get_bytes(self, key: str) -> bytes:
-            raise Unavailable("it does not answer")
-
-    download.context = replace(download.context, remote=Away(tmp_path / "remote"))
-    download.run()
-    with pytest.raises(Unavailable, match="it does not answer"):
-        download.reserved.result()
 
 
 def test_alternate_chunks_announced_during_silence(tmp_path: Path, arena: Arena) -> None:
@@ -263,3 +246,102 @@ def test_alternate_chunks_announced_during_silence(tmp_path: Path, arena: Arena)
             running.join()
     assert download.record.error == ""
     assert counts.num_bytes_received == {PEER: len(pack.data), "remote": 0, "disk": 0}
+
+
+CHUNK_BYTES = 100
+DATA = bytes(range(256)) * 4
+
+
+class Bytes(RangeReader):
+    """Reads from ``again`` after damaged bytes."""
+
+    def __init__(self, data: bytes, again: bytes | None = None) -> None:
+        self.data, self.again = data, again
+
+    def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
+        if offset + len(view) > len(self.data):
+            raise DataCorrupted("too short")
+        view[:] = self.data[offset : offset + len(view)]
+
+    def read_again(self, offset: int, view: memoryview, stop: threading.Event) -> bool:
+        if self.again is not None:
+            view[:] = self.again[offset : offset + len(view)]
+        return self.again is not None
+
+    def close(self) -> None: ...
+
+
+class Expecting(MemoryBuffer):
+    """A sink that knows the digests of DATA."""
+
+    def __init__(self) -> None:
+        super().__init__("p", [min(CHUNK_BYTES, len(DATA) - begin) for begin in range(0, len(DATA), CHUNK_BYTES)])
+
+    def digest(self, index: int) -> bytes:
+        return blake3(DATA[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]).digest()
+
+    def accept(self, index: int) -> None:
+        self.publish(index)
+
+    def published(self) -> set[int]:
+        return {index for index in range(self.num_chunks) if self.ready_flags()[index]}
+
+
+def fill(data: bytes, wanted: list[int], stop_after: int = 1000, again: bytes | None = None) -> Expecting:
+    sink, stop, seen = Expecting(), threading.Event(), list[int]()
+
+    def on_chunk(index: int) -> None:
+        seen.append(index)
+        if len(seen) >= stop_after:
+            stop.set()
+
+    try:
+        download_from_remote("p", Bytes(data, again), CHUNK_BYTES, sink, wanted, stop, on_chunk, lambda: None, 3)
+    finally:
+        assert set(seen) == sink.published()
+    return sink
+
+
+def test_only_wanted_chunks_downloaded() -> None:
+    assert fill(DATA, [7, 2, 10]).published() == {7, 2, 10}
+    sink = fill(DATA, list(range(11)))
+    assert b"".join(bytes(sink.chunk(i)) for i in range(sink.num_chunks)) == DATA
+
+
+def test_damaged_chunks_skipped_and_named() -> None:
+    damaged = bytearray(DATA)
+    damaged[350] ^= 1
+    damaged[1000] ^= 1
+    with pytest.raises(DataCorrupted, match=r"pack p is damaged in the remote store: 2 chunks \(3, 10\)"):
+        fill(bytes(damaged), list(range(11)))
+
+
+def test_damaged_chunk_read_again() -> None:
+    damaged = bytearray(DATA)
+    damaged[350] ^= 1
+    assert fill(bytes(damaged), list(range(11)), again=DATA).published() == set(range(11))
+    with pytest.raises(DataCorrupted, match=r"pack p is damaged in the remote store: 1 chunk \(3\)"):
+        fill(bytes(damaged), list(range(11)), again=bytes(damaged))
+
+
+def test_interrupted_reader_is_no_failure() -> None:
+    stop = threading.Event()
+
+    class Interrupted(Bytes):
+        def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
+            stop.set()
+            raise Unavailable("stopped")
+
+    download_from_remote(
+        "p", Interrupted(DATA), CHUNK_BYTES, Expecting(), range(11), stop, lambda index: None, lambda: None, 3
+    )
+    assert stop.is_set()
+
+
+def test_store_error_ends_download() -> None:
+    with pytest.raises(DataCorrupted, match="too short"):
+        fill(DATA[:500], list(range(11)))
+
+
+def test_stop_ends_download_early() -> None:
+    assert len(fill(DATA, list(range(11)), stop_after=1).published()) <= 3

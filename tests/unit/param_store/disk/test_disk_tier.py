@@ -4,52 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.disk_limits import files_end_at
-from tests.support.s3_server import Fault, FaultyProxy
+from tests.support.s3_server import Fault
 from tests.support.wait import eventually
-from tests.unit.param_store.holders import bytes_in, damage, drop
+from tests.unit.param_store.holders import RemoteScene, damage
 from tests.unit.param_store.model_folders import LARGER, write_folder
-from tests.unit.param_store.running_store import REMOTE, RunningStore, publish, running_store
+from tests.unit.param_store.running_store import REMOTE, RunningStore, publish
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.background_tasks import fill_disk_cache
-from torchrelay.param_store.remote.remote_store import RemoteOptions, open_remote
 from torchrelay.transfer.manifest import MIN_CHUNK_BYTES
 
-WORK = (fill_disk_cache,)
 
-
-@dataclass
 class Scene:
-    """The version in the shared bucket, and stores of one host that read it by way of the proxy."""
+    """The pack in the bucket, and stores of one host that keep it on disk."""
 
-    folder: Path
-    proxy: FaultyProxy
-    pack_id: str
-    data: bytes
-    settings: dict[str, Any]  # of every store
-
-    @property
-    def kept(self) -> Path:
-        return self.folder / "data/packs" / self.pack_id
-
-    @property
-    def num_reads(self) -> int:
-        return sum(asked.for_pack for asked in self.proxy.asked)
+    def __init__(self, remote: RemoteScene) -> None:
+        self.remote, self.proxy, self.folder = remote, remote.proxy, remote.folder / "host"
+        self.pack_id, self.data = remote.pack.pack_id, remote.pack.data
+        self.kept = self.folder / "data/packs" / self.pack_id
 
     def store(self, **changes: Any) -> AbstractAsyncContextManager[RunningStore]:
-        return running_store(self.folder, WORK, **{**self.settings, **changes})
+        return self.remote.store(fill_disk_cache, **changes)
 
     async def fill(self, store: RunningStore) -> None:
         """The pack comes from the remote tiers and is what it should be."""
-        await store.relay(self.pack_id, REMOTE)
-        await store.until_complete(self.pack_id)
-        assert await bytes_in(store, self.pack_id) == self.data
+        await store.fetch(self.pack_id)
+        assert await store.bytes_in(self.pack_id) == self.data
 
     async def fill_and_keep(self) -> None:
         async with self.store() as store:
@@ -59,12 +43,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, s3_version: tuple[str, str], proxy: FaultyProxy, credentials: None) -> Scene:
-    url, pack_id = s3_version
-    data = open_remote(url, RemoteOptions(proxy.endpoint)).get_bytes(f"packs/{pack_id}")
-    proxy.asked.clear()
-    settings: dict[str, Any] = {"remote_url": url, "remote_endpoint": proxy.endpoint, "remote_give_up_s": 0.5}
-    return Scene(tmp_path, proxy, pack_id, data, settings)
+def scene(remote: RemoteScene) -> Scene:
+    return Scene(remote)
 
 
 async def test_cached_pack_fills_arena_without_remote(scene: Scene) -> None:
@@ -87,7 +67,9 @@ async def test_damaged_copy_replaced_by_remote(scene: Scene, how: str) -> None:
             file.truncate(20 * MIN_CHUNK_BYTES + 5)
     async with scene.store() as store:
         await scene.fill(store)
-        assert 1 <= scene.num_reads <= 28 - 20 + 4  # with four readers, some are ahead of the damage
+        assert (
+            1 <= sum(asked.for_pack for asked in scene.proxy.asked) <= 28 - 20 + 4
+        )  # with four readers, some are ahead of the damage
         await eventually(lambda: scene.kept.exists() and scene.kept.read_bytes() == scene.data)
 
 
@@ -97,8 +79,7 @@ async def test_damaged_copy_never_served_without_remote(scene: Scene) -> None:
     scene.proxy.decide = lambda asked: Fault(status=500)
     async with scene.store() as store:
         await store.relay(scene.pack_id, REMOTE)
-        report = await store.until(lambda report: bool(report.copies) and report.copies[0].error != "")
-        assert "the remote store does not serve packs/" in report.copies[0].error
+        assert "the remote store does not serve packs/" in await store.until_failed()
         scene.proxy.decide = lambda asked: None
         await scene.fill(store)
 
@@ -127,7 +108,7 @@ async def test_full_disk_fails_no_download(scene: Scene) -> None:
         with files_end_at(1 << 20):
             await scene.fill(store)
         await store.until(lambda report: report.copies[0].num_pins == 0)
-        assert await drop(store, scene.pack_id)
+        assert await store.drop(scene.pack_id)
         await scene.fill(store)
         await eventually(scene.kept.exists)
 

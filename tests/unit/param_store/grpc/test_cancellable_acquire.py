@@ -13,12 +13,6 @@ from torchrelay.common.errors import Conflict
 from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread, release_on_thread
 
 
-async def test_acquired_resource_returned() -> None:
-    given_back: list[str] = []
-    assert await acquire_on_thread(lambda: "file", given_back.append) == "file"
-    assert given_back == []
-
-
 async def test_resource_released_after_cancelled_acquire() -> None:
     going_on, given_back = threading.Event(), asyncio.Queue[str](1)
 

@@ -7,14 +7,12 @@ import json
 import threading
 from pathlib import Path
 
-import grpc
 import pytest
 from blake3 import blake3
 
 from tests.unit.param_store.model_folders import config_of, tensors_of, write_folder
-from tests.unit.param_store.running_store import RunningStore, commit, contents, publish, running_store, send
+from tests.unit.param_store.running_store import RunningStore, contents, publish, refusal, running_store
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound
-from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.remote.file_reader import FileReader
 from torchrelay.param_store.remote.folder_store import FolderStore
@@ -95,9 +93,7 @@ async def test_deletion_counts_references_of_shared_objects(tmp_path: Path) -> N
         assert second.version_id != first.version_id
         assert await delete(store, first.version_id) == len("{{ messages }}")
         assert await describe(store, second.version_id) == second
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await describe(store, first.version_id)
-        assert isinstance(error_from_rpc(caught.value), NotFound)
+        assert isinstance(await refusal(describe(store, first.version_id)), NotFound)
         assert await delete(store, second.version_id) == second.stored_bytes
         assert stored(tmp_path / "remote") == set()
 
@@ -115,16 +111,14 @@ async def test_publication_on_full_disk_can_be_retried(tmp_path: Path, monkeypat
         kept = await publish(store, folder)
         before = stored(tmp_path / "remote")
         other = write_folder(tmp_path / "other", seed=1)
-        await send(store, other, "u1")
+        await store.send(other, "u1")
         monkeypatch.setattr(FolderStore, "put_bytes", full)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await commit(store, "u1")
-        refusal = error_from_rpc(caught.value)
-        assert (refusal.code, str(tmp_path) in refusal.message) == ("disk_full", True)
+        error = await refusal(store.commit("u1"))
+        assert (error.code, str(tmp_path) in error.message) == ("disk_full", True)
         assert stored(tmp_path / "remote") == before
         assert await describe(store, kept.version_id) == kept
         monkeypatch.undo()
-        assert (await commit(store, "u1"))[-1].version.pack_id != kept.pack_id
+        assert (await store.commit("u1"))[-1].version.pack_id != kept.pack_id
 
 
 async def test_large_file_is_read_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,18 +144,10 @@ async def test_bad_ids_and_damaged_objects_are_refused(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store:
         version = await publish(store, write_folder(tmp_path / "model"))
         for bad in ("../../etc/passwd", "A" * 64, ""):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await read(store, bad)
-            assert isinstance(error_from_rpc(caught.value), InvalidRequest)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read(store, "0" * 64)
-        assert isinstance(error_from_rpc(caught.value), NotFound)
+            assert isinstance(await refusal(read(store, bad)), InvalidRequest)
+        assert isinstance(await refusal(read(store, "0" * 64)), NotFound)
         digest = version.file_digests["tokenizer.json"]
         for damaged in (f"files/{digest}", f"packs/{version.pack_id}.manifest", f"versions/{version.version_id}.json"):
             (tmp_path / "remote" / damaged).write_bytes(b"{}")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read(store, digest)
-        assert isinstance(error_from_rpc(caught.value), DataCorrupted)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await describe(store, version.version_id)
-        assert isinstance(error_from_rpc(caught.value), DataCorrupted)
+        assert isinstance(await refusal(read(store, digest)), DataCorrupted)
+        assert isinstance(await refusal(describe(store, version.version_id)), DataCorrupted)

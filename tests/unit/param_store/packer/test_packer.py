@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.unit.param_store.model_folders import (
     Tensors,
     config_of,
+    pack_refusal,
     read_index,
     shard_name,
     tensors_of,
@@ -86,11 +87,6 @@ def test_pack_has_checkpoint_bytes_in_execution_order(
     assert manifest.config == config
 
 
-def test_shards_give_same_pack_as_single_file(tmp_path: Path) -> None:
-    single = packed(write_folder(tmp_path / "one"), tmp_path)
-    assert packed(write_shards(tmp_path / "three"), tmp_path) == single
-
-
 def multimodal_folder(folder: Path, prefix: str) -> Path:
     """A folder whose text part is the default model's, with its tensors below ``prefix``, and a vision tower."""
     text = config_of()
@@ -117,9 +113,7 @@ def test_faulty_multimodal_checkpoints_are_refused(tmp_path: Path) -> None:
     folder = multimodal_folder(tmp_path / "model", "language_model.model.")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(json.dumps(config_of()))
-    with pytest.raises(PackRefused) as refused:
-        packed(folder, tmp_path)
-    assert refused.value.detail == (
+    assert pack_refusal(folder).detail == (
         "tensor 'model.embed_tokens.weight' is missing; config.json requires shape (96, 64)."
         " 'language_model.model.embed_tokens.weight' is of a multimodal model, which architectures in config.json must"
         " then name"
@@ -130,9 +124,7 @@ def test_faulty_multimodal_checkpoints_are_refused(tmp_path: Path) -> None:
     stored = Tensors({name: (t.dtype, t.shape, data[t.offset : t.offset + t.num_bytes]) for name, t in tensors.items()})
     more = {"model.norm.weight": stored.by_name["language_model.model.norm.weight"]}
     Tensors(stored.by_name | more).write(folder / WEIGHTS)
-    with pytest.raises(PackRefused) as refused:
-        packed(folder, tmp_path)
-    assert refused.value.detail == "tensor 'model.norm.weight' is the same as 'language_model.model.norm.weight'"
+    assert pack_refusal(folder).detail == "tensor 'model.norm.weight' is the same as 'language_model.model.norm.weight'"
 
 
 def test_index_alone_decides_about_shards(tmp_path: Path) -> None:
@@ -247,14 +239,11 @@ def test_model_of_exact_slot_size_is_accepted(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     manifest, _ = packed(folder, tmp_path)
     packed(folder, tmp_path, manifest.num_bytes)
-    with pytest.raises(PackRefused) as refused:
-        pack(folder, tmp_path / "a.pack", manifest.num_bytes - 1)
-    assert f"need {manifest.num_bytes:,} bytes and the largest slot has {manifest.num_bytes - 1:,}" in str(
-        refused.value
-    )
+    refused = pack_refusal(folder, largest_slot_bytes=manifest.num_bytes - 1)
+    assert f"need {manifest.num_bytes:,} bytes and the largest slot has {manifest.num_bytes - 1:,}" in str(refused)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_any_header_parses_or_is_refused(data: st.DataObject) -> None:
     header = bytearray(json.dumps(tensors_of(config_of(num_hidden_layers=1)).header()).encode())

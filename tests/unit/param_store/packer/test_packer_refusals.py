@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import time
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 
-from tests.unit.param_store.faulty_folders import FAULTS, SHARD_FAULTS, WEIGHTS, Change, raw_header
-from tests.unit.param_store.model_folders import Tensors, config_of, tensors_of, write_folder, write_shards
+from tests.unit.param_store.faulty_folders import FAULTS, SHARD_FAULTS, WEIGHTS, Fault, raw_header
+from tests.unit.param_store.model_folders import (
+    Tensors,
+    config_of,
+    pack_refusal,
+    tensors_of,
+    write_folder,
+    write_shards,
+)
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 from torchrelay.param_store.packer.__main__ import pack
-from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.finite_values import first_not_finite
 
 
-@pytest.mark.parametrize(("change", "file", "detail"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS])
-def test_faults_are_refused_by_file_and_cause(tmp_path: Path, change: Change, file: str, detail: str) -> None:
-    folder = write_folder(tmp_path / "model")
+@pytest.mark.parametrize("fault", [*FAULTS, *SHARD_FAULTS], ids=itemgetter(0))
+def test_faults_are_refused_by_file_and_cause(tmp_path: Path, fault: Fault) -> None:
+    _, change, file, detail = fault
+    folder = (write_shards if fault in SHARD_FAULTS else write_folder)(tmp_path / "model")
     change(folder)
-    with pytest.raises(PackRefused) as refused:
-        pack(folder, tmp_path / "a.pack", 0)
-    assert refused.value.file == file
-    assert detail in refused.value.detail
-    assert not (tmp_path / "a.pack").exists()
+    refused = pack_refusal(folder)
+    assert refused.file == file and detail in refused.detail
 
 
 SPECIAL_VALUES = {  # the bits of NaNs, quiet and signalling, and of both infinities
@@ -45,13 +49,9 @@ def test_nonfinite_weights_refused_by_tensor_and_element(tmp_path: Path, dtype: 
         index = int(where * (len(data) // size - 1))
         spoilt = data[: index * size] + bits.to_bytes(size, "little") + data[(index + 1) * size :]
         Tensors({**tensors.by_name, name: (kind, shape, spoilt)}).write(folder / WEIGHTS)
-        with pytest.raises(PackRefused) as refused:
-            pack(folder, tmp_path / "a.pack", 0)
         what = "infinite" if bits in SPECIAL_VALUES[dtype][2:] else "NaN"
-        assert (refused.value.file, refused.value.detail) == (
-            WEIGHTS,
-            f"tensor '{name}': element {index:,} is {what}; all weights must be finite numbers",
-        )
+        detail = f"tensor '{name}': element {index:,} is {what}; all weights must be finite numbers"
+        assert str(pack_refusal(folder)) == f"{WEIGHTS}: {detail}"
     tensors.write(folder / WEIGHTS)
     pack(folder, tmp_path / "a.pack", 0)
 
@@ -60,22 +60,16 @@ def test_weights_beyond_the_dtype_of_the_pack_refused(tmp_path: Path) -> None:
     """65,520 is the least number that rounds to infinity in fp16; a NaN stays one, whatever its bits."""
     folder = write_folder(tmp_path / "model", dtype="F16")
     tensors = tensors_of(config_of(), "F16")
-    for bits, fault in (
-        (0x477FE000 + 0xFFF, None),
-        (0x477FF000, "infinite in F16"),
-        (0x7FFFFFFF, "NaN"),
-        (0xFF800000, "infinite"),
-    ):
+    faults = {0x477FE000 + 0xFFF: None, 0x477FF000: "infinite in F16", 0x7FFFFFFF: "NaN", 0xFF800000: "infinite"}
+    for bits, fault in faults.items():
         numbers = bytes(4 * 5) + bits.to_bytes(4, "little") + bytes(4 * 58)
         tensors.by_name["model.norm.weight"] = ("F32", (64,), numbers)
         tensors.write(folder / WEIGHTS)
         if fault is None:
             pack(folder, tmp_path / "a.pack", 0)
             continue
-        with pytest.raises(PackRefused) as refused:
-            pack(folder, tmp_path / "a.pack", 0)
         detail = f"tensor 'model.norm.weight': element 5 is {fault}; all weights must be finite numbers"
-        assert (refused.value.file, refused.value.detail) == (WEIGHTS, detail)
+        assert str(pack_refusal(folder)) == f"{WEIGHTS}: {detail}"
 
 
 @pytest.mark.parametrize("dtype", SPECIAL_VALUES)
@@ -94,18 +88,4 @@ def test_duplicate_key_among_many_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     keys = [f'"{number}":0' for number in range(200_000)]
     raw_header(f"{{{','.join([*keys, keys[-1]])}}}".encode())(folder)
-    begin = time.monotonic()
-    with pytest.raises(PackRefused, match="'199999' appears twice"):
-        pack(folder, tmp_path / "a.pack", 0)
-    assert time.monotonic() - begin < 60  # a search per key would take minutes
-
-
-@pytest.mark.parametrize(
-    ("change", "file", "detail"), [fault[1:] for fault in SHARD_FAULTS], ids=[f[0] for f in SHARD_FAULTS]
-)
-def test_faulty_shards_are_refused(tmp_path: Path, change: Change, file: str, detail: str) -> None:
-    folder = write_shards(tmp_path / "model")
-    change(folder)
-    with pytest.raises(PackRefused) as refused:
-        pack(folder, tmp_path / "a.pack", 0)
-    assert (refused.value.file, detail in refused.value.detail) == (file, True), str(refused.value)
+    assert "'199999' appears twice" in pack_refusal(folder).detail  # a search per key would take minutes

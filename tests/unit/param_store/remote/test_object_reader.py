@@ -1,4 +1,4 @@
-"""Ranges from a slow, broken, silent or cut-off server: asked again, carried on, given up in time, stopped at once."""
+"""Ranges from a slow, broken, silent or cut-off server, and the platform's errors for those of obstore."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import threading
 from dataclasses import dataclass
 
 import pytest
+from obstore.exceptions import GenericError, InvalidPathError
 
 from tests.support.s3_server import Fault, FaultyProxy, always, first
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import InvalidRequest, Unavailable
+from torchrelay.param_store.remote.object_errors import is_transient, platform_error
 from torchrelay.param_store.remote.object_reader import Backoff
 from torchrelay.param_store.remote.remote_store import RemoteOptions, open_remote
 
@@ -105,3 +107,38 @@ def test_backoff_doubles_pauses_until_progress() -> None:
     backoff.progress(108.0)
     assert backoff.pause_s(117.0) == 0.1
     assert backoff.pause_s(118.0) is None
+
+
+AZURE = (
+    "Error performing GET https://a.blob/c/p?sv=2020&sig=SECRET in 5ms - Server returned non-2xx status code: {}: <?xml"
+)
+
+
+def test_error_detail_omits_token_and_server_page() -> None:
+    told = platform_error(
+        GenericError(AZURE.format("409 Conflict") + "\n<Error/>\nDebug source: SECRET"), "packs/p", "az"
+    )
+    assert isinstance(told, Unavailable)
+    assert told.field == "remote_url"
+    assert told.message == (
+        "the remote store refuses packs/p: "
+        "Error performing GET https://a.blob/c/p in 5ms - Server returned non-2xx status code: 409 Conflict"
+    )
+
+
+def test_error_without_status_is_transient() -> None:
+    assert is_transient(GenericError("HTTP error: error sending request"))
+    assert [is_transient(GenericError(AZURE.format(status))) for status in (500, 503, 429, 400, 409, 301)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_invalid_path_is_invalid_request() -> None:
+    told = platform_error(InvalidPathError("Path segment is empty"), "a//b", "s3")
+    assert isinstance(told, InvalidRequest)
+    assert not is_transient(InvalidPathError("Path segment is empty"))

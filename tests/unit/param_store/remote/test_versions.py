@@ -1,4 +1,4 @@
-"""Publishing and deleting versions at the same time, and what processes that died left behind."""
+"""Publishing and deleting versions at the same time, what processes that died left behind, and the keys of objects."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.wait import HANG_S
 from tests.unit.param_store.model_folders import write_folder
-from torchrelay.common.errors import Conflict, NotFound
+from torchrelay.common.errors import Conflict, InvalidRequest, NotFound
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.remote.folder_store import FolderStore
+from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, parse_pack_key, version_key
 from torchrelay.param_store.remote.versions import Version, Versions
 
 
@@ -150,3 +151,19 @@ def test_old_unnamed_objects_deleted(tmp_path: Path, remote: WatchedStore) -> No
     remote.delete(f"versions/{version.version_id}.json")
     assert Versions(remote).delete_unnamed(older_than_s=0) == version.stored_bytes
     assert keys_in(remote) == set()
+
+
+DIGEST = "0a" * 32
+
+
+def test_pack_id_parsed_only_from_pack_keys() -> None:
+    assert parse_pack_key(pack_key(DIGEST)) == (DIGEST, False)
+    assert parse_pack_key(manifest_key(DIGEST)) == (DIGEST, True)
+    for key in (file_key(DIGEST), version_key(DIGEST), DIGEST, f"packs/{DIGEST}x", "packs/", f"{DIGEST}.manifest"):
+        assert parse_pack_key(key) == ("", False)
+
+
+@pytest.mark.parametrize("digest", ["", "0A" * 32, "0a" * 31, "../" + "0a" * 31, "0a" * 32 + "\n"])
+def test_key_requires_digest(digest: str) -> None:
+    with pytest.raises(InvalidRequest, match="pack_id must be 64 lower-case hex digits"):
+        pack_key(digest)

@@ -16,7 +16,8 @@ import pytest
 from tests.support.wait import HANG_S
 from tests.unit.param_store.model_folders import config_of, write_folder
 from torchrelay.common.errors import Overloaded, Unavailable, UploadRefused
-from torchrelay.param_store.uploads.packer_process import CommitQueue, PackJob, Turn, run_packer
+from torchrelay.param_store.uploads import packer_process
+from torchrelay.param_store.uploads.packer_process import CommitQueue, PackJob, PackProgress, Turn, run_packer
 from torchrelay.param_store.uploads.repeated_progress import repeated
 
 MEMORY_BYTES = 256 << 20
@@ -31,28 +32,22 @@ def environment_of(pid: str) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def num_children() -> int:
-    return len(children())
+async def packed(
+    folder: Path, out: Path, memory_bytes: int = MEMORY_BYTES, stall_s: float = STALL_S
+) -> list[PackProgress]:
+    return [line async for line in run_packer(PackJob(folder, out, 0, memory_bytes), stall_s, Turn("one"))]
 
 
 async def test_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
-    job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
-    progress = [line async for line in run_packer(job, STALL_S, Turn("one"))]
+    progress = await packed(write_folder(tmp_path / "model"), tmp_path / "a.pack")
     assert [line.stage for line in progress] == ["validate", "pack"]
     assert (tmp_path / "a.pack").stat().st_size == progress[-1].num_bytes_total
     assert (tmp_path / "a.manifest").exists()
 
 
-async def test_closed_iterator_kills_packer(tmp_path: Path) -> None:
-    before = num_children()
-    job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
-    async with aclosing(run_packer(job, STALL_S, Turn("one"))) as lines:
-        await anext(lines)
-        assert num_children() == before + 1
-    assert num_children() == before
-
-
-async def test_packer_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_packer_has_no_secrets_and_ends_with_its_iterator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The packer reads untrusted uploads."""
     for name in ("TORCHRELAY_NODE_KEY", "TORCHRELAY_NATS_URL", "AWS_SECRET_ACCESS_KEY", "SOME_TOKEN"):
         monkeypatch.setenv(name, "hunter2")
@@ -63,17 +58,16 @@ async def test_packer_environment_has_no_secrets(tmp_path: Path, monkeypatch: py
         (packer,) = set(children()) - before
         environment = environment_of(packer)
     assert b"OPENBLAS_NUM_THREADS=1" in environment and b"hunter2" not in environment
+    assert set(children()) == before
 
 
 async def test_packer_refusals_differ_from_failures(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     with pytest.raises(Unavailable, match=r"could not be packed: .*No such file"):
-        async for _ in run_packer(PackJob(folder, tmp_path / "none/a.pack", 0, MEMORY_BYTES), STALL_S, Turn("one")):
-            pass
+        await packed(folder, tmp_path / "none/a.pack")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UploadRefused, match=r"tokenizer.json: it is missing") as refused:
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), STALL_S, Turn("one")):
-            pass
+        await packed(folder, tmp_path / "a.pack")
     assert refused.value.field == "tokenizer.json"
 
 
@@ -81,8 +75,7 @@ async def test_refusal_length_limited(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", config_of())
     (folder / "config.json").write_text(json.dumps(config_of(hidden_act="x" * 1_000_000)))
     with pytest.raises(UploadRefused, match="hidden_act") as refused:
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), STALL_S, Turn("one")):
-            pass
+        await packed(folder, tmp_path / "a.pack")
     assert len(refused.value.message) < 1000
 
 
@@ -90,8 +83,7 @@ async def test_documents_beyond_memory_limit_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer_config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
     with pytest.raises(UploadRefused, match="more memory than the packer may use"):
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20), STALL_S, Turn("one")):
-            pass
+        await packed(folder, tmp_path / "a.pack", 64 << 20)
 
 
 class Commits:
@@ -173,26 +165,26 @@ async def test_turn_released_before_or_after_grant() -> None:
 
 
 async def test_stalled_packer_ended(tmp_path: Path) -> None:
-    folder, before = write_folder(tmp_path / "model"), num_children()
+    folder, before = write_folder(tmp_path / "model"), len(children())
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")  # as a file on a disk that does not answer
-    with pytest.raises(Unavailable, match=r"made no progress for 1 s .* commit again"):
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), 1, Turn("one")):
-            pass
-    assert num_children() == before
+    with pytest.raises(Unavailable, match=r"made no progress for 0.5 s .* commit again"):
+        await packed(folder, tmp_path / "a.pack", stall_s=0.5)
+    assert len(children()) == before
 
 
 async def test_unkillable_packer_keeps_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends no process that waits for a disk; here the kill is left out, as no such disk can be had."""
     monkeypatch.setattr(Process, "kill", lambda process: None)
+    monkeypatch.setattr(packer_process, "_END_LIMIT_S", 0.1)
     folder, before, queue = write_folder(tmp_path / "model"), set(children()), CommitQueue(2, 16)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
     job = PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES)
     try:
-        with pytest.raises(Unavailable, match=r"made no progress for 1 s"):
+        with pytest.raises(Unavailable, match=r"made no progress for 0.5 s"):
             async with asyncio.timeout(HANG_S), queue.acquired("one") as place:  # its caller does not wait for it
-                async for _ in run_packer(job, 1, place):
+                async for _ in run_packer(job, 0.5, place):
                     pass
         with pytest.raises(Unavailable, match="an earlier commit waits for this host's disk"):
             async with queue.acquired("one"):

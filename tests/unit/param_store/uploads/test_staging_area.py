@@ -1,4 +1,4 @@
-"""Which uploads a store keeps, and which it removes."""
+"""Which files may be declared, what of them was received, and which uploads a store keeps."""
 
 from __future__ import annotations
 
@@ -9,23 +9,79 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_disk import small_disk
-from tests.unit.param_store.model_folders import sha256_of, write_folder
+from tests.unit.param_store.model_folders import sha256_of, shard_name, write_folder
 from tests.unit.param_store.running_store import declared
-from torchrelay.common.errors import DiskFull, NotFound
+from torchrelay.common.errors import Conflict, DiskFull, NotFound, QuotaExceeded, UploadRefused
 from torchrelay.param_store.uploads import staging_area
-from torchrelay.param_store.uploads.declared_files import DeclaredFile
-from torchrelay.param_store.uploads.staged_upload import StagedUpload
+from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
+from torchrelay.param_store.uploads.staged_upload import StagedUpload, UploadRecord
 from torchrelay.param_store.uploads.staging_area import StagingArea
+
+ZERO = "0" * 64
+
+
+def a_model(*more: DeclaredFile) -> list[DeclaredFile]:
+    return [DeclaredFile(name, 10, ZERO) for name in ("config.json", "tokenizer.json", "model.safetensors")] + [*more]
+
+
+@pytest.mark.parametrize(
+    ("path", "detail"),
+    [
+        ("pytorch_model.bin", "pickled weights are never loaded"),
+        ("model.pt", "save the model as safetensors"),
+        ("weights/model.PKL", "pickled weights"),
+        ("../config.json", "it is not a plain file name"),
+        ("/etc/passwd", "it is not a plain file name"),
+        ("a\\b", "it is not a plain file name"),
+        ("..", "it is not a plain file name"),
+        ("", "it is not a plain file name"),
+        ("modeling_llama.py", "it is not one of the files that a model consists of"),
+        ("model-1-of-2.safetensors", "the upload has shards and model.safetensors; it must have either"),
+        (f"{shard_name(1, 2)}\n", "it is not one of the files"),
+        ("config.json", "it is declared twice"),
+        (shard_name(1, 2), "must have either"),
+    ],
+)
+def test_only_known_names_may_be_declared(path: str, detail: str) -> None:
+    with pytest.raises(UploadRefused, match=detail) as refused:
+        check_declared(a_model(DeclaredFile(path, 10, ZERO)), 0, 1 << 20)
+    assert refused.value.field in (path, "files")
+
+
+@pytest.mark.parametrize("gone", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_required_files_must_be_declared(gone: str) -> None:
+    with pytest.raises(UploadRefused, match=f"{gone}: it is missing") as refused:
+        check_declared([file for file in a_model() if file.path != gone], 0, 1 << 20)
+    assert refused.value.field == gone
+
+
+def test_sizes_digests_and_numbers_of_files_are_bounded() -> None:
+    large = DeclaredFile("merges.txt", 65 << 20, ZERO)
+    with pytest.raises(UploadRefused, match=r"merges.txt: it has 68,157,440 bytes; at most 67,108,864"):
+        check_declared(a_model(large), 0, 1 << 40)
+    with pytest.raises(UploadRefused, match=r"merges.txt: sha256 must be 64"):
+        check_declared(a_model(DeclaredFile("merges.txt", 1, "ab")), 0, 1 << 40)
+    with pytest.raises(UploadRefused, match="at most 512 files"):
+        check_declared(a_model() * 200, 0, 1 << 40)
+    with pytest.raises(UploadRefused, match="the upload has 30 bytes; at most 29"):
+        check_declared(a_model(), 0, 29)
+    with pytest.raises(QuotaExceeded, match="30 bytes and the tenant's quota has 29 left"):
+        check_declared(a_model(), 29, 1 << 20)
+    check_declared(a_model(), 30, 30)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "model")
+def files(tmp_path: Path) -> list[DeclaredFile]:
+    folder = write_folder(tmp_path / "model")
+    return [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
 
 
-def test_untouched_uploads_expire(tmp_path: Path, folder: Path) -> None:
-    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
-    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+@pytest.fixture
+def uploads(tmp_path: Path) -> StagingArea:
+    return StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
+
+
+def test_untouched_uploads_expire(uploads: StagingArea, files: list[DeclaredFile]) -> None:
     old = uploads.begin("old", "ten-1", files, 0)
     new = uploads.begin("new", "ten-1", files, 0)
     os.utime(old.folder / "state.json", (1000, 1000))
@@ -38,9 +94,9 @@ def test_untouched_uploads_expire(tmp_path: Path, folder: Path) -> None:
     assert uploads.num_open == 1
 
 
-def test_upload_committed_during_expiry_stays(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
-    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+def test_upload_committed_during_expiry_stays(
+    uploads: StagingArea, files: list[DeclaredFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload = uploads.begin("u1", "ten-1", files, 0)
 
     def judged() -> float:
@@ -52,25 +108,20 @@ def test_upload_committed_during_expiry_stays(tmp_path: Path, folder: Path, monk
     assert uploads.get("u1") is upload and upload.folder.exists()
 
 
-def test_expiry_tolerates_concurrent_removal(tmp_path: Path, folder: Path) -> None:
-    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
-    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+def test_expiry_tolerates_concurrent_removal(uploads: StagingArea, files: list[DeclaredFile]) -> None:
     upload = uploads.begin("u1", "ten-1", files, 0)
     upload.remove()  # not forgotten yet
     assert upload.last_touched_unix_s() == 0.0
     assert uploads.expire(1000.0) == ["u1"]
 
 
-def test_upload_begins_after_full_disk(tmp_path: Path, folder: Path) -> None:
-    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
-    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+def test_upload_begins_after_full_disk(tmp_path: Path, uploads: StagingArea, files: list[DeclaredFile]) -> None:
     (tmp_path / "uploads/u1/files").mkdir(parents=True)
     assert uploads.begin("u1", "ten-1", files, 0).progress()
 
 
-def test_declared_bytes_reserved_for_open_uploads(tmp_path: Path, folder: Path) -> None:
+def test_declared_bytes_reserved_for_open_uploads(tmp_path: Path, files: list[DeclaredFile]) -> None:
     uploads = StagingArea(tmp_path / "uploads", 1 << 60, expiry_s=100)
-    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
     weights = shutil.disk_usage(tmp_path).free * 3 // 10  # twice that is needed, for the pack
     large = [f if f.path != "model.safetensors" else DeclaredFile(f.path, weights, f.sha256) for f in files]
     uploads.begin("u1", "ten-1", large, 0)
@@ -80,9 +131,8 @@ def test_declared_bytes_reserved_for_open_uploads(tmp_path: Path, folder: Path) 
     uploads.begin("u2", "ten-2", large, 0)
 
 
-def test_last_refused_upload_kept_for_hour(tmp_path: Path, folder: Path) -> None:
+def test_last_refused_upload_kept_for_hour(tmp_path: Path, files: list[DeclaredFile]) -> None:
     uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=86400)
-    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
     for name, tenant in (("u1", "ten-1"), ("u2", "ten-1"), ("u3", "ten-2")):
         upload = uploads.begin(name, tenant, files, 0)
         uploads.refuse(upload)
@@ -147,3 +197,47 @@ def test_upload_too_large_for_disk_refused_first(tmp_path: Path) -> None:
         with pytest.raises(DiskFull, match=f"disk of {disk.folder} has .* bytes left .* needs 20,975,616,"):
             uploads.begin("u1", "ten-1", too_large, 0)
         assert uploads.begin("u2", "ten-1", small, 0).progress()
+
+
+def num_bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+def test_file_sent_in_parts_digested_once(tmp_path: Path) -> None:
+    part, num_parts = os.urandom(1 << 20), 24
+    files = (DeclaredFile("model.safetensors", num_parts << 20, sha256_of(part * num_parts)),)
+    upload = StagedUpload.begin(tmp_path / "u1", UploadRecord("u1", "ten-1", files), {})
+    before = num_bytes_read()
+    for index in range(num_parts):
+        writer = upload.open_file("model.safetensors", index << 20)
+        assert writer is not None and not writer.must_resume
+        writer.write(part)
+        writer.finish()
+        writer.close()
+    assert num_bytes_read() - before < 4 << 20
+    assert upload.file_progress("model.safetensors").complete
+
+
+def test_complete_file_may_be_sent_again_during_a_commit(uploads: StagingArea) -> None:
+    documents = {name: b"{}" for name in ("config.json", "tokenizer.json", "model.safetensors")}
+    upload = sent(uploads, "u1", documents)
+    upload.begin_commit()
+    assert upload.open_file("config.json", 0) is None
+    with pytest.raises(Conflict, match="being committed"):
+        upload.open_file("config.json", 2)
+
+
+def test_received_bytes_digested_again_after_restart(tmp_path: Path) -> None:
+    data = os.urandom(3 << 20)
+    files = (DeclaredFile("model.safetensors", len(data), sha256_of(data)),)
+    upload = StagedUpload.begin(tmp_path / "u1", UploadRecord("u1", "ten-1", files), {})
+    for begin_at in range(0, len(data), 1 << 20):
+        upload = StagedUpload.load(tmp_path / "u1")
+        writer = upload.open_file("model.safetensors", begin_at)
+        assert writer is not None and writer.must_resume == bool(begin_at)
+        writer.resume()
+        assert not writer.must_resume
+        writer.write(data[begin_at : begin_at + (1 << 20)])
+        writer.finish()
+        writer.close()
+    assert upload.file_progress("model.safetensors").complete
