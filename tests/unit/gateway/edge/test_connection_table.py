@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable, divide_descriptors
 
 LIMITS = ConnectionLimits(total=6, keyless=4)
+STEPS = ["add", "key", "begin", "end", "remove"]
 GRPC_LIMITS = ConnectionLimits(total=4, keyless=4, per_tenant=2)
 
 
@@ -35,16 +36,6 @@ def test_tenants_excess_connections_count_as_keyless() -> None:
     connections.remove("t1")
     connections.show_key("t3", "acme")
     assert connections.has_key("t3")
-
-
-def test_connection_with_a_key_survives_keyless_connections() -> None:
-    connections = table()
-    for name in ("t1", "t2"):
-        assert connections.add(name, "x") is None
-        connections.show_key(name, "acme")
-    victims = [connections.add(f"s{number}", f"{number}") for number in range(50)]
-    assert not {"t1", "t2"} & set(victims)
-    assert connections.has_key("t1") and len(connections) == 6
 
 
 def test_tenant_with_most_idle_loses_its_longest_idle() -> None:
@@ -84,29 +75,6 @@ def test_closed_connection_is_forgotten() -> None:
     assert len(connections) == 0 and not connections.has_key("a")
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "key", "begin", "end", "remove"]), st.integers(0, 9))))
-def test_table_never_exceeds_its_limits(steps: list[tuple[str, int]]) -> None:
-    numbers: ConnectionTable[int] = ConnectionTable(LIMITS)
-    is_open: set[int] = set()
-    for step, number in steps:
-        if step == "add" and number not in is_open:
-            is_open.add(number)
-            if (victim := numbers.add(number, str(number % 2))) is not None:
-                assert victim in is_open
-                is_open.remove(victim)
-        elif step == "key":
-            numbers.show_key(number, str(number % 3))
-        elif step == "begin":
-            numbers.begin_request(number)
-        elif step == "end":
-            numbers.end_request(number)
-        elif step == "remove":
-            numbers.remove(number)
-            is_open.discard(number)
-        assert len(numbers) == len(is_open) <= 6
-        assert numbers.num_keyless <= 4
-
-
 def test_new_connection_is_closed_when_tenants_fill_their_halves() -> None:
     connections = table(GRPC_LIMITS)
     for name, tenant in (("a0", "acme"), ("a1", "acme"), ("z0", "zoo"), ("z1", "zoo")):
@@ -122,34 +90,51 @@ def test_new_connection_is_closed_when_tenants_fill_their_halves() -> None:
 
 
 @given(
+    limits=st.sampled_from([LIMITS, GRPC_LIMITS]),
     steps=st.lists(
-        st.tuples(st.sampled_from(["add", "show_key", "remove"]), st.integers(0, 30), st.sampled_from("abc")),
+        st.tuples(
+            st.sampled_from(["add", "key", "begin", "end", "remove"]), st.integers(0, 30), st.sampled_from("abc")
+        ),
         max_size=200,
-    )
+    ),
 )
-def test_busy_connection_with_a_key_is_never_closed(steps: list[tuple[str, int, str]]) -> None:
-    connections, num_added = table(GRPC_LIMITS), 0
+def test_limits_hold_and_busy_connection_with_a_key_is_never_closed(
+    limits: ConnectionLimits, steps: list[tuple[str, int, str]]
+) -> None:
+    connections, num_added = table(limits), 0
     is_open: set[str] = set()
-    tenants: dict[str, str] = {}  # by connection that has shown a key within its tenant's half
-    for step, number, address in steps:
+    tenants: dict[str, str] = {}  # by connection that has shown a key within its tenant's share
+    idle: set[str] = set()  # of these
+    for step, number, group in steps:
         name = str(number % max(num_added, 1))
         if step == "add":
             new = str(num_added)
             num_added += 1
             is_open.add(new)
-            if (victim := connections.add(new, address)) is not None:
-                assert victim in is_open - tenants.keys()
+            if (victim := connections.add(new, group)) is not None:
+                assert victim in is_open - (tenants.keys() - idle)
                 is_open.remove(victim)
-        elif step == "show_key":
-            connections.show_key(name, address)
-            of_tenant = sum(tenant == address for tenant in tenants.values())
-            if name in is_open and name not in tenants and of_tenant < 2:
-                tenants[name] = address
+                tenants.pop(victim, None)
+        elif step == "key":
+            connections.show_key(name, group)
+            is_within_share = list(tenants.values()).count(group) < (limits.per_tenant or 99)
+            if name in tenants:
+                idle.discard(name)
+            elif name in is_open and is_within_share:
+                tenants[name] = group
+        elif step == "begin":
+            connections.begin_request(name)
+            idle.discard(name)
+        elif step == "end":
+            connections.end_request(name)
+            idle |= {name} & tenants.keys()
         else:
             connections.remove(name)
             is_open.discard(name)
             tenants.pop(name, None)
-        assert len(connections) == len(is_open) <= 4
+        idle &= tenants.keys()
+        assert len(connections) == len(is_open) <= limits.total
+        assert connections.num_keyless == len(is_open) - len(tenants) <= limits.keyless
 
 
 @pytest.mark.parametrize("num_descriptors", [256, 1024, 4096, 1 << 20])

@@ -8,7 +8,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,23 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.descriptors import open_descriptors
-from tests.support.http2_client import ACK, SETTINGS, http2_client
+from tests.support.http2_client import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    call_headers,
+    frame,
+    header_block,
+    http2_client,
+)
+from tests.support.wait import HANG_S
 from torchrelay.common.errors import Conflict, Unauthenticated, Unavailable
 from torchrelay.common.host.addresses import join_address
 from torchrelay.common.net.rpc.channels import open_channel
@@ -39,26 +55,58 @@ async def server() -> AsyncIterator[PublicGrpcServer]:
     await server.stop(0)
 
 
-async def check(server: PublicGrpcServer, timeout_s: float = 10, host: str = "127.0.0.1") -> int:
+async def check(server: PublicGrpcServer, timeout_s: float = HANG_S, host: str = "127.0.0.1") -> int:
     async with open_channel(join_address(host, server.port)) as channel:
         stub = cast(Any, health_pb2_grpc.HealthStub(channel))
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         return int(reply.status)
 
 
-async def closed(server: PublicGrpcServer, *, greet: bool) -> bool:
-    def attack() -> bool:
+GREETING = PREFACE + frame(SETTINGS)
+CALL = header_block(call_headers(CHECK))
+ENDS = {
+    "silence": b"",
+    "no call": GREETING,
+    "no HTTP/2": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + b"x" * 1000,
+    "the preface alone": PREFACE,
+    "half a preface": PREFACE[:10],
+    "a frame of 16 MB": GREETING + b"\xff\xff\xff" + frame(DATA, stream=1)[3:] + bytes(100_000),
+    "data on a stream that is not open": GREETING + frame(DATA, stream=1, payload=bytes(1000)),
+    "headers on stream 0": GREETING + frame(HEADERS, END_HEADERS, 0, CALL),
+    "settings of the wrong size": GREETING + frame(SETTINGS, payload=bytes(5)),
+    "a window of nothing": GREETING + frame(WINDOW_UPDATE, payload=bytes(4)),
+    "a reset of stream 0": GREETING + frame(RST_STREAM, stream=0, payload=bytes(4)),
+    "a ping of 7 bytes": GREETING + frame(PING, payload=bytes(7)),
+    "a continuation of nothing": GREETING + frame(CONTINUATION, END_HEADERS, 1, b"\0\0\0"),
+    "a bad header table": GREETING + frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f"),
+}
+
+
+async def test_silent_or_broken_connection_is_closed() -> None:
+    def attack(address: str) -> list[str]:
+        with ExitStack() as stack:
+            clients = {case: stack.enter_context(http2_client(address)) for case in ENDS}
+            for case, client in clients.items():
+                with suppress(OSError):
+                    client.sock.sendall(ENDS[case])
+            return [case for case, client in clients.items() if not client.is_closed(HANG_S)]
+
+    server = PublicGrpcServer("127.0.0.1", 0, replace(LIMITS, connections=100))
+    await server.start()
+    assert await asyncio.to_thread(attack, f"127.0.0.1:{server.port}") == []
+    assert await check(server) == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(("num_bytes", "is_read"), [(9_000, True), (100_000, False)])
+async def test_metadata_above_the_limit_is_not_read(server: PublicGrpcServer, num_bytes: int, is_read: bool) -> None:
+    def attack() -> bytes:
         with http2_client(f"127.0.0.1:{server.port}") as client:
-            if greet:
-                client.greet()
-            return client.is_closed(20)
+            client.greet()
+            client.open_call(1, CHECK, *[("x", "a" * 100)] * (num_bytes // 100))
+            return client.end_of(1)
 
-    return await asyncio.to_thread(attack)
-
-
-@pytest.mark.parametrize("greet", [False, True])
-async def test_silent_or_idle_connection_is_closed(server: PublicGrpcServer, greet: bool) -> None:
-    assert await closed(server, greet=greet)
+    assert (b"\x08\x01" in await asyncio.to_thread(attack)) is is_read  # SERVING
 
 
 async def test_grpcio_has_the_limits_of_the_port(server: PublicGrpcServer) -> None:
@@ -87,19 +135,20 @@ async def test_ipv6_is_served(host: str, callers: list[str]) -> None:
     await server.stop(0)
 
 
-async def test_health_check_is_answered_without_a_message(server: PublicGrpcServer) -> None:
-    def attack() -> bytes:
+async def test_health_check_needs_no_message_and_other_methods_are_unimplemented(server: PublicGrpcServer) -> None:
+    methods = (CHECK, WATCH, "/none/None", "/torchrelay.control.v1.Scheduler/Admit", "nonsense")
+
+    def attack() -> list[bytes]:
         with http2_client(f"127.0.0.1:{server.port}") as client:
             client.greet()
-            client.open_call(1, CHECK)
-            return client.end_of(1)
+            for number, method in enumerate(methods):
+                client.open_call(2 * number + 1, method)
+            ends = client.ends_of({2 * number + 1 for number in range(len(methods))})
+            return [ends[2 * number + 1] for number in range(len(methods))]
 
-    serving = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING).SerializeToString()
-    answer = await asyncio.to_thread(attack)
-    assert serving in answer and b"did not arrive" not in answer
-
-
-async def test_health_watch_is_unimplemented(server: PublicGrpcServer) -> None:
+    health, *others = await asyncio.to_thread(attack)
+    assert b"\x08\x01" in health and b"did not arrive" not in health  # SERVING
+    assert all(others) and not any(b"\x08\x01" in end for end in others)
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         stub = cast(Any, health_pb2_grpc.HealthStub(channel))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -113,7 +162,7 @@ async def test_oldest_keyless_connections_above_the_limit_are_closed() -> None:
     def attack(address: str) -> None:
         with ExitStack() as stack:
             clients = [stack.enter_context(http2_client(address)) for _ in range(6)]
-            assert all(client.is_closed(20) for client in clients[:3])
+            assert all(client.is_closed(HANG_S) for client in clients[:3])
             for client in clients[3:]:
                 client.greet()
                 next(client.frames())
@@ -146,11 +195,11 @@ async def test_connection_with_a_key_survives_keyless_clients() -> None:
             await stack.enter_async_context(grpc.aio.insecure_channel(address, options=local)) for _ in range(5)
         ]
         call: Any = tenant.unary_unary("/test.Echo/Unary")
-        assert await call(b"tenant", timeout=20) == b"tenant"
+        assert await call(b"tenant", timeout=HANG_S) == b"tenant"
         for channel in keyless:
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await cast(Any, channel.unary_unary("/test.Echo/Unary"))(b"keyless", timeout=20)
+                await cast(Any, channel.unary_unary("/test.Echo/Unary"))(b"keyless", timeout=HANG_S)
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         assert tenant.get_state() == grpc.ChannelConnectivity.READY
         assert await call(b"tenant", timeout=20, wait_for_ready=False) == b"tenant"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -12,13 +15,16 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.support.raw_http import RawConnection, head, raw_connection
+from tests.support.wait import HANG_S
+from torchrelay.common.host.addresses import join_address
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.edge.http_protocol import MAX_PIPELINED
-from torchrelay.gateway.edge.http_server import HttpLimits, http_server
+from torchrelay.gateway.edge.http_server import HttpLimits, HttpServer, http_server
 from torchrelay.gateway.edge.read_limits import ReadLimits
 from torchrelay.gateway.edge.turns import ClientGroup
 
@@ -104,6 +110,19 @@ def connected(app: BodyApp) -> Connected:
         (OFFER + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", 400, "not valid HTTP"),
         (OFFER + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400, "not valid HTTP"),
         (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP"),
+        (OFFER + b"x: " + b"a" * 2000 + b"\r\n\r\n", 431, "max_head_bytes"),
+        (head("POST", content_length="1e9"), 400, "not valid HTTP"),
+        (head("POST", content_length="9" * 40), 400, "not valid HTTP"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400, "not valid HTTP"),
+        (head("POST", transfer_encoding="gzip"), 400, "not valid HTTP"),
+        (head("POST", transfer_encoding="chunked") + b"f" * 18 + b"\r\n", 400, "not valid HTTP"),
+        (b"GET / HTTP/1.1\r\nx: a\r\n" + b" b\r\n" * 100_000, 400, "not valid HTTP"),
+        (b"A" * 100_000, 400, "not valid HTTP"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(600), 400, "not valid HTTP"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(50), 400, "not valid HTTP"),
+        (b"GET / HTTP/9.9\r\n\r\n", 400, "not valid HTTP"),
+        (b"GET / HTTP/1.1\r\nx: a\0b\r\n\r\n", 400, "not valid HTTP"),
+        (b"GET / HTTP/1.1\r\n: b\r\n\r\n", 400, "not valid HTTP"),
     ],
     ids=lambda value: value[:30].decode("latin-1") if isinstance(value, bytes) else None,
 )
@@ -156,12 +175,6 @@ async def test_offer_to_upgrade_is_ignored(connected: Connected, pieces: list[by
             assert (await raw.answer()).body == num_bytes
         await raw.send(OFFER + b"\r\n" + b"".join(pieces) + OFFER + b"content-length: 1\r\n\r\na" + head())
         assert [(await raw.answer()).body for _ in range(4)] == [b"6", b"9", b"10", b"10"]
-
-
-async def test_head_with_an_offer_has_the_same_limits(connected: Connected) -> None:
-    async with connected() as raw:
-        await raw.send(OFFER + b"x: " + b"a" * 2000 + b"\r\n\r\n")
-        assert (await raw.answer()).status == 431
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
@@ -229,7 +242,7 @@ async def test_body_stays_unread_until_the_application_reads(connected: Connecte
     async with connected() as raw:
         await raw.send(head("POST", content_length=size))
         sending = asyncio.ensure_future(raw.send(bytes(size)))
-        done, _ = await asyncio.wait({sending}, timeout=1)
+        done, _ = await asyncio.wait({sending}, timeout=0.3)
         assert not done, "64 MiB were read early"
         app.may_read.set()
         await sending
@@ -255,34 +268,33 @@ async def test_silent_connection_is_closed_after_its_time(connected: Connected) 
             assert clock() - begin_s > QUICK.head_s / 2  # not at once
 
 
-@pytest.mark.parametrize("begun", [b"G", b"GET / HTTP/1.1\r\nhost", head()[:-1]])
-async def test_endless_head_is_refused(connected: Connected, begun: bytes) -> None:
+ENDLESS_HEAD = "the headers did not end within 0.5 s (setting head_timeout_s)"
+SILENT_BODY = "nothing of the body arrived for 0.5 s (setting body_silence_s)"
+
+
+@pytest.mark.parametrize(
+    ("num_before", "sent", "said"),
+    [
+        (0, b"G", ENDLESS_HEAD),
+        (0, b"GET / HTTP/1.1\r\nhost", ENDLESS_HEAD),
+        (0, head()[:-1], ENDLESS_HEAD),
+        (1, b"GET / HTT", ENDLESS_HEAD),  # a second head has a time limit of its own
+        (0, head("POST", content_length=9), SILENT_BODY),
+        (0, head("POST", content_length=9) + b"abc", SILENT_BODY),
+    ],
+)
+async def test_endless_head_or_body_is_refused(
+    connected: Connected, app: BodyApp, num_before: int, sent: bytes, said: str
+) -> None:
     async with connected(QUICK) as raw:
-        await raw.send(begun)
-        answer = await raw.answer()
-        assert (answer.status, answer.message) == (408, "the headers did not end within 0.5 s (setting head_timeout_s)")
-        await raw.wait_closed()
-
-
-async def test_second_head_has_its_own_time_limit(connected: Connected) -> None:
-    async with connected(QUICK) as raw:
-        await raw.send(head())
-        assert (await raw.answer()).status == 200
-        await raw.send(b"GET / HTT")
-        assert (await raw.answer()).status == 408
-
-
-@pytest.mark.parametrize("sent", [head("POST", content_length=9), head("POST", content_length=9) + b"abc"])
-async def test_silent_body_is_refused(connected: Connected, app: BodyApp, sent: bytes) -> None:
-    async with connected(QUICK) as raw:
+        for _ in range(num_before):
+            await raw.send(head())
+            assert (await raw.answer()).status == 200
         await raw.send(sent)
         answer = await raw.answer()
-        assert (answer.status, answer.message) == (
-            408,
-            "nothing of the body arrived for 0.5 s (setting body_silence_s)",
-        )
+        assert (answer.status, answer.message) == (408, said)
         await raw.wait_closed()
-    assert app.is_disconnected
+    assert app.is_disconnected is (said == SILENT_BODY)
 
 
 async def test_body_below_the_minimum_rate_is_refused(connected: Connected) -> None:
@@ -338,76 +350,78 @@ async def answer_empty(send: Send, status: int = 200) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def work() -> None:
+def occupy(seconds: float) -> None:
     """Occupies the event loop."""
-    time.sleep(0.005)
+    time.sleep(seconds)
 
 
 def group_of_key(authorization: str) -> ClientGroup | None:
     return ClientGroup("ten-acme", is_authenticated=True) if authorization == "Bearer tr-acme" else None
 
 
+@asynccontextmanager
+async def crowd(server: HttpServer, size: int) -> AsyncIterator[list[RawConnection]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(raw_connection(server.port)) for _ in range(size)]
+
+
+@dataclass
+class NotedApp:
+    """Answers with nothing, and notes the paths of requests; each may occupy the event loop."""
+
+    work_s: float = 0.0
+    begun: list[str] = field(default_factory=list)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.begun.append(scope["path"])
+        self.has_begun.set()
+        occupy(self.work_s)
+        await answer_empty(send)
+
+
 async def test_known_key_is_served_before_waiting_keyless_requests() -> None:
     """Sixty keyless requests that each occupy the event loop, then a request with a key."""
-    begun: list[str] = []
-    known_may_come = asyncio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        begun.append(scope["path"])
-        known_may_come.set()
-        work()
-        await answer_empty(send)
 
     def group_of(scope: Mapping[str, Any]) -> ClientGroup | None:
         return None if scope["path"] == "/known" else ClientGroup("127.0.0.1", is_authenticated=False)
 
-    async with AsyncExitStack() as stack:
-        serving = http_server(app, "127.0.0.1", 0, 1, group_of=group_of, group_of_key=group_of_key)
-        server = await stack.enter_async_context(serving)
-        clients = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
+    app = NotedApp(work_s=0.005)
+    async with (
+        http_server(app, "127.0.0.1", 0, 1, group_of=group_of, group_of_key=group_of_key) as server,
+        crowd(server, 60) as clients,
+    ):
         for client in clients:
             await client.send(head(path="/keyless"))
-        await known_may_come.wait()
-        known = await stack.enter_async_context(raw_connection(server.port))
-        await known.send(head(path="/known", authorization="Bearer tr-acme"))
-        assert (await known.answer()).status == 200
-        assert begun.count("/keyless") <= 40
+        await app.has_begun.wait()
+        async with raw_connection(server.port) as known:
+            await known.send(head(path="/known", authorization="Bearer tr-acme"))
+            assert (await known.answer()).status == 200
+        assert app.begun.count("/keyless") <= 40
         for client in clients:
             assert (await client.answer()).status == 200
 
 
 async def test_first_request_of_a_known_key_precedes_keyless_ones() -> None:
-    begun: list[str] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        begun.append(scope["path"])
-        await answer_empty(send)
-
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, group_of_key=group_of_key))
-        clients = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(201)]
+    app = NotedApp()
+    async with (
+        http_server(app, "127.0.0.1", 0, 1, group_of_key=group_of_key) as server,
+        crowd(server, 201) as clients,
+    ):
         for number, client in enumerate(clients):
             known = {"authorization": "Bearer tr-acme"} if number == 100 else {}
             await client.send(head(path="/known" if known else "/keyless", **known))
         for client in clients:
             assert (await client.answer()).status == 200
-    assert begun.index("/known") < 40
+    assert app.begun.index("/known") < 40
 
 
 async def test_requests_waiting_for_a_turn_are_answered_at_shutdown() -> None:
-    begun = asyncio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        begun.set()
-        work()
-        await answer_empty(send)
-
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 5))
-        clients = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
+    app = NotedApp(work_s=0.005)
+    async with http_server(app, "127.0.0.1", 0, 5) as server, crowd(server, 60) as clients:
         for client in clients:
             await client.send(head())
-        await begun.wait()
+        await app.has_begun.wait()
         server.stop_accepting()
         for client in clients:
             assert (await client.answer()).status == 200
@@ -435,3 +449,77 @@ async def test_connection_that_cannot_linger_leaves_the_table(
         await raw.wait_closed()
         assert len(tables) == 1
         assert len(tables[0]) == 0 and not complaints
+
+
+def slow_app(started: asyncio.Event, go_on: asyncio.Event) -> ASGIApp:
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        started.set()
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"last"})
+
+    return app
+
+
+async def test_shutdown_finishes_responses_and_refuses_connections() -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with http_server(slow_app(started, go_on), "127.0.0.1", 0, drain_s=5) as server:
+            url = f"http://127.0.0.1:{server.port}/"
+            running = asyncio.create_task(client.get(url))
+            await started.wait()
+            server.stop_accepting()
+            asyncio.get_running_loop().call_soon(go_on.set)
+        assert (await running).content == b"first last"
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url)
+
+
+@pytest.mark.parametrize(("host", "callers"), [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"])])
+async def test_ipv6_is_served(host: str, callers: list[str]) -> None:
+    go_on = asyncio.Event()
+    go_on.set()
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        http_server(slow_app(asyncio.Event(), go_on), host, 0, drain_s=5) as server,
+    ):
+        for caller in callers:
+            assert (await client.get(f"http://{join_address(caller, server.port)}/")).content == b"first last"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no such timeout")
+async def test_client_that_reads_nothing_is_disconnected() -> None:
+    ended = asyncio.Event()
+
+    async def endless(_scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        ended.set()
+
+    async with http_server(endless, "127.0.0.1", 0, drain_s=1, limits=HttpLimits(stall_s=0.5)) as server:
+        reader = socket.create_connection(("127.0.0.1", server.port))
+        reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), HANG_S)
+        (listening,) = server.servers[0].sockets  # connections inherit its options
+        assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
+        reader.close()
+
+
+async def test_endless_response_is_cancelled_after_the_drain() -> None:
+    started = asyncio.Event()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with http_server(slow_app(started, asyncio.Event()), "127.0.0.1", 0, drain_s=1) as server:
+            running = asyncio.create_task(client.get(f"http://127.0.0.1:{server.port}/"))
+            await started.wait()
+        with contextlib.suppress(httpx.HTTPError):
+            await running
+        assert running.done()

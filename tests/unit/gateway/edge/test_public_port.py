@@ -20,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.http2_client import GOAWAY, PING, PREFACE, SETTINGS, frame, http2_client
-from tests.support.wait import eventually
+from tests.support.wait import HANG_S, eventually
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
@@ -88,23 +88,20 @@ async def channel(server: PublicGrpcServer) -> AsyncIterator[Any]:
 
 @pytest.mark.parametrize("size", [0, 1, MAX_FRAME_BYTES, 7 * MB])
 async def test_messages_of_any_size_come_back(channel: Any, size: int) -> None:
-    assert await channel.unary_unary("/test.Echo/Unary")(b"x" * size, timeout=20) == b"x" * size
+    assert await channel.unary_unary("/test.Echo/Unary")(b"x" * size, timeout=HANG_S) == b"x" * size
 
 
-async def test_thousands_of_calls_share_a_connection(channel: Any) -> None:
-    call = channel.unary_unary("/test.Echo/Unary")
-    for _ in range(8):
-        replies = await asyncio.gather(*(call(b"%d" % number, timeout=60) for number in range(LIMITS.streams)))
-        assert replies == [b"%d" % number for number in range(LIMITS.streams)]
-
-
-async def test_parallel_long_streams_are_no_flood(channel: Any) -> None:
-    """The client sends many pings and window updates for small messages."""
+async def test_ordinary_traffic_is_no_flood(channel: Any) -> None:
+    """For small messages the client sends many pings and window updates; thousands of calls share its connection."""
 
     async def read() -> int:
         return len([message async for message in channel.unary_stream("/test.Echo/Stream")(b"5000")])
 
     assert await asyncio.gather(*(read() for _ in range(4))) == [5000] * 4
+    call = channel.unary_unary("/test.Echo/Unary")
+    for _ in range(8):
+        replies = await asyncio.gather(*(call(b"%d" % number, timeout=60) for number in range(LIMITS.streams)))
+        assert replies == [b"%d" % number for number in range(LIMITS.streams)]
 
 
 async def test_bytes_of_a_tenant_are_read_at_a_limited_rate(
@@ -158,28 +155,30 @@ async def test_hundreds_of_calls_are_cancelled_at_once(channel: Any, echo: Echo)
 
 async def test_status_of_an_oversized_message_reaches_the_client(channel: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await channel.unary_unary("/test.Echo/Unary")(bytes(8 * MB - 20), metadata=(("x", "a" * 20_000),), timeout=20)
+        await channel.unary_unary("/test.Echo/Unary")(
+            bytes(8 * MB - 20), metadata=(("x", "a" * 20_000),), timeout=HANG_S
+        )
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_stop_cancels_streams_that_do_not_end_within_its_grace(server: PublicGrpcServer, channel: Any) -> None:
+    call = channel.unary_stream("/test.Echo/Wait")(b"x")
+    await call.read()
+    await asyncio.wait_for(server.stop(0.1), HANG_S)
+    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+        await call.read()
 
 
 async def test_stop_lets_streams_end_within_its_grace(server: PublicGrpcServer, channel: Any) -> None:
     call = channel.unary_stream("/test.Echo/Stream")(b"3000")
     await call.read()
-    stopping, last = asyncio.create_task(server.stop(30)), b""
+    stopping, last = asyncio.create_task(server.stop(HANG_S)), b""
     while (message := await call.read()) is not grpc.aio.EOF:
         last = message
     assert last == b"last"
-    await asyncio.wait_for(stopping, 20)
+    await asyncio.wait_for(stopping, HANG_S)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port))
-
-
-async def test_stop_cancels_streams_after_its_grace(server: PublicGrpcServer, channel: Any) -> None:
-    call = channel.unary_stream("/test.Echo/Wait")(b"x")
-    await call.read()
-    await asyncio.wait_for(server.stop(0.1), 20)
-    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-        await call.read()
 
 
 async def test_flood_ends_its_connection_with_the_cause(server: PublicGrpcServer, channel: Any) -> None:
@@ -193,7 +192,7 @@ async def test_flood_ends_its_connection_with_the_cause(server: PublicGrpcServer
                 frame(PING, payload=bytes(8)) * 900
             )  # read in one piece, so that no reset destroys the answer
             payload = next(payload for kind, _, _, payload in client.frames() if kind == GOAWAY)
-            assert client.is_closed(20)
+            assert client.is_closed(HANG_S)
             return payload
 
     assert b"too many frames that carry nothing" in await asyncio.to_thread(attack)
@@ -261,7 +260,7 @@ async def test_slow_reader_stops_the_sender_and_loses_nothing(port: PublicPort, 
         group.create_task(read(reader) if is_client_slow else send(writer, piece))
         readings = [0]
         while readings[-1] == 0 or len(set(readings[-4:])) > 1:  # until nothing more is taken
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.05)
             readings.append(num_sent)
         assert num_sent < HELD_BYTES
         may_read.set()
@@ -285,10 +284,10 @@ async def test_both_sides_end_together(port: PublicPort) -> None:
         assert await reader.readexactly(5) == b"hello"
         writer.write(frame(SETTINGS))
         writer.close()
-        await asyncio.wait_for(ended.wait(), 20)  # the client closed
+        await asyncio.wait_for(ended.wait(), HANG_S)  # the client closed
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(PREFACE + frame(SETTINGS))
-        assert await asyncio.wait_for(reader.read(), 20) == b"hello"  # the server closed after sending everything
+        assert await asyncio.wait_for(reader.read(), HANG_S) == b"hello"  # the server closed after sending everything
         writer.close()
 
 
@@ -302,14 +301,12 @@ async def test_silent_client_is_closed_before_grpcio() -> None:
     async with public_port(replace(LIMITS, head_s=0.1)) as port, await listen(port, serve):
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         await eventually(lambda: port.num_connections == 1)
-        assert await asyncio.wait_for(reader.read(), 20) == b""
+        assert await asyncio.wait_for(reader.read(), HANG_S) == b""
         writer.close()
         assert port.num_connections == 0 and not reached
 
 
-async def test_port_survives_a_lack_of_descriptors(
-    port: PublicPort,
-) -> None:
+async def test_port_survives_a_lack_of_descriptors(port: PublicPort) -> None:
     async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"hello")
         writer.close()
@@ -323,20 +320,20 @@ async def test_port_survives_a_lack_of_descriptors(
         try:
             writer.write(PREFACE)
             with suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), 20) == b""
+                assert await asyncio.wait_for(reader.read(), HANG_S) == b""
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         writer.close()
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(PREFACE)
-        assert await asyncio.wait_for(reader.read(), 20) == b"hello"
+        assert await asyncio.wait_for(reader.read(), HANG_S) == b"hello"
         writer.close()
 
 
 async def test_client_is_closed_while_grpcio_does_not_listen(port: PublicPort) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
     writer.write(PREFACE)
-    assert await asyncio.wait_for(reader.read(), 20) == b""
+    assert await asyncio.wait_for(reader.read(), HANG_S) == b""
     writer.close()
 
 
@@ -354,36 +351,31 @@ async def test_client_that_reads_nothing_is_closed() -> None:
             client.sendall(PREFACE)
             await eventually(lambda: port.num_connections == 1)
             await eventually(lambda: port.num_connections == 0)
-            client.settimeout(20)
+            client.settimeout(HANG_S)
             while client.recv(MB):  # the rest of the kernel's buffers
                 pass
 
 
-async def test_client_that_reads_on_in_time_stays() -> None:
-    num_pieces, num_sent, silence_s = 512, 0, 1.0
+async def test_client_that_reads_on_in_time_stays(port: PublicPort) -> None:
+    num_pieces = 512
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal num_sent
-        while num_sent < num_pieces:
+        for _ in range(num_pieces):
             writer.write(bytes(MAX_FRAME_BYTES))
             await writer.drain()
-            num_sent += 1
         await reader.readexactly(len(PREFACE) + len(frame(SETTINGS)))
         writer.write(b"still here")
         writer.close()
 
-    async with public_port(replace(LIMITS, silence_s=silence_s)) as port, await listen(port, serve):
+    async with await listen(port, serve):
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(PREFACE)
-        before = -1
-        while num_sent == 0 or num_sent > before:  # until nothing more is taken
-            before = num_sent
-            await asyncio.sleep(0.05)
-        assert num_sent < num_pieces
+        await eventually(lambda: any(client.other and client._timer for client in port._clients.values()))
+        (client,) = port._clients.values()  # which its timer would close
         await reader.readexactly(num_pieces * MAX_FRAME_BYTES)
-        await asyncio.sleep(1.5 * silence_s)  # the time after which it would be closed
+        await eventually(lambda: client._timer is None)
         writer.write(frame(SETTINGS))
-        assert await asyncio.wait_for(reader.read(), 20) == b"still here"
+        assert await asyncio.wait_for(reader.read(), HANG_S) == b"still here"
         writer.close()
 
 
@@ -411,7 +403,7 @@ async def test_client_socket_names_are_unpredictable(port: PublicPort) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
             writer.write(PREFACE)
             with suppress(ConnectionResetError):  # it is not read
-                assert await asyncio.wait_for(reader.read(), 20) == b""
+                assert await asyncio.wait_for(reader.read(), HANG_S) == b""
             writer.close()
     assert all(len(name) >= 32 for name in names)
     assert names[0][:16] != names[1][:16]
@@ -427,7 +419,7 @@ async def test_long_temporary_folder_path_works(tmp_path: Path, monkeypatch: pyt
     try:
         async with open_channel(f"127.0.0.1:{server.port}") as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=HANG_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         await server.stop(0)
@@ -441,7 +433,7 @@ async def test_fault_in_accepting_reaches_the_owner(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(PublicPort, "_connect", fail)
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(20), public_port(LIMITS) as port:
+        async with asyncio.timeout(HANG_S), public_port(LIMITS) as port:
             with socket.create_connection(("127.0.0.1", port.port)):
                 await asyncio.Event().wait()
     assert caught.group_contains(ValueError, match="unexpected fault")

@@ -18,38 +18,37 @@ TIMER_S = 0.001  # uvloop keeps milliseconds
 KEYLESS = ClientGroup("10.0.0.1", is_authenticated=False)
 
 
-async def taken(turns: Turns, wanted: list[tuple[ClientGroup, str]]) -> list[str]:
-    """The order in which turns, asked for in the order of ``wanted``, are taken while all wait for the first."""
-    order: list[str] = []
+async def taken(turns: Turns, groups: list[ClientGroup]) -> list[int]:
+    """The order in which calls, by their place in ``groups``, are called while all wait for the first."""
+    order: list[int] = []
     all_called = asyncio.Event()
 
-    def call(name: str) -> None:
-        order.append(name)
-        if len(order) == len(wanted):
+    def call(place: int) -> None:
+        order.append(place)
+        if len(order) == len(groups):
             all_called.set()
 
-    for group, name in wanted:
-        turns.take(group, partial(call, name))
-    assert order == [wanted[0][1]], "the first one waits for nobody"
+    for place, group in enumerate(groups):
+        turns.take(group, partial(call, place))
+    assert order == [0], "the first one waits for nobody"
     await all_called.wait()
     return order
 
 
-async def test_tenants_alternate_and_keep_their_order() -> None:
-    wanted = [(ACME, "a1"), (ACME, "a2"), (ACME, "a3"), (ACME, "a4"), (UMBRELLA, "u1"), (UMBRELLA, "u2")]
-    assert await taken(Turns(max_at_once=1), wanted) == ["a1", "a2", "u1", "a3", "u2", "a4"]
+CROWD = [ClientGroup(f"10.0.0.{number}", is_authenticated=False) for number in range(20)]
 
 
-async def test_keyless_calls_are_in_order() -> None:
-    wanted = [(KEYLESS, "s1"), (KEYLESS, "s2"), (KEYLESS, "s3"), (ACME, "a1")]
-    assert await taken(Turns(max_at_once=1), wanted) == ["s1", "a1", "s2", "s3"]
-
-
-async def test_keyless_groups_have_every_second_turn_at_most() -> None:
-    crowd = [(ClientGroup(f"10.0.0.{number}", is_authenticated=False), f"s{number}") for number in range(20)]
-    wanted = [*crowd, (ACME, "a1"), (ACME, "a2"), (UMBRELLA, "u1")]
-    order = await taken(Turns(max_at_once=1), wanted)
-    assert order[:7] == ["s0", "a1", "s1", "u1", "s2", "a2", "s3"]
+@pytest.mark.parametrize(
+    ("groups", "order"),
+    [
+        ([ACME] * 4 + [UMBRELLA] * 2, [0, 1, 4, 2, 5, 3]),
+        ([KEYLESS] * 3 + [ACME], [0, 3, 1, 2]),
+        ([*CROWD, ACME, ACME, UMBRELLA], [0, 20, 1, 22, 2, 21, 3]),
+    ],
+    ids=["tenants alternate", "keyless calls are in order", "keyless groups have every second turn at most"],
+)
+async def test_order_of_turns(groups: list[ClientGroup], order: list[int]) -> None:
+    assert (await taken(Turns(max_at_once=1), groups))[: len(order)] == order
 
 
 async def test_pause_is_twice_as_long_as_the_calls() -> None:
