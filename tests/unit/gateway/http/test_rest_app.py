@@ -34,76 +34,67 @@ async def test_health_is_keyless_and_reports_a_lost_database(rig: RestRig) -> No
         assert reply.json() == {"status": "unavailable", "unavailable": ["database"], "degraded": []}
 
 
-async def test_token_paths_go_to_their_application(rig: RestRig) -> None:
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        assert (await rig.acme.post(path, json={})).content == b"tokens"
+REFUSALS: list[tuple[str, str, Any, int, str | None, str | None]] = [
+    ("GET", "/v1/nothing", None, 404, None, "not_found"),
+    ("PATCH", "/v1/keys", {}, 405, None, "method_not_allowed"),
+    ("POST", "/v1/keys", {"nam": "x"}, 400, "nam", "invalid_request"),
+    ("POST", "/v1/keys", {"requests_per_minute": 0}, 400, "requests_per_minute", "invalid_request"),
+    ("POST", "/v1/uploads", {"model": "m", "files": [{"path": "a", "size": -1}]}, 400, "files.0.size", None),
+    ("GET", "/v1/usage?group_by=moon", None, 400, "group_by", "invalid_request"),
+    ("GET", "/v1/bill?period=2026", None, 400, "period", "invalid_request"),
+    ("GET", "/v1/bill?period=soon", None, 400, "period", "invalid_request"),
+    ("GET", "/v1/models/absent", None, 404, "model", "model_not_found"),
+    ("GET", "/v1/models/other/absent", None, 404, "model", "model_not_found"),
+    ("PATCH", "/v1/models/absent", {}, 404, "model", "model_not_found"),
+    ("DELETE", "/v1/models/absent", None, 404, "model", "model_not_found"),
+    ("DELETE", "/v1/keys/absent", None, 404, "key_id", "not_found"),
+    ("GET", "/v1/uploads/absent", None, 404, "upload_id", "not_found"),
+    ("GET", "/v1/tenants", None, 403, None, "permission_denied"),
+    ("PUT", "/v1/prices", {"prompt_nano": 1, "cached_nano": 1, "output_nano": 1}, 403, None, "permission_denied"),
+    ("GET", "/v1/reconcile", None, 403, None, "permission_denied"),
+    ("GET", "/v1/usage?tenant=other", None, 403, "tenant", "permission_denied"),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status", "param", "code"),
-    [
-        ("GET", "/v1/nothing", None, 404, None, "not_found"),
-        ("PATCH", "/v1/keys", {}, 405, None, "method_not_allowed"),
-        ("POST", "/v1/keys", {"nam": "x"}, 400, "nam", "invalid_request"),
-        ("POST", "/v1/keys", {"requests_per_minute": 0}, 400, "requests_per_minute", "invalid_request"),
-        ("POST", "/v1/uploads", {"model": "m", "files": [{"path": "a", "size": -1}]}, 400, "files.0.size", None),
-        ("GET", "/v1/usage?group_by=moon", None, 400, "group_by", "invalid_request"),
-        ("GET", "/v1/bill?period=2026", None, 400, "period", "invalid_request"),
-        ("GET", "/v1/bill?period=soon", None, 400, "period", "invalid_request"),
-        ("GET", "/v1/models/absent", None, 404, "model", "model_not_found"),
-        ("GET", "/v1/models/other/absent", None, 404, "model", "model_not_found"),
-        ("PATCH", "/v1/models/absent", {}, 404, "model", "model_not_found"),
-        ("DELETE", "/v1/models/absent", None, 404, "model", "model_not_found"),
-        ("DELETE", "/v1/keys/absent", None, 404, "key_id", "not_found"),
-        ("GET", "/v1/uploads/absent", None, 404, "upload_id", "not_found"),
-        ("GET", "/v1/tenants", None, 403, None, "permission_denied"),
-        ("PUT", "/v1/prices", {"prompt_nano": 1, "cached_nano": 1, "output_nano": 1}, 403, None, "permission_denied"),
-        ("GET", "/v1/reconcile", None, 403, None, "permission_denied"),
-        ("GET", "/v1/usage?tenant=other", None, 403, "tenant", "permission_denied"),
-    ],
-)
-async def test_refusals_have_openais_shape(
-    rig: RestRig, method: str, path: str, body: Any, status: int, param: str | None, code: str | None
-) -> None:
-    reply = await rig.acme.request(method, path, json=body)
-    error = fault(reply)
-    assert (reply.status_code, error["param"]) == (status, param)
-    assert code is None or error["code"] == code
+async def test_refusals_have_openais_shape(rig: RestRig, subtests: pytest.Subtests) -> None:
+    for method, path, body, status, param, code in REFUSALS:
+        with subtests.test(f"{method} {path} {body}"):
+            reply = await rig.acme.request(method, path, json=body)
+            error = fault(reply)
+            assert (reply.status_code, error["param"]) == (status, param)
+            assert code is None or error["code"] == code
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
-async def test_path_without_version_names_the_right_path(rig: RestRig, path: str) -> None:
-    reply = await rig.acme.post(path, json={})
-    assert (reply.status_code, fault(reply)["message"]) == (404, f"{path} not found; did you mean /v1{path}?")
+async def test_path_without_version_names_the_right_path(rig: RestRig) -> None:
+    for path in ("/chat/completions", "/completions"):
+        assert (await rig.acme.post(f"/v1{path}", json={})).content == b"tokens"
+        reply = await rig.acme.post(path, json={})
+        assert (reply.status_code, fault(reply)["message"]) == (404, f"{path} not found; did you mean /v1{path}?")
     assert fault(await rig.acme.get("/nothing"))["message"] == "/nothing not found"
 
 
-async def test_invalid_json_is_refused(rig: RestRig) -> None:
-    reply = await rig.acme.post("/v1/keys", content=b"{", headers={"content-type": "application/json"})
-    assert (reply.status_code, fault(reply)["message"]) == (400, "the body is not valid JSON")
+async def test_body_must_be_json_and_say_so(rig: RestRig) -> None:
+    async def send(
+        content: bytes, content_type: str | None, method: str = "POST", path: str = "/v1/keys"
+    ) -> httpx.Response:
+        return await rig.acme.request(
+            method, path, content=content, headers={"content-type": content_type} if content_type else {}
+        )
 
-
-async def test_undeclared_json_names_the_header(rig: RestRig) -> None:
-    reply = await rig.acme.post("/v1/uploads", content=b'{"model": "m", "files": []}')
-    error = fault(reply)
-    assert (reply.status_code, error["param"]) == (400, None)
-    assert error["message"] == "send the body with the header `content-type: application/json`, which is missing"
-
-
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "application/jsonl"])
-async def test_body_that_is_declared_as_something_else_is_refused(rig: RestRig, content_type: str) -> None:
-    for method, path in (("POST", "/v1/uploads"), ("POST", "/v1/keys"), ("PATCH", "/v1/models/x")):
-        reply = await rig.acme.request(method, path, content=b"{}", headers={"content-type": content_type})
-        error = fault(reply)
-        assert (reply.status_code, error["param"], error["code"]) == (415, "Content-Type", "invalid_request")
-        hint = "send JSON, as `Content-Type: application/json`"
-        assert error["message"] == f"Content-Type {content_type!r} is not supported: {hint}"
-
-
-@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
-async def test_json_may_be_declared_with_parameters(rig: RestRig, content_type: str) -> None:
-    reply = await rig.acme.post("/v1/keys", content=b'{"name": "x"}', headers={"content-type": content_type})
-    assert reply.status_code == 201
+    for content_type in ("application/json; charset=utf-8", "Application/JSON", "application/x+json"):
+        assert (await send(b'{"name": "x"}', content_type)).status_code == 201
+    invalid = await send(b"{", "application/json")
+    assert (invalid.status_code, fault(invalid)["message"]) == (400, "the body is not valid JSON")
+    undeclared = await send(b'{"model": "m", "files": []}', None, path="/v1/uploads")
+    said = "send the body with the header `content-type: application/json`, which is missing"
+    assert (undeclared.status_code, fault(undeclared)["param"], fault(undeclared)["message"]) == (400, None, said)
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", "application/jsonl"):
+        for method, path in (("POST", "/v1/uploads"), ("POST", "/v1/keys"), ("PATCH", "/v1/models/x")):
+            reply = await send(b"{}", content_type, method, path)
+            error = fault(reply)
+            assert (reply.status_code, error["param"], error["code"]) == (415, "Content-Type", "invalid_request")
+            hint = "send JSON, as `Content-Type: application/json`"
+            assert error["message"] == f"Content-Type {content_type!r} is not supported: {hint}"
 
 
 async def test_oversized_body_is_refused_with_or_without_a_length(rig: RestRig) -> None:

@@ -10,8 +10,6 @@ from tests.unit.gateway.http.routes.test_uploads import published
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 
-TARGET = "a target is from 0.001 s to 86,400 s, or 0 for the scheduler's default;"
-
 
 async def test_model_is_read_changed_and_deleted_by_both_names(rig: RestRig) -> None:
     model = await published(rig.acme)
@@ -110,68 +108,55 @@ async def test_another_tenants_model_looks_absent(rig: RestRig) -> None:
     assert [model["id"] for model in (await rig.admin.get("/v1/models")).json()["data"]] == ["acme/glossary"]
 
 
-async def test_minimum_of_instances_requires_the_admin_key(rig: RestRig) -> None:
+async def test_schedule_minimum_and_targets_require_the_admin_key(rig: RestRig) -> None:
     model = await published(rig.acme)
-    refused = await rig.acme.patch("/v1/models/glossary", json={"min_instances": 1})
-    assert refused.status_code == 403 and "admin" in refused.json()["error"]["message"]
-    assert (await rig.acme.get("/v1/models/glossary")).json() == model
-    set_ = await rig.admin.patch("/v1/models/acme/glossary", json={"min_instances": 1})
-    assert set_.json() == model | {"min_instances": 1}
-
-
-async def test_schedule_requires_the_admin_key_and_is_normalized(rig: RestRig) -> None:
-    model = await published(rig.acme)
-    assert model["schedule"] == []
     entries = ["MON-fri 8:00-18:00 europe/berlin=2", "sat 22:00-02:00 UTC = 1"]
-    refused = await rig.acme.patch("/v1/models/glossary", json={"schedule": entries})
-    assert refused.status_code == 403 and "schedule requires the admin key" in refused.json()["error"]["message"]
-    set_ = await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": entries})
-    understood = ["mon-fri 08:00-18:00 Europe/Berlin = 2", "sat 22:00-02:00 UTC = 1"]
-    assert set_.json() == model | {"schedule": understood}
-    kept = await rig.admin.patch("/v1/models/acme/glossary", json={"min_instances": 1})
-    assert kept.json() == model | {"schedule": understood, "min_instances": 1}
-    assert (await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": []})).json()["schedule"] == []
-
-
-async def test_targets_require_the_admin_key_and_0_restores_defaults(rig: RestRig) -> None:
-    model = await published(rig.acme)
     targets = {"interactive_ttft_s": 0.2, "standard_ttft_s": 0.5, "batch_ttft_s": 60, "tbt_target_s": 0.05}
-    assert model == model | dict.fromkeys(targets, 0.0)
-    for field, value in targets.items():
+    assert model == model | dict.fromkeys(targets, 0.0) | {"schedule": []}
+    settings = {"schedule": entries, "min_instances": 1, **targets}
+    for field, value in settings.items():
         refused = await rig.acme.patch("/v1/models/glossary", json={field: value})
         assert refused.status_code == 403 and f"{field} requires the admin key" in refused.json()["error"]["message"]
-    for field, value in targets.items():
-        assert (await rig.admin.patch("/v1/models/acme/glossary", json={field: value})).status_code == 200
-    assert (await rig.acme.get("/v1/models/glossary")).json() == model | targets
-    back = await rig.admin.patch("/v1/models/acme/glossary", json={"standard_ttft_s": 0})
-    assert back.json() == model | targets | {"standard_ttft_s": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (-1, f"tbt_target_s: {TARGET} not -1 s"),
-        (0.0005, f"tbt_target_s: {TARGET} not 0.0005 s"),
-        (86401, f"tbt_target_s: {TARGET} not 86401 s"),
-        (1e300, f"tbt_target_s: {TARGET} not 1e+300 s"),
-        ("50ms", "tbt_target_s must be a number, not '50ms'"),
-        ("0.5", "tbt_target_s must be a number, not '0.5'"),
-        (True, "tbt_target_s must be a number, not true"),
-    ],
-)
-async def test_target_out_of_range_is_named(rig: RestRig, value: object, message: str) -> None:
-    model = await published(rig.acme)
-    refused = await rig.admin.patch("/v1/models/acme/glossary", json={"tbt_target_s": value})
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"], error["message"]) == (400, "tbt_target_s", message)
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
+    for field, value in settings.items():
+        assert (await rig.admin.patch("/v1/models/acme/glossary", json={field: value})).status_code == 200
+    understood = ["mon-fri 08:00-18:00 Europe/Berlin = 2", "sat 22:00-02:00 UTC = 1"]
+    assert (await rig.acme.get("/v1/models/glossary")).json() == model | settings | {"schedule": understood}
+    back = await rig.admin.patch("/v1/models/acme/glossary", json={"standard_ttft_s": 0, "schedule": []})
+    assert back.json() == model | settings | {"schedule": [], "standard_ttft_s": 0.0}  # the scheduler's default
 
 
-async def test_setting_of_the_wrong_type_is_refused(rig: RestRig) -> None:
+SCHEDULE = "mon 08:00-18:00 UTC = 1"
+TARGET = "tbt_target_s: a target is from 0.001 s to 86,400 s, or 0 for the scheduler's default;"
+WRONG_SETTINGS: list[tuple[str, object, str]] = [
+    ("tbt_target_s", -1, f"{TARGET} not -1 s"),
+    ("tbt_target_s", 0.0005, f"{TARGET} not 0.0005 s"),
+    ("tbt_target_s", 86401, f"{TARGET} not 86401 s"),
+    ("tbt_target_s", 1e300, f"{TARGET} not 1e+300 s"),
+    ("tbt_target_s", "50ms", "tbt_target_s must be a number, not '50ms'"),
+    ("tbt_target_s", True, "tbt_target_s must be a number, not true"),
+    (
+        "schedule",
+        [SCHEDULE, "mon 08:00-18:00 Berlin = 2"],
+        "has an unknown time zone 'Berlin'; write an IANA name",
+    ),
+    ("schedule", [SCHEDULE] * 33, ""),
+    *(
+        (name, value, "")
+        for name in ("idle_timeout_s", "max_instances", "min_instances", "interactive_ttft_s", "tbt_target_s")
+        for value in (False, True, "1")
+    ),
+]
+
+
+async def test_wrong_setting_is_named_and_changes_nothing(rig: RestRig, subtests: pytest.Subtests) -> None:
     model = await published(rig.acme)
-    for setting in ({"idle_timeout_s": True}, {"max_instances": "2"}, {"min_instances": True}):
-        refused = await rig.admin.patch("/v1/models/acme/glossary", json=setting)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(setting)))
+    for field, value, message in WRONG_SETTINGS:
+        with subtests.test(f"{field}={value}"):
+            refused = await rig.admin.patch("/v1/models/acme/glossary", json={field: value})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, field)
+            assert message in error["message"]
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
 
 
@@ -184,27 +169,6 @@ async def test_admin_must_name_a_models_tenant(rig: RestRig) -> None:
         assert (refused.status_code, error["param"], error["message"]) == (404, "model", why)
     absent = (await rig.admin.get("/v1/models/acme/absent")).json()["error"]["message"]
     assert absent == "the model 'acme/absent' does not exist"
-
-
-async def test_invalid_schedule_is_refused_and_changes_nothing(rig: RestRig) -> None:
-    model = await published(rig.acme)
-    entries = ["mon 08:00-18:00 UTC = 1", "mon 08:00-18:00 Berlin = 2"]
-    refused = await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": entries})
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"]) == (400, "schedule")
-    assert "has an unknown time zone 'Berlin'; write an IANA name such as Europe/Berlin" in error["message"]
-    many = await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": entries[:1] * 33})
-    assert (many.status_code, many.json()["error"]["param"]) == (400, "schedule")
-    assert (await rig.acme.get("/v1/models/glossary")).json() == model
-
-
-async def test_settings_that_are_no_numbers_are_refused(rig: RestRig) -> None:
-    model = await published(rig.acme)
-    for name in ("idle_timeout_s", "max_instances", "min_instances", "interactive_ttft_s", "tbt_target_s"):
-        for wrong in (False, True, "1"):
-            refused = await rig.admin.patch("/v1/models/acme/glossary", json={name: wrong})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-    assert (await rig.acme.get("/v1/models/glossary")).json() == model
 
 
 async def test_versions_are_listed_and_rolled_back(rig: RestRig) -> None:

@@ -160,28 +160,20 @@ async def test_opening_refused_by_the_store_keeps_its_cause(
     assert (opening.upload_id, opening.path, opening.offset, opening.num_bytes) == (upload["id"], "w", 3, 4)
 
 
-async def test_commit_streams_its_steps_as_lines(rig: RestRig) -> None:
+@pytest.mark.parametrize("notes", [(), ("tensors were left out",)])
+async def test_commit_streams_its_steps_as_lines(rig: RestRig, notes: tuple[str, ...]) -> None:
+    rig.store.notes = notes
     upload = await begun(rig.acme)
     headers = {"accept": "application/x-ndjson"}
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
-    lines = [json.loads(line) for line in reply.text.splitlines()]
-    assert lines[:-1] == [
+    *steps, last = [json.loads(line) for line in reply.text.splitlines()]
+    assert steps == [
         {"stage": "validate", "done": 5, "total": 10},
         {"stage": "publish", "done": 10, "total": 10},
     ]
-    assert lines[-1]["model"]["id"] == "acme/glossary"
-    assert "notes" not in lines[-1]["model"]
-
-
-@pytest.mark.parametrize("as_lines", [False, True])
-async def test_published_model_has_notes_about_its_weights(rig: RestRig, as_lines: bool) -> None:
-    rig.store.notes = ("tensors were left out",)
-    upload = await begun(rig.acme)
-    headers = {"accept": "application/x-ndjson"} if as_lines else {}
-    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
-    result = json.loads(reply.text.splitlines()[-1])
-    assert (result["model"] if as_lines else result)["notes"] == ["tensors were left out"]
-    assert "notes" not in (await rig.acme.get("/v1/models/glossary")).json()
+    model = (await rig.acme.get("/v1/models/glossary")).json()
+    assert last["model"] == model | ({"notes": list(notes)} if notes else {})
+    assert (await published(rig.acme)).get("notes", []) == list(notes)
 
 
 @pytest.mark.parametrize("as_lines", [False, True])
@@ -243,19 +235,6 @@ async def test_open_uploads_are_bounded_in_number_and_bytes(rig: RestRig) -> Non
     assert await begun(rig.acme, "more")
 
 
-async def test_quota_counts_deleted_models_until_they_are_freed(rig: RestRig) -> None:
-    size = len(WEIGHTS)
-    async with await rig.client_of("small", storage_quota_bytes=2 * size) as small:
-        rig.store.stored_bytes = 2 * size
-        model = await published(small, "one")
-        assert (await small.delete(f"/v1/models/{model['id']}")).status_code == 200
-        reply = await small.post("/v1/uploads", json={"model": "two", "files": declared({"w": WEIGHTS})})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
-        assert "versions not freed yet" in reply.json()["error"]["message"]
-        assert await free_retired_versions(rig.parts.database, rig.services.store, retired_for_s=0) == 1
-        await begun(small, "two")
-
-
 async def test_model_deleted_during_its_upload_is_published_anew(rig: RestRig) -> None:
     model = await published(rig.acme)
     upload = await begun(rig.acme)
@@ -277,16 +256,26 @@ async def test_crashed_commit_ends_with_an_error_line(rig: RestRig, monkeypatch:
     assert (last["error"]["code"], last["status"]) == ("internal", 500)
 
 
-async def test_quota_counts_models_and_open_uploads(rig: RestRig) -> None:
+async def test_quota_counts_models_open_uploads_and_deleted_models_until_they_are_freed(rig: RestRig) -> None:
     size = len(WEIGHTS)
     async with await rig.client_of("small", storage_quota_bytes=2 * size) as small:
+
+        async def refusal(data: bytes) -> str:
+            reply = await small.post("/v1/uploads", json={"model": "more", "files": declared({"w": data})})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
+            message: str = reply.json()["error"]["message"]
+            return message
+
         rig.store.stored_bytes = size
-        await published(small, "one")
+        model = await published(small, "one")
         waiting = await begun(small, "two")
-        reply = await small.post("/v1/uploads", json={"model": "three", "files": declared({"w": b"x"})})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
+        await refusal(b"x")
         assert (await small.delete(f"/v1/uploads/{waiting['id']}")).status_code == 204
         await begun(small, "three", {"w": b"x"})
+        assert (await small.delete(f"/v1/models/{model['id']}")).status_code == 200
+        assert "versions not freed yet" in await refusal(WEIGHTS)
+        assert await free_retired_versions(rig.parts.database, rig.services.store, retired_for_s=0) == 1
+        await begun(small, "four")
 
 
 async def test_quota_counts_the_packed_size(rig: RestRig) -> None:
@@ -316,9 +305,27 @@ async def test_admin_uploads_for_a_named_tenant(rig: RestRig) -> None:
     assert (await begun(rig.admin, "acme/glossary"))["model"] == "acme/glossary"
     reply = await rig.admin.post("/v1/uploads", json={"model": "glossary", "files": declared({"w": b"x"})})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tenant")
+    for name in ("", "a/b/c", "../m", "M", "a b"):
+        refused = await rig.acme.post("/v1/uploads", json={"model": name, "files": declared({"w": b"x"})})
+        assert refused.status_code in (400, 403)
 
 
-@pytest.mark.parametrize("name", ["", "a/b/c", "../m", "M", "a b"])
-async def test_invalid_model_names_are_refused(rig: RestRig, name: str) -> None:
-    reply = await rig.acme.post("/v1/uploads", json={"model": name, "files": declared({"w": b"x"})})
-    assert reply.status_code in (400, 403)
+async def test_admin_lists_and_frees_orphans(rig: RestRig) -> None:
+    await published(rig.acme)
+    upload = await begun(rig.acme, "another")
+    rig.store.publish("v-of-an-open-upload", upload["id"])
+    rig.store.publish("v-unknown")
+    assert (await rig.acme.get("/v1/orphans")).status_code == 403
+    assert (await rig.acme.delete("/v1/orphans")).status_code == 403
+    listed = (await rig.admin.get("/v1/orphans")).json()["data"]
+    assert [orphan["id"] for orphan in listed] == ["v-unknown"]
+    assert (await rig.admin.delete("/v1/orphans")).json()["deleted"] == ["v-unknown"]
+    assert rig.store.deleted == ["v-unknown"]
+    assert (await rig.admin.get("/v1/orphans")).json()["data"] == []
+    assert (await rig.admin.get("/v1/models")).json()["data"]
+
+
+async def test_recently_published_version_is_no_orphan(rig: RestRig) -> None:
+    rig.store.publish("v-young")
+    rig.store.published["v-young"] = 4_000_000_000_000_000  # by the store's clock
+    assert (await rig.admin.get("/v1/orphans")).json()["data"] == []
