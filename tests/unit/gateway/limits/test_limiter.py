@@ -3,9 +3,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from sqlalchemy import update
 
 from tests.support.brokers import free_port
 from tests.support.silent_proxy import SilentProxy
-from tests.support.wait import HANG_S, eventually
+from tests.support.wait import eventually
 from tests.unit.gateway.conftest import AccountingRig, Clock
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.gateway.core import ModelShape, Price, Principal, PublishedModel, RequestRate, Version
@@ -125,32 +125,33 @@ async def test_largest_cost_is_reserved_until_the_release(
 
 
 @pytest.mark.parametrize(
-    ("spent_nano", "num_output_tokens"),
+    ("spent_nano", "num_wanted", "num_choices", "num_output_tokens"),
     [
-        (0, 100),
-        (990, 100),
-        (991, 99),  # of 1009 left 10 are the prompt's
-        (1900, 9),
-        (1980, 1),
-        (1971, 1),
+        (0, 100, 1, 100),
+        (990, 100, 1, 100),
+        (991, 100, 1, 99),  # of 1009 left 10 are the prompt's
+        (1900, 100, 1, 9),
+        (1971, 100, 1, 1),
+        (1980, 100, 1, 1),
+        (1900, 400, 4, 8),  # an equal part for each choice
     ],
 )
 async def test_rest_of_budget_is_reserved_for_answer_without_limit(
-    parts: AccountingRig, limits: Limiter, principal: Principal, spent_nano: int, num_output_tokens: int
+    parts: AccountingRig,
+    limits: Limiter,
+    principal: Principal,
+    spent_nano: int,
+    num_wanted: int,
+    num_choices: int,
+    num_output_tokens: int,
 ) -> None:
     await set_spent(parts, spent_nano)
     budgeted = replace(principal, budget_nano=2000)
-    reservation = await limits.admit(budgeted, MODEL, 10, 100, 1)
+    reservation = await limits.admit(budgeted, MODEL, 10, num_wanted, num_choices)
     assert reservation.max_output_tokens == num_output_tokens
     assert reservation.reserved_nano == 10 + 10 * num_output_tokens
     await limits.release(reservation, 0)  # all that is reserved comes back
-    assert (await limits.admit(budgeted, MODEL, 10, 100, 1)).max_output_tokens == num_output_tokens
-
-
-async def test_each_choice_gets_equal_part_of_rest(parts: AccountingRig, limits: Limiter, principal: Principal) -> None:
-    await set_spent(parts, 1900)
-    budgeted = replace(principal, budget_nano=2000)
-    assert (await limits.admit(budgeted, MODEL, 10, 400, 4)).max_output_tokens == 8
+    assert (await limits.admit(budgeted, MODEL, 10, num_wanted, num_choices)).max_output_tokens == num_output_tokens
 
 
 async def test_spent_budget_refuses_answer_without_limit(
@@ -160,6 +161,8 @@ async def test_spent_budget_refuses_answer_without_limit(
     budgeted = replace(principal, budget_nano=2000)
     with pytest.raises(QuotaExceeded, match=r"costs at least \$0\.00000002; shorten the prompt, or ask the admin"):
         await limits.admit(budgeted, MODEL, 10, 100, 1)
+    free = replace(MODEL, price=replace(PRICE, output_nano=0))
+    assert (await limits.admit(budgeted, free, 10, 100, 1)).max_output_tokens == 100
 
 
 async def test_reservations_of_others_do_not_shorten_answers(
@@ -173,12 +176,6 @@ async def test_reservations_of_others_do_not_shorten_answers(
     assert waiting.value.retry_after_s == 1.0
     await limits.release(first, 500)
     assert (await limits.admit(budgeted, MODEL, 10, 100, 1)).max_output_tokens == 100
-
-
-async def test_free_output_is_not_shortened(parts: AccountingRig, limits: Limiter, principal: Principal) -> None:
-    await set_spent(parts, 1990)
-    budgeted, model = replace(principal, budget_nano=2000), replace(MODEL, price=replace(PRICE, output_nano=0))
-    assert (await limits.admit(budgeted, model, 10, 100, 1)).max_output_tokens == 100
 
 
 async def test_repeated_release_counts_once(parts: AccountingRig, limits: Limiter, principal: Principal) -> None:
@@ -255,34 +252,58 @@ async def test_without_redis_requests_are_allowed(parts: AccountingRig, principa
 
 
 async def test_hung_redis_is_asked_once_per_interval(
-    parts: AccountingRig, principal: Principal, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    parts: AccountingRig, principal: Principal, redis_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited = replace(principal, requests_per_minute=1)
-    unanswered_at_s: list[float] = []
+    num_unanswered = 0
     silent = Circuit.silent
 
     def note(circuit: Circuit, now_s: float) -> None:
-        unanswered_at_s.append(now_s)
+        nonlocal num_unanswered
+        num_unanswered += 1
         silent(circuit, now_s)
 
     monkeypatch.setattr(Circuit, "silent", note)
+    monkeypatch.setattr(script_runner, "RedisScriptRunner", partial(RedisScriptRunner, clock=clock))
     async with SilentProxy(redis_url).serving() as proxy:
         limits = Limiter(proxy.url, parts.database, lease_s=60)
-        await limits.admit(limited, MODEL, 1, 1)
-        with pytest.raises(RateLimited):
-            await limits.admit(limited, MODEL, 1, 1)
+
+        async def is_limited() -> bool:
+            clock.now += SKIP_S
+            with suppress(RateLimited):
+                await limits.admit(limited, MODEL, 1, 1)
+                return False
+            return True
+
+        await eventually(is_limited)
         proxy.fall_silent()
-        async with asyncio.timeout(HANG_S):
+        num_unanswered = 0
+        for num_intervals in (1, 2, 3):
             for _ in range(20):
                 await limits.admit(limited, MODEL, 1, 1)
-        assert unanswered_at_s
-        assert all(later_s - earlier_s >= SKIP_S for earlier_s, later_s in pairwise(unanswered_at_s))
+            assert num_unanswered == num_intervals
+            clock.now += SKIP_S
         proxy.speak()
-
-        async def is_refused() -> bool:
-            await limits.admit(limited, MODEL, 1, 1)
-            return False
-
-        with pytest.raises(RateLimited):  # once Redis answers, it limits again
-            await eventually(is_refused)
+        await eventually(is_limited)
         await limits.close()
+
+
+def test_open_circuit_admits_a_probe_at_a_time() -> None:
+    circuit = Circuit(open_s=1.0)
+    assert circuit.is_closed and all(circuit.may_ask(0.0) for _ in range(3))
+    circuit.silent(10.0)
+    assert not circuit.is_closed and not circuit.may_ask(10.99)
+    assert [circuit.may_ask(11.0) for _ in range(3)] == [True, False, False]
+    circuit.silent(11.5)
+    assert not circuit.may_ask(12.4)
+    assert circuit.may_ask(12.5)
+    circuit.answered()
+    assert circuit.is_closed and all(circuit.may_ask(12.6) for _ in range(3))
+
+
+def test_lost_probe_is_followed_by_another() -> None:
+    circuit = Circuit(open_s=1.0)
+    circuit.silent(0.0)
+    assert circuit.may_ask(1.0)
+    assert not circuit.may_ask(1.9)
+    assert circuit.may_ask(2.0)

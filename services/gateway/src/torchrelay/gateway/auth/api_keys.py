@@ -62,12 +62,14 @@ class ApiKeys:
         admin_key: str = "",
         capacity: int = 10_000,
         announce: Callable[[], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
         self._versions = versions
         self._pepper = pepper
         self._admin_mac = mac_of(pepper, admin_key) if admin_key else ""
         self._announce = announce
+        self._clock = clock
         self._cache: VersionedCache[str, tuple[str, Principal]] = VersionedCache(capacity)
 
     async def authenticate(self, authorization: str | None) -> Principal:
@@ -84,11 +86,11 @@ class ApiKeys:
         key_id = key_id_of(token)
         if key_id is None:
             raise _unknown()
-        due_s = time.monotonic() + ANSWER_LIMIT_S
+        due_s = self._clock() + ANSWER_LIMIT_S
         version = await self._versions.confirmed("keys")
         entry = self._cache.get(key_id, version)
         if entry is None:  # both queries share one time limit
-            entry = await self._database.answer(self._look_up(key_id, version), due_s - time.monotonic())
+            entry = await self._database.answer(self._look_up(key_id, version), due_s - self._clock())
         if entry is None or not hmac.compare_digest(entry[0], mac):
             raise _unknown()
         return entry[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from redis.exceptions import RedisError
 
@@ -20,14 +20,21 @@ SKIP_S = 1.0
 class RedisScriptRunner:
     """Owns the connection to Redis. After one failure no request asks Redis for ``skip_s``."""
 
-    def __init__(self, url: str, answer_limit_s: float = ANSWER_LIMIT_S, skip_s: float = SKIP_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        answer_limit_s: float = ANSWER_LIMIT_S,
+        skip_s: float = SKIP_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._redis = redis_client.connect(url)
         self._answer_limit_s = answer_limit_s
         self._circuit = Circuit(skip_s)
+        self._clock = clock
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int | float]) -> list[bytes] | None:
         """The script's answer; None while Redis does not answer, which is logged once. It may have run all the same."""
-        if not self._circuit.may_ask(time.monotonic()):
+        if not self._circuit.may_ask(self._clock()):
             return None
         try:
             async with asyncio.timeout(self._answer_limit_s):
@@ -35,7 +42,7 @@ class RedisScriptRunner:
         except (RedisError, OSError) as error:
             if self._circuit.is_closed:
                 log.warning("redis_away_requests_not_limited", error=repr(error)[:200])
-            self._circuit.silent(time.monotonic())
+            self._circuit.silent(self._clock())
             return None
         if not self._circuit.is_closed:
             log.info("redis_back")
