@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import Delete, Update, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from tests.unit.gateway.conftest import AccountingRig
@@ -40,16 +40,11 @@ async def test_request_is_opened_and_settled_with_its_cost(parts: AccountingRig)
     assert (await reconcile(parts.database)).faults == ()
 
 
-async def test_second_settlement_changes_nothing(parts: AccountingRig) -> None:
+async def test_second_settlement_and_second_opening_change_nothing(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request())
     await parts.ledger.settle("req-1", [usage()])
     assert await parts.ledger.settle("req-1", [usage(num_output=99)]) == COST
     assert await spent(parts) == COST
-
-
-async def test_second_opening_changes_nothing(parts: AccountingRig) -> None:
-    await parts.ledger.open(parts.request())
-    await parts.ledger.settle("req-1", [usage()])
     await parts.ledger.open(replace(parts.request(), num_prompt_tokens=999))
     async with parts.database.read() as connection:
         row = (await connection.execute(select(opened))).one()
@@ -57,27 +52,18 @@ async def test_second_opening_changes_nothing(parts: AccountingRig) -> None:
     assert row.settled_unix_us is not None
 
 
-async def test_unopened_request_cannot_be_settled(parts: AccountingRig) -> None:
-    await parts.ledger.open(parts.request())
-    good, bad = await asyncio.gather(
-        parts.ledger.settle("req-1", [usage()]),
-        parts.ledger.settle("req-unknown", [usage("req-unknown")]),
-        return_exceptions=True,
-    )
-    assert good == COST
-    assert isinstance(bad, NotFound)
-
-
 async def test_faulty_write_fails_alone(parts: AccountingRig) -> None:
     bad = replace(parts.request("req-bad"), tenant_id="nobody")
-    results = await asyncio.gather(
+    first, foreign, second = await asyncio.gather(
         *(parts.ledger.open(request) for request in (parts.request("req-1"), bad, parts.request("req-2"))),
         return_exceptions=True,
     )
-    assert results[0] is None and results[2] is None
-    assert isinstance(results[1], IntegrityError)
+    assert first is second is None and isinstance(foreign, IntegrityError)
     async with parts.database.read() as connection:
         assert set((await connection.execute(select(opened.c.request_id))).scalars()) == {"req-1", "req-2"}
+    settlements = (parts.ledger.settle(name, [usage(name)]) for name in ("req-1", "req-unopened"))
+    good, unopened = await asyncio.gather(*settlements, return_exceptions=True)
+    assert good == COST and isinstance(unopened, NotFound)
 
 
 async def test_concurrent_writes_share_commits_and_add_up(parts: AccountingRig) -> None:
@@ -115,3 +101,31 @@ async def test_exit_commits_waiting_writes_and_refuses_new_ones(parts: Accountin
         await ending.open(parts.request("req-too-late"))
     async with parts.database.read() as connection:
         assert (await connection.execute(select(func.count()).select_from(opened))).scalar_one() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (None, []),
+        (update(balances).values(spent_nano=1), ["the balance is 1 nano, the ledger sums to 2200"]),
+        (delete(ledger), ["request req-1: 1 ledger rows expected, 0 found"]),
+        (update(ledger).values(num_output_tokens=1000), ["billed 2200", "more tokens than were opened"]),
+    ],
+    ids=["none", "balance", "missing row", "tokens"],
+)
+async def test_faults_of_the_books_are_reported(
+    parts: AccountingRig, change: Update | Delete | None, expected: list[str]
+) -> None:
+    await parts.ledger.open(parts.request())
+    await parts.ledger.settle("req-1", [ChoiceUsage("req-1", 0, 10, 0, 3, FinishCause.STOP)])
+    await parts.ledger.open(parts.request("req-running"))
+    if change is not None:
+        async with parts.database.write() as connection:
+            await connection.execute(change)
+    books = await reconcile(parts.database)
+    assert all(any(said in fault for fault in books.faults) for said in expected), books.faults
+    if change is None:
+        assert (books.num_opened, books.num_settled, books.num_ledger_rows) == (2, 1, 1)
+        assert (books.cost_nano, books.faults) == (2200, ())
+    elif "balance" in expected[0]:
+        assert len(books.faults) == 1

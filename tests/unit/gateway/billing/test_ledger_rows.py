@@ -4,6 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.gateway.billing.ledger_rows import LedgerRow, ledger_rows, supplement_rows
+from torchrelay.gateway.billing.usage_register import (
+    EMPTY_REGISTER,
+    UsageRegister,
+    merge_registers,
+    usages_from_registers,
+)
 from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Price
 
 PRICE = Price("p", "", 100, 25, 400, 0)
@@ -73,3 +79,26 @@ def test_order_of_usages_does_not_matter(usages: list[ChoiceUsage]) -> None:
 
 def _choice(usage: ChoiceUsage) -> int:
     return usage.choice
+
+
+registers = st.builds(UsageRegister, *[st.integers(0, 10**6)] * 3)
+
+
+@given(registers, registers, registers)
+def test_merge_of_registers_is_a_maximum(a: UsageRegister, b: UsageRegister, c: UsageRegister) -> None:
+    """Commutative, associative, idempotent, monotone, and with a neutral element: order and repetition are harmless."""
+    merged = merge_registers(a, b)
+    assert merged == merge_registers(b, a) == merge_registers(merged, a)
+    assert merge_registers(a, merge_registers(b, c)) == merge_registers(merged, c)
+    assert merge_registers(a, a) == a == merge_registers(a, EMPTY_REGISTER)
+    assert merged.output_position == max(a.output_position, b.output_position)
+    assert merged.num_prompt_tokens >= max(a.num_prompt_tokens, b.num_prompt_tokens)
+
+
+@given(registers)
+def test_swept_bill_is_bounded_by_the_request(register: UsageRegister) -> None:
+    usage, other = usages_from_registers(_opened(2), {0: register})
+    assert usage.num_output_tokens == min(register.output_position, 20)
+    assert usage.num_prompt_tokens == min(register.num_prompt_tokens, 10)
+    assert usage.num_cached_prompt_tokens == min(register.num_cached_prompt_tokens, 10)
+    assert (other.choice, other.num_output_tokens, other.cause) == (1, 0, FinishCause.GATEWAY_LOST)

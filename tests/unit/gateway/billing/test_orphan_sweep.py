@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Collection
 from typing import ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nats.aio.client import Client
 from sqlalchemy import select
 
@@ -15,7 +17,14 @@ from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.background import background
-from torchrelay.gateway.billing.heartbeat import Heartbeat
+from torchrelay.gateway.billing.heartbeat import (
+    NO_ROW,
+    BeatObservation,
+    Heartbeat,
+    delete_gateway,
+    observe_beats,
+    stale_gateways,
+)
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.orphan_sweep import MAX_REQUESTS_PER_ROUND, OrphanSweep, RegisterSource
 from torchrelay.gateway.billing.reconciliation import reconcile
@@ -26,18 +35,15 @@ from torchrelay.gateway.core import ChoiceUsage, FinishCause
 from torchrelay.gateway.sql.tables import ledger
 
 
-class Away:
-    async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
-        raise Unavailable("JetStream is away")
-
-
 class Registers:
-    """The same registers at each read."""
+    """The same registers, or fault, at each read."""
 
-    def __init__(self, registers: RegistersByRequest | None = None) -> None:
+    def __init__(self, registers: RegistersByRequest | Unavailable | None = None) -> None:
         self._registers = registers or {}
 
     async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
+        if isinstance(self._registers, Unavailable):
+            raise self._registers
         return self._registers
 
 
@@ -120,12 +126,8 @@ async def test_registers_in_any_order_are_merged_by_maximum(nats_client: Client,
         "req-1": {0: UsageRegister(10, 4, 7), 1: UsageRegister(10, 4, 5)}
     }
     assert await registers.read("gw-silent", {"req-1"}) == {}
-
-
-async def test_lost_stream_has_no_registers(nats_client: Client, subjects: Subjects) -> None:
-    await report(nats_client, subjects, "req-1", 3)
     await nats_client.jetstream().delete_stream(subjects.usage_stream)
-    assert await UsageRegisterReader(nats_client, subjects).read("gw-dead", {"req-1"}) == {}
+    assert await registers.read("gw-dead", {"req-1"}) == {}, "a lost stream has no registers"
 
 
 async def test_registers_beyond_one_fetch_are_all_read(nats_client: Client, subjects: Subjects) -> None:
@@ -192,21 +194,20 @@ async def test_stalled_gateway_supplements_the_swept_rows(
     assert (usage[0].prompt_tokens, usage[0].completion_tokens, usage[0].requests) == (10, num_billed, 1)
 
 
-async def test_prompt_unknown_to_the_sweep_is_supplemented(parts: AccountingRig) -> None:
-    await parts.ledger.open(parts.request("req-1", gateway_id="gw-stalled", num_choices=2))
-    assert await sweep_twice(parts, Registers()) == 1
-    accepted = [ChoiceUsage("req-1", choice, 10, 4, 2 + choice, FinishCause.STOP) for choice in range(2)]
-    assert await parts.ledger.settle("req-1", accepted) == 6 * 100 + 4 * 25 + 5 * 400
-    assert (await reconcile(parts.database)).faults == ()
-
-
-async def test_dead_gateway_bills_the_computed_prompt(parts: AccountingRig) -> None:
+async def test_dead_gateway_bills_the_computed_prompt_until_it_says_more(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
-    await parts.ledger.open(parts.request("req-2", gateway_id="gw-left"))  # it waited for a cold model
+    await parts.ledger.open(parts.request("req-2", gateway_id="gw-left", num_choices=2))  # it waited for a cold model
     assert await sweep_twice(parts, Registers({"req-1": {0: UsageRegister(7, 4, 0)}})) == 2
-    assert await outputs(parts) == {("req-1", 0): (7, 0, "gateway_lost"), ("req-2", 0): (0, 0, "gateway_lost")}
-    books = await reconcile(parts.database)
-    assert (books.cost_nano, books.faults) == (3 * 100 + 4 * 25, ())
+    unknown = (0, 0, "gateway_lost")
+    assert await outputs(parts) == {
+        ("req-1", 0): (7, 0, "gateway_lost"),
+        ("req-2", 0): unknown,
+        ("req-2", 1): unknown,
+    }
+    assert (await reconcile(parts.database)).cost_nano == 3 * 100 + 4 * 25
+    accepted = [ChoiceUsage("req-2", choice, 10, 4, 2 + choice, FinishCause.STOP) for choice in range(2)]
+    assert await parts.ledger.settle("req-2", accepted) == 6 * 100 + 4 * 25 + 5 * 400
+    assert (await reconcile(parts.database)).faults == ()
 
 
 class SlowSource:
@@ -237,11 +238,9 @@ async def test_gateway_beats_during_a_long_sweep(parts: AccountingRig) -> None:
     async with asyncio.timeout(60), background(heartbeat.run(0.02, timeout_s=10), sweep.run()):
         await slow.reading.wait()
         beats = (await heartbeat.beats())["gw-sweeping"]
-
-        async def beats_thrice() -> bool:
-            return (await heartbeat.beats())["gw-sweeping"] >= beats + 3
-
-        await eventually(beats_thrice)  # while the sweep waits for the registers
+        await eventually(
+            lambda: is_beaten(heartbeat, "gw-sweeping", beats + 3)
+        )  # while the sweep waits for the registers
         assert not slow.is_broken_off, "the sweep held the database until its time limit"
         await watching.observe()
         slow.released.set()
@@ -285,7 +284,7 @@ async def test_returning_gateway_keeps_its_requests(parts: AccountingRig) -> Non
 async def test_unreadable_registers_settle_nothing(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
     with pytest.raises(Unavailable):
-        await sweep_twice(parts, Away())
+        await sweep_twice(parts, Registers(Unavailable("JetStream is away")))
     assert await sweep_twice(parts, None) == 0
     assert await outputs(parts) == {}
 
@@ -351,3 +350,65 @@ async def test_failed_round_is_followed_by_another(parts: AccountingRig) -> None
     async with background(sweep.run()):
         await eventually(lambda: outputs(parts))
     assert source.faults == []
+
+
+def test_unchanged_count_and_missing_row_are_stale_after_the_limit() -> None:
+    seen = observe_beats({}, {"a": 5, "b": 5, "c": NO_ROW, "d": NO_ROW}, now=0.0)
+    seen = observe_beats(seen, {"a": 6, "b": 5, "c": 1, "d": NO_ROW}, now=8.0)
+    assert stale_gateways(seen, 9.9, after_s=10) == set()
+    assert stale_gateways(seen, 10.0, after_s=10) == {"b", "d"}
+
+
+@given(st.lists(st.integers(0, 3), min_size=1), st.floats(0.5, 5))
+def test_rising_count_is_never_stale(steps: list[int], after_s: float) -> None:
+    seen: dict[str, BeatObservation] = {}
+    for beat, _ in enumerate(steps):
+        now = beat * after_s * 0.9
+        seen = observe_beats(seen, {"a": beat}, now)
+        assert stale_gateways(seen, now, after_s) == set()
+
+
+async def test_beats_count_up_and_leave_deletes_the_row(parts: AccountingRig) -> None:
+    here, there = Heartbeat(parts.database, "here"), Heartbeat(parts.database, "there")
+    await here.beat()
+    await here.beat()
+    await there.beat()
+    assert await here.beats() == {"here": 2, "there": 1}
+    await here.leave()
+    assert await there.beats() == {"there": 1}
+
+
+async def is_beaten(heartbeat: Heartbeat, gateway_id: str, times: int) -> bool:
+    return (await heartbeat.beats()).get(gateway_id, 0) >= times
+
+
+async def test_deleted_gateway_registers_again_and_counts_the_loss(parts: AccountingRig) -> None:
+    here, there = Heartbeat(parts.database, "here"), Heartbeat(parts.database, "there")
+    await here.beat()
+    await here.beat()
+    await delete_gateway(parts.database, "here", beat=1)  # seen before the second beat: it is alive
+    assert await there.beats() == {"here": 2}
+    await delete_gateway(parts.database, "here", beat=2)
+    assert await there.beats() == {}
+    assert here.num_lost == 0
+    await here.beat()
+    assert (await there.beats(), here.num_lost) == ({"here": 1}, 1)
+
+
+async def test_beats_continue_after_failures(parts: AccountingRig) -> None:
+    class Faulty(Heartbeat):
+        num_faults = 0
+
+        async def beat(self) -> None:
+            faults = (Unavailable("SQL is away"), RuntimeError("deadlock detected"), None)
+            if self.num_faults < len(faults):
+                self.num_faults += 1
+                if fault := faults[self.num_faults - 1]:
+                    raise fault
+                await asyncio.Event().wait()  # it hangs
+            await super().beat()
+
+    heartbeat = Faulty(parts.database, "here")
+    async with background(heartbeat.run(0.01, timeout_s=1.0)):
+        await eventually(lambda: is_beaten(heartbeat, "here", 2))
+    assert (heartbeat.num_faults, heartbeat.num_lost) == (3, 0)

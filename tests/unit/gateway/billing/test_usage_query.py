@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import Row, update
 
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.billing import request_query
+from torchrelay.gateway.billing.request_query import _FAILURES, Status, newest_requests, request_of
 from torchrelay.gateway.billing.usage_query import (
     MAX_MINUTES,
     GroupBy,
@@ -18,7 +22,7 @@ from torchrelay.gateway.billing.usage_query import (
     usage_sums,
 )
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
-from torchrelay.gateway.sql.tables import ledger
+from torchrelay.gateway.sql.tables import ledger, opened
 
 DAY = 86_400_000_000
 NOON = instant_of("2026-11-20T12:00:00Z", "from")
@@ -46,21 +50,17 @@ async def settled(parts: AccountingRig) -> AccountingRig:
     return parts
 
 
-@pytest.mark.parametrize(
-    ("group_by", "expected"),
-    [
-        ("key", {"key-1": (20, 15, 2), "key-2": (10, 5, 1)}),
-        ("model", {"acme/glossary": (20, 15, 2), "acme/story": (10, 5, 1)}),
-        ("day", {"2026-11-20": (20, 15, 2), "2026-11-21": (10, 5, 1)}),
-        (None, {"": (30, 20, 3)}),
-    ],
-)
-async def test_sums_by_group(
-    settled: AccountingRig, group_by: GroupBy | None, expected: dict[str, tuple[int, int, int]]
-) -> None:
-    sums = await usage_sums(settled.database, UsageFilter(tenant_id=settled.acme.tenant_id), group_by)
-    assert {total.group: (total.prompt_tokens, total.completion_tokens, total.requests) for total in sums} == expected
-    assert sum(total.cost_nano for total in sums) == 3 * (600 + 100) + 20 * 400
+async def test_sums_by_group(settled: AccountingRig) -> None:
+    groups: dict[GroupBy | None, dict[str, tuple[int, int, int]]] = {
+        "key": {"key-1": (20, 15, 2), "key-2": (10, 5, 1)},
+        "model": {"acme/glossary": (20, 15, 2), "acme/story": (10, 5, 1)},
+        "day": {"2026-11-20": (20, 15, 2), "2026-11-21": (10, 5, 1)},
+        None: {"": (30, 20, 3)},
+    }
+    for group_by, expected in groups.items():
+        sums = await usage_sums(settled.database, UsageFilter(tenant_id=settled.acme.tenant_id), group_by)
+        assert {each.group: (each.prompt_tokens, each.completion_tokens, each.requests) for each in sums} == expected
+        assert sum(total.cost_nano for total in sums) == 3 * (600 + 100) + 20 * 400
 
 
 async def test_sums_by_minute_are_of_recent_days(settled: AccountingRig) -> None:
@@ -119,3 +119,111 @@ def test_times_are_read_as_utc() -> None:
         with pytest.raises(InvalidRequest) as raised:
             instant_of(wrong, "from")
         assert raised.value.field == "from"
+
+
+HOUR = 3_600_000_000
+LAST_DAY = UsageFilter(from_unix_us=NOON - 24 * HOUR, to_unix_us=NOON + 1)
+# By their end: minutes before noon, and the causes of the choices.
+ENDED = {
+    "req-a": (0, ["stop"]),
+    "req-b": (0, ["length", "stop"]),
+    "req-c": (1, ["stop", "error"]),
+    "req-d": (20, ["cancelled"]),
+    "req-e": (400, ["gateway_lost"]),
+    "req-f": (1380, ["stop"]),
+    "req-old": (1500, ["stop"]),
+}
+
+
+@pytest.fixture
+async def used(parts: AccountingRig) -> AccountingRig:
+    """The requests of ``ENDED``, two that run, and one of another tenant that ended at noon."""
+    other = await parts.tenants.create("other")
+    theirs = replace(parts.request("req-x"), tenant_id=other.tenant_id, model="other/m", key_id="key-x")
+    for name, (minutes, causes) in (ENDED | {"req-x": (0, ["stop"])}).items():
+        request = theirs if name == "req-x" else parts.request(name, num_choices=len(causes))
+        await parts.ledger.open(request)
+        await end(parts, name, causes, NOON - minutes * 60_000_000)
+    await parts.ledger.open(replace(parts.request("req-r1"), opened_unix_us=NOON))
+    await parts.ledger.open(replace(parts.request("req-r2"), opened_unix_us=NOON + 1, model="acme/story"))
+    return parts
+
+
+async def end(rig: AccountingRig, name: str, causes: Sequence[str], at_unix_us: int) -> None:
+    usages = [ChoiceUsage(name, choice, 10, 4, 5, FinishCause(cause)) for choice, cause in enumerate(causes)]
+    await rig.ledger.settle(name, usages)
+    async with rig.database.write() as connection:
+        for table in (opened, ledger):
+            when = update(table).where(table.c.request_id == name)
+            await connection.execute(when.values(settled_unix_us=at_unix_us))
+
+
+async def listed(rig: AccountingRig, filter_: UsageFilter = LAST_DAY, status: Status | None = None) -> list[str]:
+    """All pages of two."""
+    names: list[str] = []
+    after, has_more = None, True
+    while has_more:
+        page, has_more = await newest_requests(rig.database, filter_, status, 2, after)
+        names += [each.request_id.removeprefix("req-") for each in page]
+        after = page[-1] if page else None
+    return names
+
+
+async def test_request_that_ends_between_the_queries_of_a_page_is_listed_once(
+    used: AccountingRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = request_query._ended
+
+    async def after_an_end(*arguments: Any) -> Sequence[Row[Any]]:
+        await end(used, "req-r1", ["stop"], NOON)
+        return await ended(*arguments)
+
+    monkeypatch.setattr(request_query, "_ended", after_an_end)
+    page, has_more = await newest_requests(used.database, replace(LAST_DAY, tenant_id=used.acme.tenant_id), None, 7)
+    assert [each.request_id.removeprefix("req-") for each in page] == ["r2", "r1", "b", "a", "c", "d", "e"]
+    assert has_more
+
+
+async def test_requests_that_run_come_first_then_the_newest_and_filters_select(used: AccountingRig) -> None:
+    of_acme = replace(LAST_DAY, tenant_id=used.acme.tenant_id)
+    later = replace(of_acme, from_unix_us=NOON - HOUR)
+    cases: list[tuple[UsageFilter, Status | None, list[str]]] = [
+        (of_acme, None, ["r2", "r1", "b", "a", "c", "d", "e", "f"]),
+        (LAST_DAY, None, ["r2", "r1", "x", "b", "a", "c", "d", "e", "f"]),
+        (LAST_DAY, "running", ["r2", "r1"]),
+        (LAST_DAY, "ok", ["x", "b", "a", "f"]),
+        (LAST_DAY, "error", ["c"]),
+        (LAST_DAY, "cancelled", ["d"]),
+        (LAST_DAY, "gateway_lost", ["e"]),
+        (replace(LAST_DAY, model="acme/story"), None, ["r2"]),
+        (replace(LAST_DAY, key_id="key-x"), None, ["x"]),
+        (later, "ok", ["b", "a"]),
+        (replace(later, from_unix_us=NOON + 2, to_unix_us=NOON + 2), "ok", []),
+    ]
+    for filter_, status, expected in cases:
+        assert await listed(used, filter_, status) == expected, (filter_, status)
+
+
+async def test_request_has_the_sums_of_its_choices(used: AccountingRig) -> None:
+    request = await request_of(used.database, "req-b", used.acme.tenant_id)
+    assert request is not None
+    tokens = request.num_prompt_tokens, request.num_cached_prompt_tokens, request.num_output_tokens
+    assert (request.status, request.causes, tokens) == ("ok", ("length", "stop"), (10, 4, 10))
+    assert request.cost_nano == 6 * 100 + 4 * 25 + 10 * 400
+    running = await request_of(used.database, "req-r1", None)
+    assert running is not None
+    assert (running.status, running.num_prompt_tokens, running.settled_unix_us) == ("running", 10, None)
+    assert await request_of(used.database, "req-x", used.acme.tenant_id) is None, "another tenant's"
+    assert await request_of(used.database, "req-nobody", None) is None
+
+
+async def test_supplement_counts_and_leaves_the_status(used: AccountingRig) -> None:
+    """The gateway that the sweep took for gone had delivered more."""
+    await used.ledger.settle("req-e", [ChoiceUsage("req-e", 0, 10, 4, 9, FinishCause.STOP)])
+    request = await request_of(used.database, "req-e", None)
+    assert request is not None
+    assert (request.status, request.causes, request.num_output_tokens) == ("gateway_lost", ("gateway_lost",), 9)
+
+
+def test_every_cause_has_a_status() -> None:
+    assert {*_FAILURES, FinishCause.STOP, FinishCause.LENGTH} == set(FinishCause)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import select, update
 
-from tests.unit.gateway.conftest import PEPPER, AccountingRig
+from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import Conflict, NotFound, QuotaExceeded
-from torchrelay.gateway.auth.api_keys import ADMIN, ApiKeys
+from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.core import LatencyTargets, ModelShape, Principal, Version
@@ -57,35 +57,26 @@ async def test_published_model_is_resolved_with_all_fields(parts: AccountingRig,
     assert await parts.catalog.models(caller) == [model] == await parts.catalog.models(ADMIN)
 
 
-@pytest.mark.parametrize(
-    "name", ["", "/", "a/b/c", "acme/", "/glossary", "other/glossary", "acme/absent", "acme", "a\0b", "\ud800"]
-)
-async def test_other_names_are_not_found(parts: AccountingRig, caller: Principal, name: str) -> None:
+async def test_other_names_are_not_found(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "glossary", version())
-    with pytest.raises(NotFound):
-        await parts.catalog.resolve(caller, name)
-
-
-async def test_another_tenants_model_is_not_found(parts: AccountingRig) -> None:
-    await publish(parts, "glossary", version())
-    other_tenant = Principal((await parts.tenants.create("zoo")).tenant_id, "zoo", "key-2")
-    messages = []
-    for name in ("acme/glossary", "acme/absent"):
-        with pytest.raises(NotFound) as raised:
-            await parts.catalog.resolve(other_tenant, name)
-        messages.append(raised.value.message.replace(name, "NAME"))
-    assert messages[0] == messages[1]
-    assert await parts.catalog.models(other_tenant) == []
+    for name in ("", "/", "a/b/c", "acme/", "/glossary", "other/glossary", "acme/absent", "acme", "a\0b", "\ud800"):
+        with pytest.raises(NotFound):
+            await parts.catalog.resolve(caller, name)
 
 
 async def test_republishing_replaces_version_and_keeps_settings(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "glossary", version("v1"), ScalingSettings(4, 2, "vllm"))
-    before = await parts.catalog.resolve(caller, "glossary")
+    elsewhere = Catalog(parts.database, TableVersions(parts.database, confirm_s=0), parts.prices)
+    before = await elsewhere.resolve(caller, "glossary")
+    assert before.targets == LatencyTargets()
+    await parts.catalog.set_scaling(before, ScalingSettings(standard_ttft_s=0.5, tbt_target_s=0.05))
     await publish(parts, "glossary", version("v2"), ScalingSettings(max_instances=3))
-    after = await parts.catalog.resolve(caller, "glossary")
-    assert (after.version.version_id, after.idle_timeout_s, after.max_instances) == ("v2", 4, 3)
-    assert after.created_unix_us == before.created_unix_us
-    assert (after.engine, model_version(after).scaling.engine) == ("vllm", "vllm")
+    for catalog in (parts.catalog, elsewhere):
+        after = await catalog.resolve(caller, "glossary")
+        assert (after.version.version_id, after.idle_timeout_s, after.max_instances) == ("v2", 4, 3)
+        assert after.targets == LatencyTargets(standard_ttft_s=0.5, tbt_target_s=0.05)
+        assert after.created_unix_us == before.created_unix_us
+        assert (after.engine, model_version(after).scaling.engine) == ("vllm", "vllm")
     assert model_version(replace(after, engine="auto")).scaling.engine == ""
     assert await retired(parts) == {"v1"}
     await publish(parts, "glossary", version("v1"))
@@ -161,20 +152,19 @@ async def test_version_is_retired_with_its_last_model(parts: AccountingRig, call
         await parts.catalog.set_scaling(two, ScalingSettings(max_instances=1))
 
 
-async def test_delete_retires_the_models_newest_version(parts: AccountingRig, caller: Principal) -> None:
+async def test_delete_retires_the_newest_version_also_of_concurrent_deletes(
+    parts: AccountingRig, caller: Principal
+) -> None:
     await publish(parts, "glossary", version("v1"))
     read_before = await parts.catalog.resolve(caller, "glossary")
     await publish(parts, "glossary", version("v2"))
     await parts.catalog.delete(read_before)
     assert await retired(parts) == {"v1", "v2"}
-
-
-async def test_concurrent_deletes_of_one_version_retire_it(parts: AccountingRig, caller: Principal) -> None:
     for name in ("one", "two"):
-        await publish(parts, name, version())
+        await publish(parts, name, version("v3"))
     resolved = [await parts.catalog.resolve(caller, name) for name in ("one", "two")]
     await asyncio.gather(*map(parts.catalog.delete, resolved))
-    assert await retired(parts) == {"v1"}
+    assert await retired(parts) == {"v1", "v2", "v3"}
 
 
 async def test_other_gateway_sees_changes_after_its_confirmation(parts: AccountingRig, caller: Principal) -> None:
@@ -202,42 +192,28 @@ async def test_later_price_applies_without_a_catalog_change(parts: AccountingRig
     assert (await catalog.resolve(caller, "glossary")).price == later
 
 
-async def test_keys_and_catalog_have_separate_versions(parts: AccountingRig, caller: Principal) -> None:
-    keys = ApiKeys(parts.database, parts.table_versions, PEPPER)
-    before = await parts.table_versions.confirmed("catalog")
-    info, _ = await keys.create("acme", parts.acme.tenant_id)
-    await keys.revoke(info.key_id, None)
-    assert await parts.table_versions.confirmed("catalog") == before
-
-
 async def test_models_with_a_minimum_are_listed(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "glossary", version("v1"))
-    assert await parts.catalog.with_minimum() == []
     model = await parts.catalog.resolve(caller, "glossary")
+
+    async def listed() -> list[tuple[str, int, tuple[str, ...]]]:
+        return [
+            (each.version.version_id, each.min_instances, each.schedule) for each in await parts.catalog.with_minimum()
+        ]
+
+    entries = ("daily 08:00-18:00 UTC = 1",)
+    assert await listed() == []
     await parts.catalog.set_scaling(model, ScalingSettings(min_instances=2))
-    assert [(each.name, each.min_instances) for each in await parts.catalog.with_minimum()] == [(model.name, 2)]
+    assert await listed() == [("v1", 2, ())]
     await publish(parts, "glossary", version("v2"))
-    (after,) = await parts.catalog.with_minimum()
-    assert after.version.version_id == "v2" and after.min_instances == 2
-    await parts.catalog.set_scaling(after, ScalingSettings(min_instances=0))
-    assert await parts.catalog.with_minimum() == []
-    await parts.catalog.set_scaling(after, ScalingSettings(schedule=("daily 08:00-18:00 UTC = 1",)))
-    assert [each.schedule for each in await parts.catalog.with_minimum()] == [("daily 08:00-18:00 UTC = 1",)]
-    await parts.catalog.set_scaling(after, ScalingSettings(schedule=()))
-    assert await parts.catalog.with_minimum() == []
-
-
-async def test_targets_survive_a_new_version(parts: AccountingRig, caller: Principal) -> None:
-    await publish(parts, "glossary", version("v1"))
-    other = Catalog(parts.database, TableVersions(parts.database, confirm_s=0), parts.prices)
-    model = await other.resolve(caller, "glossary")
-    assert model.targets == LatencyTargets()
-    await parts.catalog.set_scaling(model, ScalingSettings(standard_ttft_s=0.5, tbt_target_s=0.05))
-    await publish(parts, "glossary", version("v2"))
-    resolved = [await each.resolve(caller, "glossary") for each in (other, parts.catalog)]
-    assert [(model.version.version_id, model.targets) for model in resolved] == [
-        ("v2", LatencyTargets(standard_ttft_s=0.5, tbt_target_s=0.05))
-    ] * 2
+    assert await listed() == [("v2", 2, ())]
+    for settings, expected in (
+        (ScalingSettings(min_instances=0), []),
+        (ScalingSettings(schedule=entries), [("v2", 0, entries)]),
+        (ScalingSettings(schedule=()), []),
+    ):
+        await parts.catalog.set_scaling(model, settings)
+        assert await listed() == expected
 
 
 def adapter(base: str = "v1", name: str = "a1") -> Version:

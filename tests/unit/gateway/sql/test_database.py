@@ -3,12 +3,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, func, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError, ProgrammingError
@@ -16,33 +20,31 @@ from sqlalchemy.exc import IntegrityError, ProgrammingError
 from tests.support.silent_proxy import SilentProxy
 from tests.support.small_disk import small_disk
 from tests.support.wait import HANG_S, eventually
-from torchrelay.common.errors import DiskFull, Unavailable
+from torchrelay.common.errors import DiskFull, NotFound, Unavailable
 from torchrelay.gateway.sql.database import Database, driver_url
-from torchrelay.gateway.sql.tables import balances, table_versions
+from torchrelay.gateway.sql.group_commit import GroupCommit, Result, linger_s
+from torchrelay.gateway.sql.schema import HEAD, MIGRATIONS, ensure_schema
+from torchrelay.gateway.sql.tables import balances, metadata, prices, table_versions
 
 
-async def test_write_is_atomic(database: Database) -> None:
+async def test_write_and_transact_are_atomic(database: Database) -> None:
+    query = select(table_versions.c.version)
+
+    def raise_to_7(connection: Connection) -> int:
+        return connection.execute(update(table_versions).values(version=7)).rowcount
+
+    def fail(connection: Connection) -> None:
+        raise_to_7(connection)
+        _ = 1 // 0
+
     with pytest.raises(ZeroDivisionError):
         async with database.write() as connection:
             await connection.execute(update(table_versions).values(version=99))
             _ = 1 // 0
-    async with database.read() as connection:
-        assert set((await connection.execute(select(table_versions.c.version))).scalars()) == {1}
-
-
-async def test_transact_is_atomic(database: Database) -> None:
-    def raise_version(connection: Connection) -> int:
-        return connection.execute(update(table_versions).values(version=7)).rowcount
-
-    def fail(connection: Connection) -> None:
-        raise_version(connection)
-        _ = 1 // 0
-
     with pytest.raises(ZeroDivisionError):
         await database.transact(fail)
-    query = select(table_versions.c.version)
     assert set(await database.transact(lambda connection: connection.execute(query).scalars().all())) == {1}
-    assert await database.transact(raise_version) == 2
+    assert await database.transact(raise_to_7) == 2
     async with database.read() as connection:
         assert set((await connection.execute(query)).scalars()) == {7}
 
@@ -79,10 +81,10 @@ async def test_cancelled_transact_keeps_the_write_lock(tmp_path: Path) -> None:
     following = asyncio.ensure_future(database.transact(lambda _: ended.is_set()))
     for _ in range(2):
         writing.cancel()
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(lambda: None)  # more than the steps in which a released lock would be taken
     assert not following.done()
     may_end.set()
-    assert await following
+    assert await following, "it began when the other had ended"
     await asyncio.wait({writing})
     assert writing.cancelled()
     gc.collect()
@@ -198,12 +200,6 @@ async def test_wait_for_the_writer_is_bounded(tmp_path: Path) -> None:
     await database.close()
 
 
-async def test_foreign_keys_are_enforced(database: Database) -> None:
-    with pytest.raises(IntegrityError):
-        async with database.write() as connection:
-            await connection.execute(balances.insert().values(tenant_id="nobody", spent_nano=0))
-
-
 async def test_only_connection_faults_are_unavailable(database: Database) -> None:
     for url in ("sqlite:////nonexistent/folder/x.db", "postgresql://nobody@127.0.0.1:1/x"):
         away = Database(url)
@@ -216,6 +212,9 @@ async def test_only_connection_faults_are_unavailable(database: Database) -> Non
     with pytest.raises((ProgrammingError, Unavailable)):
         async with database.read() as connection:
             await connection.execute(text("SELECT nothing FROM nowhere"))
+    with pytest.raises(IntegrityError):  # of a foreign key
+        async with database.write() as connection:
+            await connection.execute(balances.insert().values(tenant_id="nobody", spent_nano=0))
 
 
 async def test_server_without_free_connections_is_unavailable(postgres_url: str) -> None:
@@ -290,3 +289,116 @@ async def test_full_disk_is_named_and_commits_are_kept(tmp_path: Path, is_new_pr
             num_kept = (await connection.execute(text("SELECT count(*) FROM t"))).scalar_one()
         assert num_kept == num_rows + 1
         await database.close()
+
+
+T = TypeVar("T")
+
+
+def test_linger_grows_with_the_last_batch_unless_a_pause_followed() -> None:
+    assert linger_s(0, 0.0) == linger_s(1, 0.0) == linger_s(100, 1.0) == 0.0
+    assert 0.0 < linger_s(2, 0.0) < linger_s(8, 0.0) < linger_s(100, 0.0)
+    assert linger_s(100, 0.0) == linger_s(10_000, 0.0) < 0.05
+
+
+async def test_waiting_writes_share_a_transaction(database: Database) -> None:
+    batches: list[int] = []
+
+    def apply(connection: Connection, writes: Sequence[int]) -> dict[int, Result]:
+        batches.append(len(writes))
+        connection.execute(update(table_versions).values(version=table_versions.c.version + len(writes)))
+        return {index: NotFound("odd") if write % 2 else write * 10 for index, write in enumerate(writes)}
+
+    async with GroupCommit(database, apply) as commits:
+        answers = await asyncio.gather(*map(commits.do, range(40)), return_exceptions=True)
+        assert await commits.do(100) == 1000
+    assert answers[::2] == [write * 10 for write in range(0, 40, 2)]
+    assert all(isinstance(answer, NotFound) for answer in answers[1::2])
+    assert sum(batches) == 41 and len(batches) <= 3
+
+
+async def test_write_that_breaks_its_transaction_fails_alone(database: Database) -> None:
+    def apply(connection: Connection, writes: Sequence[int]) -> dict[int, Result]:
+        connection.execute(update(table_versions).values(version=table_versions.c.version + len(writes)))
+        return {index: 10 // write for index, write in enumerate(writes)}
+
+    async with GroupCommit(database, apply) as commits:
+        answers = await asyncio.gather(*map(commits.do, (1, 0, 5)), return_exceptions=True)
+        assert (answers[0], answers[2]) == (10, 2)
+        assert isinstance(answers[1], ZeroDivisionError)
+        with pytest.raises(ZeroDivisionError):
+            await commits.do(0)
+    versions = await database.transact(lambda connection: connection.execute(table_versions.select()).all())
+    assert {row.version for row in versions} == {1 + 2}  # the failed writes were rolled back
+
+
+class CountingDatabase(Database):
+    num_transactions = 0
+
+    async def transact(self, work: Callable[[Connection], T]) -> T:
+        self.num_transactions += 1
+        return await super().transact(work)
+
+
+async def test_queued_writes_fail_with_a_silent_database(postgres_url: str) -> None:
+    async with SilentProxy(postgres_url).serving() as proxy:
+        database = CountingDatabase(proxy.url, time_limit_s=1.0)
+        async with GroupCommit[int](database, lambda _, writes: dict.fromkeys(range(len(writes)), 0)) as commits:
+            assert await commits.do(1) == 0
+            proxy.fall_silent()
+            num_before = database.num_transactions
+            answers = await asyncio.gather(*map(commits.do, range(2560)), return_exceptions=True)  # ten batches
+            assert all(isinstance(answer, Unavailable) for answer in answers)
+            assert database.num_transactions == num_before + 1, "further batches waited for the time limit as well"
+            proxy.speak()
+            async with asyncio.timeout(HANG_S):
+                while (await asyncio.gather(commits.do(1), return_exceptions=True))[0] != 0:
+                    pass
+        await database.close()
+
+
+def test_head_is_alembics_head_and_revisions_rise() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    scripts = ScriptDirectory.from_config(config)
+    assert scripts.get_current_head() == HEAD
+    revisions = [script.revision for script in scripts.walk_revisions()]
+    assert revisions == sorted(revisions, reverse=True)
+
+
+async def test_migrations_create_exactly_the_tables_and_a_default_price(database: Database) -> None:
+    async with database.read() as connection:
+        differences = await connection.run_sync(
+            lambda sync: compare_metadata(MigrationContext.configure(sync), metadata)
+        )
+        (row,) = (await connection.execute(select(prices))).all()
+    assert differences == []
+    assert (row.model, row.valid_from_unix_us) == ("", 0)
+
+
+async def test_schema_at_head_or_newer_is_unchanged(database: Database, database_url: str) -> None:
+    await ensure_schema(database, database_url)
+    async with database.write() as connection:
+        await connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    await ensure_schema(database, database_url)  # an older gateway beside a newer one
+    async with database.read() as connection:
+        assert (await connection.execute(text("SELECT version_num FROM alembic_version"))).scalars().all() == ["9999"]
+
+
+async def test_concurrent_starts_migrate_once(postgres_template: str) -> None:
+    url = postgres_template  # the server's own database, still empty
+    databases = [Database(url) for _ in range(3)]
+    await asyncio.gather(*(ensure_schema(database, url) for database in databases))
+    async with databases[0].read() as connection:
+        assert (await connection.execute(text("SELECT version_num FROM alembic_version"))).scalars().all() == [HEAD]
+    for database in databases:
+        await database.close()
+
+
+async def test_failed_migration_names_the_cause(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/broken.db"
+    database = Database(url)
+    async with database.write() as connection:
+        await connection.execute(text("CREATE TABLE tenants (x INTEGER)"))
+    with pytest.raises(RuntimeError, match="table tenants already exists"):
+        await ensure_schema(database, url)
+    await database.close()

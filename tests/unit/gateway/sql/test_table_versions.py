@@ -9,6 +9,7 @@ from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import Unavailable
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
+from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 
 async def test_version_rises_when_its_transaction_commits(parts: AccountingRig) -> None:
@@ -79,3 +80,21 @@ async def test_abandoned_query_ends_before_the_database_closes(postgres_url: str
         assert not has_ended
         await database.close()
         assert has_ended
+
+
+def test_entry_is_valid_for_its_version_only() -> None:
+    cache: VersionedCache[str, int] = VersionedCache(2)
+    cache.put("a", 1, 10)
+    assert cache.get("a", 1) == 10
+    assert cache.get("a", 2) is None
+    cache.put("a", 2, 11)
+    assert cache.get("a", 2) == 11
+
+
+def test_cache_evicts_the_least_recently_used() -> None:
+    cache: VersionedCache[str, int] = VersionedCache(2)
+    cache.put("a", 1, 1)
+    cache.put("b", 1, 2)
+    cache.get("a", 1)
+    cache.put("c", 1, 3)
+    assert (cache.get("a", 1), cache.get("b", 1), cache.get("c", 1)) == (1, None, 3)
