@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 
 import pytest
 
 from torchrelay.gateway.background import all_ended
+from torchrelay.gateway.thread_pool import batch_executor
 
 
 async def test_all_ended_waits_for_the_rest_after_a_failure() -> None:
@@ -35,3 +38,14 @@ async def test_all_ended_raises_nothing_on_success() -> None:
 
     await all_ended(end("first"), end("last"))
     assert ended == ["first", "last"]
+
+
+def scheduling_policy() -> int:
+    """The scheduling scheduling_policy of the calling thread; 0 is the default."""
+    return os.sched_getscheduler(0) if sys.platform == "linux" else 0
+
+
+def test_batch_threads_yield_the_core() -> None:
+    with batch_executor(1, "side") as threads:
+        assert threads.submit(scheduling_policy).result() == (os.SCHED_BATCH if sys.platform == "linux" else 0)
+    assert scheduling_policy() == 0

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.process.settings import setting_errors
+from torchrelay.gateway.resource_names import check_name
 from torchrelay.gateway.settings import GatewaySettings
 
 
@@ -58,3 +62,15 @@ def test_default_addresses_match_the_other_services() -> None:
     assert (settings.store_address, settings.scheduler_address) == ("127.0.0.1:7103", "127.0.0.1:7101")
     for url in ("sqlite:///ledger.db", "postgresql://a:b@host/name", "postgresql+asyncpg://host/name"):
         assert GatewaySettings(database_url=url).database_url == url
+
+
+@given(st.text(max_size=70))
+def test_resource_names_are_checked(name: str) -> None:
+    try:
+        check_name(name, "model")
+    except InvalidRequest as error:
+        assert error.field == "model"
+    else:
+        assert 1 <= len(name) <= 64
+        assert name.isascii() and name == name.lower()
+        assert not set(name) & set("/ \t\n\\") and name not in (".", "..")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,17 +11,22 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc.aio import AioRpcError, Metadata
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.wait import HANG_S
-from tests.unit.gateway.scripted_services import ScriptedStore, serving_store
-from torchrelay.common.errors import DiskFull, Unavailable
+from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
+from torchrelay.common.errors import DiskFull, InvalidRequest, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import status_of
 from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
+from torchrelay.gateway.clients.endpoint import param_store_endpoint
 from torchrelay.gateway.clients.param_store import StoreClient
-from torchrelay.gateway.clients.rechunk import CHUNK_BYTES
+from torchrelay.gateway.clients.rechunk import CHUNK_BYTES, rechunk
+from torchrelay.gateway.clients.scheduler import SchedulerClient, Slots
 
 SILENT = r"the param-store at store:1 \(TORCHRELAY_STORE_ADDRESS\) does not answer"
 
@@ -97,7 +101,8 @@ class FullStore(ParamStoreServicer):
 
     def __init__(self) -> None:
         self.num_messages = 1  # that it reads first
-        self.delay_s = 0.0  # then
+        self.is_sending = threading.Event()  # then it waits until the client is in the middle of a write
+        self.is_sending.set()
         self.has_refused = threading.Event()
         self.breaks_off_by: grpc.StatusCode | None = None  # as gRPC does it, instead
         self.accepts = True
@@ -108,18 +113,13 @@ class FullStore(ParamStoreServicer):
             context.send_initial_metadata((ACCEPTED,))
         for _ in range(self.num_messages):
             next(request_iterator)
-        time.sleep(self.delay_s)
+        assert self.is_sending.wait(HANG_S)
         if self.breaks_off_by is not None:
             context.abort(self.breaks_off_by, "grpc's words")
         code, message, trailing = status_of(DiskFull("the disk is full"))
         context.set_trailing_metadata(trailing)
         context.abort(code, message)
         raise AssertionError
-
-    def occupy_client(self) -> None:
-        """Returns when the refusal has reached the client, whose event loop could not process it."""
-        assert self.has_refused.wait(HANG_S)
-        time.sleep(0.1)
 
 
 @contextmanager
@@ -154,42 +154,36 @@ async def test_body_of_a_refused_opening_is_not_read() -> None:
     assert num_read == 0
 
 
-@pytest.mark.parametrize("num_slices_after", [0, 1], ids=["before the end", "before a write"])
-async def test_late_refusal_keeps_its_cause(num_slices_after: int) -> None:
+@pytest.mark.parametrize("then", ["ends", "writes", "is idle"])
+async def test_late_refusal_keeps_its_cause(then: str) -> None:
+    """The body ends, or goes on, while the event loop has not seen the refusal; or it is idle and waits for nothing."""
     with serving_full_store() as (store, address):
         store.num_messages = 2
 
         async def body() -> AsyncIterator[bytes]:
             yield bytes(CHUNK_BYTES)
-            store.occupy_client()
-            for _ in range(num_slices_after):
+            if then == "is idle":
+                await asyncio.Event().wait()
+            assert store.has_refused.wait(HANG_S)
+            if then == "writes":
                 yield bytes(CHUNK_BYTES)
 
         await assert_cause_is_told(address, body())
 
 
 async def test_refusal_during_a_write_keeps_its_cause() -> None:
+    """The store reads no further, so that a write waits for it."""
     with serving_full_store() as (store, address):
-        store.delay_s = 0.3
+        store.is_sending.clear()
+        asyncio.get_running_loop().call_later(0.2, store.is_sending.set)
         await assert_cause_is_told(address, pieces(16 << 20))
 
 
-@pytest.mark.parametrize("num_messages", range(1, 31))
+@pytest.mark.parametrize("num_messages", [1, 2, 3, 5, 8, 16, 30])
 async def test_refusal_at_any_message_keeps_its_cause(num_messages: int) -> None:
     with serving_full_store() as (store, address):
         store.num_messages = num_messages
         await assert_cause_is_told(address, pieces(32 << 20))
-
-
-async def test_refusal_of_an_idle_upload_keeps_its_cause() -> None:
-    with serving_full_store() as (store, address):
-        store.num_messages = 2
-
-        async def body() -> AsyncIterator[bytes]:
-            yield bytes(CHUNK_BYTES)
-            await asyncio.Event().wait()
-
-        await assert_cause_is_told(address, body())
 
 
 async def test_broken_body_is_not_a_store_error() -> None:
@@ -213,3 +207,62 @@ async def test_broken_transfer_asks_to_resume(code: grpc.StatusCode) -> None:
             with pytest.raises(Unavailable, match="; resume w at the offset in the upload's state") as caught:
                 await StoreClient(channel, "store:1").put_file("u1", "w", 0, pieces(32 << 20))
     assert caught.value.field == "w" and "grpc's words" not in caught.value.message
+
+
+async def _body(pieces: list[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+@given(st.lists(st.binary(max_size=50), max_size=12), st.integers(1, 40))
+async def test_body_is_cut_into_full_slices(pieces: list[bytes], slice_bytes: int) -> None:
+    cut = [piece async for piece in rechunk(_body(pieces), slice_bytes)]
+    assert b"".join(cut) == b"".join(pieces)
+    assert all(len(piece) == slice_bytes for piece in cut[:-1])
+    assert all(0 < len(piece) <= slice_bytes for piece in cut)
+
+
+AWAY = "the param-store at 10.0.0.7:7103 (TORCHRELAY_STORE_ADDRESS) cannot be reached"
+
+
+def failed(code: grpc.StatusCode, *trailing: tuple[str, str]) -> AioRpcError:
+    return AioRpcError(code, Metadata(), Metadata(*trailing), details="its words")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (failed(grpc.StatusCode.UNAVAILABLE), Unavailable, AWAY),
+        (failed(grpc.StatusCode.DEADLINE_EXCEEDED), Unavailable, AWAY),
+        (failed(grpc.StatusCode.UNAVAILABLE, ("torchrelay-code", "unavailable")), Unavailable, "its words"),
+        (failed(grpc.StatusCode.NOT_FOUND, ("torchrelay-code", "not_found")), NotFound, "its words"),
+        (failed(grpc.StatusCode.INTERNAL), TorchrelayError, "its words"),
+    ],
+)
+def test_error_names_the_peer_or_the_endpoint(error: AioRpcError, kind: type[TorchrelayError], message: str) -> None:
+    made = param_store_endpoint("10.0.0.7:7103").error(error)
+    assert (type(made), made.message) == (kind, message)
+
+
+async def test_client_gets_slots_and_explanations() -> None:
+    async with serving_scheduler() as channel:
+        client = SchedulerClient(channel, "127.0.0.1:1")
+        slots = await client.slots()
+        assert slots == Slots(12345, frozenset(("torchrelay",)))
+        for engine in ("auto", "torchrelay"):
+            slots.check_engine(engine)
+        with pytest.raises(InvalidRequest, match=r"^no worker has the engine vllm; the workers have torchrelay$"):
+            slots.check_engine("vllm")
+        assert (await client.explain(request_id="req-1")).phases[0].name == "queue"
+        with pytest.raises(NotFound):
+            await client.explain(request_id="req-old")
+
+
+async def test_no_slots_are_known_without_a_scheduler() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        client = SchedulerClient(channel, "127.0.0.1:1")
+        slots = await client.slots(timeout_s=1)
+        assert slots == Slots()
+        slots.check_engine("vllm")
+        with pytest.raises(Unavailable, match=r"the scheduler at 127.0.0.1:1 \(TORCHRELAY_SCHEDULER_ADDRESS\)"):
+            await client.explain(request_id="req-1", timeout_s=1)

@@ -1,11 +1,15 @@
-"""Each caller's part of the live figures."""
+"""Each caller's part of the live figures, and conditions that need an operator."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
+import pytest
+
+from torchrelay.common.health import HealthReport
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.gateway.console.alerts import KV_HOLD_S, WAIT_HOLD_S, alerts, held
 from torchrelay.gateway.console.core import Alert, Listed
 from torchrelay.gateway.console.sample import Sample, seen_by
 from torchrelay.gateway.core import FirstToken, Principal
@@ -90,10 +94,12 @@ def test_tenant_with_equal_upload_sees_its_own_name_and_nothing_of_the_other() -
     assert "acme" not in json.dumps(seen)
 
 
-def test_tenant_without_models_sees_nothing() -> None:
+def test_nothing_is_seen_without_models_or_a_scheduler() -> None:
     seen = seen_by(OTHER, sample())
     assert (seen["num_models"], seen["instances"], seen["demand"], seen["relays"]) == (0, [], {}, [])
     assert (seen["requests_per_s"], seen["ttft_p50_s"]) == (0, None)
+    seen = seen_by(ACME, Sample(models=[Listed("acme/a", "t-1", "v-1")]))
+    assert (seen["num_models"], seen["num_awake"]) == (1, 0)
 
 
 def test_only_an_admin_sees_hosts_and_workers() -> None:
@@ -106,19 +112,11 @@ def test_only_an_admin_sees_hosts_and_workers() -> None:
     assert first["memory"] == [{"models": ["acme/a", "zoo/same"], "verified": 0.25, "pack_bytes": 0, "num_pins": 0}]
     assert [(slot["state"], slot["kv_used"], slot["num_running"]) for slot in first["slots"]] == [("ready", 0.25, 5)]
     assert first["slots"][0]["models"] == ["acme/a", "zoo/same"]
-    assert seen_by(ADMIN, sample())["instances"][0]["moves"] == [["w-2", 3, 1.5]]
-    assert [slot["worker"] for slot in hosts["host-2"]["slots"]] == ["w-2"]
-
-
-def test_admin_sees_the_models_of_all_tenants() -> None:
     seen = seen_by(ADMIN, sample())
     assert (seen["num_models"], seen["num_awake"]) == (3, 2)
-    assert seen["instances"][0]["models"] == ["acme/a", "zoo/same"]
-
-
-def test_models_count_as_at_zero_without_a_scheduler() -> None:
-    seen = seen_by(ACME, Sample(models=[Listed("acme/a", "t-1", "v-1")]))
-    assert (seen["num_models"], seen["num_awake"]) == (1, 0)
+    (instance,) = seen["instances"]
+    assert (instance["models"], instance["moves"]) == (["acme/a", "zoo/same"], [["w-2", 3, 1.5]])
+    assert [slot["worker"] for slot in hosts["host-2"]["slots"]] == ["w-2"]
 
 
 def test_tenant_sees_alerts_of_its_models_and_of_the_platform() -> None:
@@ -135,3 +133,72 @@ def test_tenant_sees_alerts_of_its_models_and_of_the_platform() -> None:
     assert seen["acme"] == [of_all, own]
     assert seen["zoo"] == [of_all]
     assert [(each["text"], each["advice"]) for each in seen[""]] == [(each.text, each.advice) for each in alerts]
+
+
+WORKER = reports_pb2.WorkerReport(worker_id="w-1", host_id="host-1", kv_pool_bytes=100, kv_free_bytes=50)
+STORE = reports_pb2.StoreReport(host_id="host-1")
+HEALTHY = HealthReport()
+
+
+def of(
+    cluster: scheduler_pb2.ClusterView | None, health: HealthReport = HEALTHY, disk_fault: str = ""
+) -> dict[str, Alert]:
+    listed = [Listed("acme/a", "t-1", "v-1", 900)]
+    return {alert.key: alert for alert in alerts(listed, cluster, health, disk_fault)}
+
+
+def view(**fields: object) -> scheduler_pb2.ClusterView:
+    cluster = scheduler_pb2.ClusterView(workers=[WORKER], stores=[STORE], largest_slot_bytes=1000)
+    cluster.MergeFrom(scheduler_pb2.ClusterView(**fields))  # type: ignore[arg-type]
+    return cluster
+
+
+def test_lost_parts_come_first_with_what_to_do() -> None:
+    health = HealthReport({"database": "does not answer"}, {"redis": "is unavailable", "scheduler": "does not answer"})
+    found = alerts([], None, health, "the disk of /home is full")
+    assert [(each.text, each.is_critical) for each in found] == [
+        ("The database does not answer.", True),
+        ("The scheduler does not answer.", True),
+        ("The disk of /home is full.", True),
+        ("Redis is unavailable.", False),
+    ]
+    assert all(each.advice for each in found)
+    assert [bool(each.public) for each in found] == [True, True, False, False]
+
+
+def test_alerts_of_a_silent_scheduler_and_of_absent_or_leaving_workers() -> None:
+    leaving = reports_pb2.WorkerReport(worker_id="w-1", host_id="host-1", is_leaving=True)
+    assert of(view()) == {}
+    assert of(None)["scheduler"].text == "The scheduler does not answer."  # before its health does
+    assert of(scheduler_pb2.ClusterView()).keys() == {"workers"}
+    assert of(scheduler_pb2.ClusterView(workers=[leaving])).keys() == {"workers"}
+    assert of(scheduler_pb2.ClusterView(workers=[WORKER])).keys() == {"store host-1"}
+
+
+def test_models_that_cannot_load() -> None:
+    slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE, error="out of memory")
+    failed = reports_pb2.WorkerReport(worker_id="w-2", host_id="host-1", slot=slot)
+    assert "w-2 failed: out of memory" in of(view(workers=[failed]))["load w-2"].text
+    too_large = of(scheduler_pb2.ClusterView(workers=[WORKER], stores=[STORE], largest_slot_bytes=800))["size acme/a"]
+    assert (too_large.models, "900 B" in too_large.text, "800 B" in too_large.public) == (("acme/a",), True, True)
+    relay = scheduler_pb2.RelayView(
+        pack_id="p", model="acme/a", target="s-1", state=scheduler_pb2.RelayView.STATE_FAILED, error="no source"
+    )
+    assert "s-1 failed: no source" in of(view(relays=[relay]))["relay s-1 p"].text
+
+
+def test_overload() -> None:
+    demand = scheduler_pb2.ModelDemand(model="acme/a", num_waiting=2)
+    full = reports_pb2.WorkerReport(worker_id="w-3", host_id="host-1", kv_pool_bytes=100, kv_free_bytes=2)
+    pool = scheduler_pb2.PoolView(num_devices=1, num_slots=2, num_wanted=3, reason="2 models wait")
+    found = of(view(demand=[demand], workers=[full], pools=[pool]))
+    assert found.keys() == {"wait acme/a", "kv w-3", "pool 1"}
+    assert (found["wait acme/a"].hold_s, found["wait acme/a"].models) == (WAIT_HOLD_S, ("acme/a",))
+    assert "98% full" in found["kv w-3"].text
+    assert "3 slots of 1 device are wanted, 2 are there" in found["pool 1"].text
+
+
+@pytest.mark.parametrize(("age_s", "num_shown"), [(0.0, 1), (WAIT_HOLD_S - 1, 1), (WAIT_HOLD_S, 2), (KV_HOLD_S, 3)])
+def test_alert_is_shown_once_it_has_held(age_s: float, num_shown: int) -> None:
+    found = [Alert("now", "", ""), Alert("wait", "", "", hold_s=WAIT_HOLD_S), Alert("kv", "", "", hold_s=KV_HOLD_S)]
+    assert len(held(found, {alert.key: 100.0 for alert in found}, 100.0 + age_s)) == num_shown

@@ -6,14 +6,9 @@ import re
 
 from torchrelay.gateway.console.static_files import static_files
 
-MAX_BYTES = 250_000
 
-
-def test_files_are_small_in_total() -> None:
-    assert sum(len(content) for content, _ in static_files().values()) <= MAX_BYTES
-
-
-def test_policy_allows_files_of_the_gateway_only() -> None:
+def test_files_are_small_and_their_policy_allows_files_of_the_gateway_only() -> None:
+    assert sum(len(content) for content, _ in static_files().values()) <= 250_000
     for path, (_, headers) in static_files().items():
         policy = dict(headers)[b"content-security-policy"]
         assert b"default-src 'none'" in policy, path
