@@ -16,7 +16,7 @@ import obstore
 import pytest
 from obstore.store import from_url
 
-from tests.e2e.conftest import SMALL
+from tests.e2e.tenants import SMALL
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
 from tests.support.platform import Platform, running_platform

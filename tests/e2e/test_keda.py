@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.completions import complete
 from tests.support.parts import Parts, parts_of
 from tests.support.schedulers import address_of, becomes_active, serves

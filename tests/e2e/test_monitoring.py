@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.conftest import SMALL
+from tests.e2e.tenants import SMALL
 from tests.support.brokers import free_port
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete

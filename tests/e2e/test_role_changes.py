@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import SMALL
-from tests.e2e.test_targets import said
+from tests.e2e.tenants import SMALL
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
 from tests.support.platform import Platform, running_platform
@@ -104,6 +103,6 @@ def test_prefill_instance_decodes_under_load_and_no_answer_differs(tmp_path: Pat
         assert roles(view).keys() == before.keys()
         (reason,) = {instance.roles_reason for instance in view.instances if instance.roles_reason}
         assert "decode needs this instance more than prefill" in reason
-        told = said(platform, "explain", model)
+        told = platform.cli("explain", model)
         assert "set_roles" in told and "decode needs this instance more than prefill" in told
         assert "drain" not in told

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.e2e.conftest import SMALL
+from tests.e2e.tenants import SMALL
 from tests.e2e.test_tls import shows_issued
 from tests.support.checkpoints import make_checkpoint
 from tests.support.clients import Clients

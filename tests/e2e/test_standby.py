@@ -15,7 +15,7 @@ import nats.errors
 import pytest
 from nats.js import JetStreamContext
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.brokers import nats_cluster
 from tests.support.completions import Streamed, complete, headers, stream
 from tests.support.http import http

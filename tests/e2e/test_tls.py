@@ -18,7 +18,7 @@ import httpx
 import pytest
 from cryptography import x509
 
-from tests.e2e.conftest import SMALL, Tenant
+from tests.e2e.tenants import SMALL, Tenant
 from tests.support.completions import headers, stream
 from tests.support.platform import SCRIPTS, Platform, running_platform
 from tests.support.wait import wait_until

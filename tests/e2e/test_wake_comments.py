@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.calibration.padding import padded_workers
-from tests.e2e.conftest import SMALL
+from tests.e2e.tenants import SMALL
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import wake
 from tests.support.platform import running_platform

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import SMALL
-from tests.e2e.test_exactness import reference
+from tests.e2e.tenants import SMALL, reference
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers
 from tests.support.http import http

@@ -60,6 +60,13 @@ class Platform:
             model: str = ModelUpload(client, folder, name, lambda *_: None).run(settings)["id"]
             return model
 
+    def cli(self, *words: str) -> str:
+        """The standard output of a command of `torchrelay` that ends well."""
+        command = [str(SCRIPTS / "torchrelay"), *words, "--home", str(self.home.path)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
     def pid(self, child: str) -> int:
         """The process of one child, by its name in `up`: redis, nats, gateway, scheduler, prefill-0, ...
 

@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import SMALL, Tenant
-from tests.e2e.test_faults import num_decoded, usage
+from tests.e2e.faults.test_kills import num_decoded
+from tests.e2e.tenants import Tenant
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers, stream
 from tests.support.http import http
-from tests.support.platform import Platform, running_platform
+from tests.support.platform import Platform
 from tests.support.wait import HANG_S, wait_until
 from torchrelay.common.liveness import SILENT_S
 
@@ -31,14 +31,6 @@ NUM_TOKENS = 1000  # enough that the stream still runs when a process is stopped
 SAMPLED = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 # bench/hangs.py measures how soon streams resume and requests are answered; here a limit stands against hanging only.
 ANSWER_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def shaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
-    """A tenant of a platform whose processes these tests stop."""
-    options = (*SMALL, "--idle-timeout-s", "120")
-    with running_platform(tmp_path_factory.mktemp("shaken"), options) as platform:
-        yield Tenant(platform, "acme", platform.tenant("acme"), tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +125,11 @@ def test_stream_survives_a_hung_worker_and_is_billed_once(
     shaken: Tenant, model: str, expected: list[int], child: str
 ) -> None:
     platform = shaken.platform
-    before, num_decoded_before = usage(shaken), num_decoded(platform, "prefill-0")
+    before, num_decoded_before = shaken.usage(), num_decoded(platform, "prefill-0")
     assert tokens_while_hung(shaken, model, child) == expected
     if child == "decode-0":
         assert num_decoded(platform, "prefill-0") > num_decoded_before, "no other worker has taken over"
-    after = usage(shaken)
+    after = shaken.usage()
     assert after["completion_tokens"] - before["completion_tokens"] == NUM_TOKENS
     assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
 
@@ -145,7 +137,7 @@ def test_stream_survives_a_hung_worker_and_is_billed_once(
 def test_stopped_worker_that_resumes_repeats_no_token(shaken: Tenant, model: str, expected: list[int]) -> None:
     """Both workers hang: nobody can take over before one of them goes on, or is replaced."""
     platform = shaken.platform
-    before = usage(shaken)["completion_tokens"]
+    before = shaken.usage()["completion_tokens"]
     with ThreadPoolExecutor(1) as pool:
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
         for state in states:
@@ -157,7 +149,7 @@ def test_stopped_worker_that_resumes_repeats_no_token(shaken: Tenant, model: str
         rest.result(ANSWER_S)
     assert state.error is None and state.done
     assert state.token_ids == expected
-    assert usage(shaken)["completion_tokens"] - before == NUM_TOKENS
+    assert shaken.usage()["completion_tokens"] - before == NUM_TOKENS
 
 
 def test_prompts_leave_a_hung_prefill_worker(shaken: Tenant, model: str) -> None:

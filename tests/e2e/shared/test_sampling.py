@@ -9,7 +9,7 @@ import openai
 import pytest
 import torch
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.checkpoints import reference_model
 from tests.support.completions import complete, headers
 from tests.support.http import http

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.completions import complete
-from tests.support.platform import SCRIPTS, Platform
+from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e
 
@@ -18,14 +16,10 @@ def test_deleted_model_is_absent_from_top(platform: Platform, tenant: Tenant) ->
     complete(platform, tenant.key, model, [5, 6, 7], max_tokens=2)
     platform.await_zero()
 
-    def run(*words: str) -> str:
-        command = [str(SCRIPTS / "torchrelay"), *words, "--home", str(platform.home.path)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-    assert model in run("top", "--once")
-    run("models", "delete", model, "--yes")
+    assert model in platform.cli("top", "--once")
+    platform.cli("models", "delete", model, "--yes")
     for view in platform.views():
         is_shown = any(model in version.models for version in view.versions)
         if not is_shown and not any(relay.model == model for relay in view.relays):  # a relay is shown for 6 s more
             break
-    assert model not in run("top", "--once") and any(store.copies for store in view.stores)
+    assert model not in platform.cli("top", "--once") and any(store.copies for store in view.stores)

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import subprocess
 from functools import partial
 
 import pytest
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.completions import complete
-from tests.support.platform import SCRIPTS, Platform
+from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e
-
-
-def said(platform: Platform, *words: str) -> str:
-    """The standard output of the CLI."""
-    command = [str(SCRIPTS / "torchrelay"), *words, "--home", str(platform.home.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def explained(platform: Platform, key: str, model: str, **body: str) -> str:
     """The explanation of a new request."""
     answer = complete(platform, key, model, [5, 6, 7], max_tokens=2, **body)
-    return said(platform, "explain", "--json", str(answer["id"]))
+    return platform.cli("explain", "--json", str(answer["id"]))
 
 
 def test_explain_reports_targets_until_they_are_reset(platform: Platform, tenant: Tenant) -> None:
     model = tenant.model()
     explain = partial(explained, platform, tenant.key, model)
-    set_ = said(platform, "models", "set", model, "--interactive-ttft-s", "0.75", "--tbt-target-s", "0.125")
+    set_ = platform.cli("models", "set", model, "--interactive-ttft-s", "0.75", "--tbt-target-s", "0.125")
     line = f"{model}: targets: first token in 750 ms (interactive); 125 ms between tokens"
-    assert line in set_ and line in said(platform, "models")
+    assert line in set_ and line in platform.cli("models")
     assert "targets (interactive): the first 750 ms after it came, 125 ms between tokens" in explain(
         service_tier="priority"
     )
     assert "targets (standard): the first 2 s after it came, 125 ms between tokens" in explain(service_tier="default")
-    back = said(platform, "models", "set", model, "--interactive-ttft-s", "0", "--tbt-target-s", "0")
+    back = platform.cli("models", "set", model, "--interactive-ttft-s", "0", "--tbt-target-s", "0")
     assert f"{model}: back to the platform's default targets: first token (interactive), between tokens\n" in back
-    assert line not in said(platform, "models")
+    assert line not in platform.cli("models")
     assert "targets (interactive): the first 500 ms after it came, 100 ms between tokens" in explain(
         service_tier="priority"
     )
@@ -51,8 +42,8 @@ def test_service_class_defaults_to_the_key_then_the_tenant(platform: Platform, t
     model = platform.upload(key, tenant.checkpoint("llama"), "llama")
     assert "targets (batch): the first 600 s after it came" in explained(platform, key, model)
     assert "targets (standard): the first 2 s" in explained(platform, key, model, service_tier="default")
-    made = said(platform, "key", "create", "--tenant", "nightly", "--service-class", "interactive", "--no-save").strip()
+    made = platform.cli("key", "create", "--tenant", "nightly", "--service-class", "interactive", "--no-save").strip()
     assert "targets (interactive): the first 500 ms" in explained(platform, made, model)
-    assert "interactive" in said(platform, "key", "list") and "batch" in said(platform, "tenant", "list")
-    said(platform, "tenant", "set", "nightly", "--service-class", "none")
+    assert "interactive" in platform.cli("key", "list") and "batch" in platform.cli("tenant", "list")
+    platform.cli("tenant", "set", "nightly", "--service-class", "none")
     assert "targets (standard): the first 2 s" in explained(platform, key, model, service_tier="auto")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
-from tests.support.platform import SCRIPTS, Platform
+from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e
 
 
 def test_rolled_back_model_answers_as_before(platform: Platform, tenant: Tenant) -> None:
     def run(*words: str) -> str:
-        command = [str(SCRIPTS / "torchrelay"), *words, "--home", str(platform.home.path), "--key", tenant.key]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        return platform.cli(*words, "--key", tenant.key)
 
     def answer(model: str) -> list[int]:
         reply = complete(platform, tenant.key, model, [5, 6, 7], max_tokens=8, ignore_eos=True)

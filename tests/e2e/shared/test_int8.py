@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers
 from tests.support.http import http

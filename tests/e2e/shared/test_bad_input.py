@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.completions import complete, headers
 from tests.support.http import http
 from tests.support.platform import Platform

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer
 
-from tests.e2e.conftest import Tenant
+from tests.e2e.tenants import Tenant
 from tests.support.completions import complete, headers
 from tests.support.http import http
 from tests.support.platform import Platform
