@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Page, ViewportSize, expect, sync_playwright
 
 from examples.glossary.terms import FOLDER
 from tests.support.platform import Platform, running_platform
 
 SMALL = ("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1")
 MODEL = Path(FOLDER) / "model"
+DESKTOP: ViewportSize = {"width": 1200, "height": 800}
 WAIT_MS = 60_000  # the browser and the platform share a busy machine
-CHROMIUM = shutil.which("chromium") or "chromium"  # where it is missing, Playwright says so
+CHROMIUMS = "chromium-headless-shell", "chromium"  # the first draws with half the CPU
+CHROMIUM = next(filter(None, map(shutil.which, CHROMIUMS)), CHROMIUMS[0])  # where it is missing, Playwright says so
 
 
 @dataclass(slots=True)
@@ -24,14 +26,14 @@ class Console:
     """The console of a platform: ``reader`` has a model, ``other`` has none."""
 
     platform: Platform
-    browser: Browser
+    browser: BrowserContext  # of all tests: it keeps the console's scripts
     reader: str
     other: str
     errors: list[str] = field(default_factory=list)
 
-    def open(self, key: str, *, dark: bool = False, width: int = 1200) -> Page:
+    def open(self, key: str) -> Page:
         """The overview, after signing in; errors of the browser's console are kept."""
-        page = self.browser.new_page(color_scheme="dark" if dark else "light", viewport={"width": width, "height": 800})
+        page = self.browser.new_page()
         page.set_default_timeout(WAIT_MS)
         page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -49,7 +51,7 @@ def running_console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Consol
         reader, other = platform.tenant("reader"), platform.tenant("other")
         platform.upload(reader, MODEL, "glossary")
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield Console(platform, browser, reader, other)
+        yield Console(platform, browser.new_context(viewport=DESKTOP), reader, other)
         browser.close()
 
 
@@ -58,6 +60,6 @@ def console(running_console: Console) -> Iterator[Console]:
     """The shared console; a test ends without an error in the browser's."""
     running_console.errors.clear()
     yield running_console
-    for context in running_console.browser.contexts:
-        context.close()
+    for page in running_console.browser.pages:
+        page.close()
     assert running_console.errors == []

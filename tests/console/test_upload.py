@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Locator, Page, Request, Route, expect
 
 from tests.console.conftest import MODEL, Console
-from tests.console.test_console import chat, ledger_sums, serious_issues, total, turn_to
+from tests.console.test_console import assert_accessible_and_fits, chat, ledger_sums, total, turn_to
 from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -305,26 +305,17 @@ def test_tenant_sees_no_upload_of_another_and_a_sign_out_ends_it(
     assert sender.tenant not in page.content()
 
 
-@pytest.mark.parametrize(("dark", "width"), [(False, 1200), (True, 1200), (False, 360)])
-def test_upload_is_accessible_and_fits(
-    console: Console, sender: Sender, folder: Path, dark: bool, width: int, tmp_path: Path
-) -> None:
-    page = console.open(sender.key, dark=dark, width=width)
+def test_upload_is_accessible_and_fits(console: Console, sender: Sender, folder: Path) -> None:
+    page = console.open(sender.key)
     turn_to(page, "Models")
     drop(page, folder)
     expect(page.get_by_label("Name", exact=True)).to_have_value("my-glossary")
-    look(page, tmp_path / "chosen.png", width)
+    assert_accessible_and_fits(page)
     send_first_part(page, folder, "terms")
-    look(page, tmp_path / "sending.png", width)
+    assert_accessible_and_fits(page)
     page.get_by_role("button", name="Stop").click()
-    look(page, tmp_path / "stopped.png", width)
+    assert_accessible_and_fits(page)
     page.on("dialog", lambda dialog: dialog.accept())
     page.reload()
     page.get_by_role("region", name="Unfinished uploads").wait_for()
-    look(page, tmp_path / "unfinished.png", width)
-
-
-def look(page: Page, picture: Path, width: int) -> None:
-    page.screenshot(path=picture, full_page=True)
-    assert serious_issues(page) == [], picture.name
-    assert page.evaluate("document.documentElement.scrollWidth") <= width, picture.name
+    assert_accessible_and_fits(page)
