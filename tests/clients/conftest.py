@@ -21,7 +21,7 @@ from tests.support.scripted_checkpoints import make_scripted_checkpoint
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PROGRAMS = FOLDER / ".venv" / "bin"
-CLIENT_S = 200  # against hanging
+CLIENT_S = 280  # against hanging
 ANSWER = ("The torch ", "is passed ", "on.")
 TEXT = "".join(ANSWER)
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>'

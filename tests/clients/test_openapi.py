@@ -31,7 +31,7 @@ NUM_EXAMPLES = 10  # random ones for each operation, beside those that cover eac
 def statuses(clients: Clients, key: str, folder: Path, *options: str) -> dict[str, set[int]]:
     """The statuses of every operation, by its method and path, after all checks have passed.
 
-    The requests are the same in every run.
+    The requests are the same in every run, ten times as fast as the limit on an idle machine.
     """
     command = (
         str(PROGRAMS / "st"),
