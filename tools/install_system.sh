@@ -19,7 +19,7 @@ if [ "${1-}" = tests ]; then
         command -v ip >/dev/null || extra+=(iproute2)
         command -v iperf3 >/dev/null || extra+=(iperf3)
         command -v slurmctld >/dev/null || extra+=(slurm-wlm)
-        command -v chromium >/dev/null || extra+=(chromium)
+        command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || extra+=(chromium)
     fi
 fi
 [ ${#brokers[@]} -eq 0 ] && [ ${#extra[@]} -eq 0 ] && exit 0
@@ -57,6 +57,8 @@ if command -v apt-get >/dev/null; then
         "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq "$@" >/dev/null
     }
     apt update || give_up "apt-get update failed"
+    # Debian also has Chromium without a window, which draws pages with half the CPU.
+    ! apt-cache show chromium-headless-shell >/dev/null 2>&1 || extra=(${extra[@]+"${extra[@]/%chromium/chromium-headless-shell}"})
     apt install -y --no-install-recommends ${brokers[@]+"${brokers[@]}"} ${extra[@]+"${extra[@]}"} || give_up "apt-get install failed"
 elif command -v brew >/dev/null; then
     packages=(${brokers[@]+"${brokers[@]/redis-server/redis}"} ${extra[@]+"${extra[@]/#postgresql/postgresql@15}"})
