@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.integration.roles_testbed import Make, running_testbed
 from tests.support.checkpoints import make_checkpoint
 from tests.unit.engine.harness import Model
 from tests.unit.param_store.running_store import publish, running_store
@@ -30,3 +32,8 @@ def published(
             return await publish(store, model.folder)
 
     return folder / "remote", asyncio.run(run())
+
+
+@pytest.fixture
+def scene_of(tmp_path: Path, published: tuple[Path, param_store_pb2.VersionDescription], nats_url: str) -> Make:
+    return partial(running_testbed, tmp_path, *published, nats_url)

@@ -7,37 +7,33 @@ retries, cancels and bills.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from array import array
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.integration.roles_testbed import DECODE, PREFILL, RunningWorker, running_test_worker
-from tests.integration.test_loading import GatedPack
+from tests.integration.roles_testbed import DECODE, PREFILL, RunningWorker, model_version, running_test_worker
 from tests.support.callers import every_token
 from tests.support.echo_services import EchoScheduler
 from tests.support.gateway_ports import PRINCIPAL, InMemoryPorts, published_model
 from tests.support.wait import HANG_S, eventually
-from tests.unit.engine.harness import Model, outputs, run
-from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, peer, running_store
+from tests.unit.engine.harness import Model
+from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, REMOTE, publish, running_store
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.sampling import shared_sampling
-from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.common.tokens.text_stream import prompt_end
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
-from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
+from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.instance import Instance
 from torchrelay.gateway.background import background
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
@@ -48,12 +44,9 @@ from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.running_request import RunningRequest
 from torchrelay.gateway.inference.execution.worker_streams import RunStream, WorkerStreams
 from torchrelay.prefill.role import PrefillRole
-from torchrelay.transfer.protocol.tickets import derive_node_key
-from torchrelay.transfer.serve.holder import HolderServer
-from torchrelay.transfer.transport.tcp import TcpTransport
 from torchrelay.worker.slot.slot import FREE, LOADING, READY
 
-CLOSED_ADDRESS = "127.0.0.1:1"
+CLOSED_ADDRESS, MODEL = "127.0.0.1:1", "acme/moved"
 
 
 class GatedStore:
@@ -95,42 +88,35 @@ class GatedHold:
     """The replies of a hold, as the gate lets them through."""
 
     def __init__(self, store: GatedStore, call: Any) -> None:
-        self._store, self._call, self._replies = store, call, aiter(call)
-        self._reply: param_store_pb2.HoldReply | None = None
-        self._num_told = -1
+        self.cancel = call.cancel
+        self._replies = self._gated(store, aiter(call))
 
-    def __aiter__(self) -> GatedHold:
-        return self
+    def __aiter__(self) -> AsyncIterator[param_store_pb2.HoldReply]:
+        return self._replies
 
-    async def __anext__(self) -> param_store_pb2.HoldReply:
-        if self._reply is None:
-            first: param_store_pb2.HoldReply = await anext(self._replies)
-            self._reply = first
-        reply = self._reply
-        while self._num_told < reply.num_segments_ready:
-            if self._store.fault:
-                return param_store_pb2.HoldReply(error=self._store.fault)
-            if (num_ready := min(self._store.num_open, reply.num_segments_ready)) > self._num_told:
-                self._num_told = num_ready
+    @staticmethod
+    async def _gated(
+        store: GatedStore, replies: AsyncIterator[param_store_pb2.HoldReply]
+    ) -> AsyncIterator[param_store_pb2.HoldReply]:
+        last, num_told = await anext(replies), -1
+        while num_told < last.num_segments_ready:
+            if store.fault:
+                yield param_store_pb2.HoldReply(error=store.fault)
+            elif (num_ready := min(store.num_open, last.num_segments_ready)) > num_told:
+                num_told = num_ready
                 told = param_store_pb2.HoldReply()
-                told.CopyFrom(reply)
+                told.CopyFrom(last)
                 told.num_segments_ready = num_ready
-                return told
-            await self._store.changed()
-        last: param_store_pb2.HoldReply = await anext(self._replies)
-        return last
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-
-def _decoder(model: Model) -> TokenDecoder:
-    return load_decoder((model.folder / "tokenizer.json").read_bytes())
+                yield told
+            else:
+                await store.changed()
+        async for reply in replies:
+            yield reply
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request, and its answer by a single whole instance."""
+    """A request, and its answer by workers that are whole."""
 
     name: str
     tokens: tuple[int, ...]
@@ -140,45 +126,6 @@ class Prompt:
     expected: tuple[tuple[int, ...], ...] = ()  # by choice
     causes: tuple[FinishCause, ...] = ()
     logprobs: tuple[tuple[float, ...], ...] = ()
-    end: tuple[int, ...] = ()  # of its tokens: what stop strings depend on
-
-    def with_reference(self, model: Model) -> Prompt:
-        """Computes the answer."""
-        prompt = replace(self, end=prompt_end(_decoder(model), self.tokens))
-        instance = model.instance()
-        choices = tuple(ChoiceSpec(choice) for choice in range(self.num_choices))
-        distinct = array("q", sorted(set(self.tokens)) if self.sampling.penalises_prompt else ())
-        group = GroupSpec(
-            "reference", self.tokens, len(self.tokens), self.sampling, choices, distinct_prompt_tokens=distinct
-        )
-        instance.prefill(group)
-        steps = run(instance)
-        logprobs: dict[int, list[float]] = defaultdict(list)
-        for token in (token for step in steps for token in step.tokens if token.logprobs):
-            logprobs[token.choice].append(token.logprobs.chosen if token.logprobs else 0.0)
-        expected, causes = [], []
-        for choice in range(self.num_choices):
-            tokens = prompt._until_stop_string(model, outputs(steps)["reference", choice])
-            is_stopped = len(tokens) < self.sampling.max_tokens or tokens[-1] in self.sampling.stop_token_ids
-            expected.append(tuple(tokens))
-            causes.append(FinishCause.STOP if is_stopped or prompt._ends(model, tokens) else FinishCause.LENGTH)
-        return replace(
-            prompt,
-            expected=tuple(expected),
-            causes=tuple(causes),
-            logprobs=tuple(tuple(logprobs[choice][: len(expected[choice])]) for choice in range(self.num_choices)),
-        )
-
-    def _checker(self, model: Model) -> StopChecker:
-        return StopChecker(_decoder(model), self.stop_strings, self.end)
-
-    def _until_stop_string(self, model: Model, tokens: list[int]) -> list[int]:
-        checker = self._checker(model)
-        return next((tokens[: place + 1] for place, token in enumerate(tokens) if checker.step(token)), tokens)
-
-    def _ends(self, model: Model, tokens: list[int]) -> bool:
-        checker = self._checker(model)
-        return any([checker.step(token) for token in tokens])
 
 
 @dataclass(eq=False)
@@ -193,6 +140,7 @@ class Answer:
     error: TorchrelayError | None = None
     progress: list[int] = field(default_factory=list)  # prompt tokens that workers have reported before the first token
     imports: list[str] = field(default_factory=list)  # the detail of each import
+    attempts_with_tokens: set[int] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
 
     @property
@@ -213,7 +161,7 @@ class MoveScheduler(EchoScheduler):
         self.decode_of: Callable[[RunningWorker], RunningWorker] = lambda prefill: cluster.decode
         self.source_address = ""  # of each source; empty: its own
         self.wait_ms: Callable[[], int] = lambda: 0
-        self.begins_at_next: Callable[[], bool] = lambda: False
+        self.begins_at_next = False
 
     async def recall_prompt(self, request_id: str, keeps_prompt: bool = True) -> bool:
         """Recalls the last placed attempt of a request; False if it is not placed."""
@@ -233,7 +181,7 @@ class MoveScheduler(EchoScheduler):
         kept = self.kept.pop(request_id, None)
         if kept is not None and kept[1] is cluster.next and cluster.is_serving(cluster.source):
             prefill = cluster.source
-        elif kept is not None or request.key.attempt > 1 or self.begins_at_next():
+        elif kept is not None or request.key.attempt > 1 or self.begins_at_next:
             prefill = cluster.next
         else:
             prefill = cluster.source if cluster.is_serving(cluster.source) else cluster.next
@@ -249,15 +197,19 @@ class MoveScheduler(EchoScheduler):
             placement.kv_ticket.CopyFrom(ticket)
         if kept is not None and kept[1] is not prefill:
             key, source = kept
-            buffer_id = f"{key.request_id}/{key.attempt}/prompt"
-            ticket = OFFICE.issue(buffer_id, worker_id(source), worker_id(prefill), expires_unix_ms)
-            placement.prompt_source.key.CopyFrom(key)
-            placement.prompt_source.worker.CopyFrom(worker_ref(source))
+            placement.prompt_source.CopyFrom(prompt_source(key, source, receiver_id=worker_id(prefill)))
             placement.prompt_source.worker.grpc_address = self.source_address or source.address
-            placement.prompt_source.ticket.CopyFrom(ticket)
             placement.prompt_source.wait_ms = self.wait_ms()
         self.placed[request_id] = request.key, prefill
         await events.put(scheduler_pb2.AdmitEvent(placement=placement))
+
+
+def prompt_source(key: types_pb2.AttemptKey, source: RunningWorker, **fields: Any) -> types_pb2.PromptSource:
+    """The source of a prompt; ``fields`` of its ticket."""
+    buffer_id = f"{key.request_id}/{key.attempt}/prompt"
+    expires_unix_ms = int(time.time() * 1000) + 60_000
+    values = {"buffer_id": buffer_id, "holder_id": worker_id(source), "expires_unix_ms": expires_unix_ms, **fields}
+    return types_pb2.PromptSource(key=key, worker=worker_ref(source), ticket=OFFICE.issue(**values))
 
 
 def worker_id(worker: RunningWorker) -> str:
@@ -286,6 +238,7 @@ class MoveCluster:
     gate: GatedStore
     ports: InMemoryPorts
     stack: AsyncExitStack
+    decoder: TokenDecoder
     scheduler: MoveScheduler = field(init=False)
     upstreams: Upstreams = field(init=False)
     ledger_writer: LedgerWriter = field(init=False)
@@ -353,6 +306,20 @@ class MoveCluster:
         assert hosted is not None
         await hosted.settled.wait()
 
+    async def with_reference(self, prompt: Prompt) -> Prompt:
+        """The prompt with its answer, which does not move."""
+        self.scheduler.begins_at_next = True
+        answer = self.send(prompt, tenant_id="reference")
+        usages = await self.finished(answer)
+        self.scheduler.begins_at_next = False
+        assert answer.error is None
+        return replace(
+            prompt,
+            expected=tuple(tuple(answer.tokens[choice]) for choice in range(prompt.num_choices)),
+            causes=tuple(usage.cause for usage in usages),
+            logprobs=tuple(tuple(answer.logprobs[choice]) for choice in range(prompt.num_choices)),
+        )
+
     def send(
         self, prompt: Prompt, *, tenant_id: str = PRINCIPAL.tenant_id, deadline_s: float = 0.0, delay_s: float = 0.0
     ) -> Answer:
@@ -364,7 +331,7 @@ class MoveCluster:
 
     async def _run(self, answer: Answer, deadline_s: float) -> None:
         prompt, sampling = answer.prompt, answer.prompt.sampling
-        model = self.ports.published["acme/moved"]
+        model = self.ports.published[MODEL]
         principal = replace(PRINCIPAL, tenant_id=answer.tenant_id)
         reservation = await self.ports.admit(principal, model, len(prompt.tokens), sampling.max_tokens)
         message = pb.Sampling(
@@ -381,7 +348,7 @@ class MoveCluster:
             principal,
             model,
             prompt.tokens,
-            prompt.end,
+            prompt_end(self.decoder, prompt.tokens) if prompt.stop_strings else (),
             message,
             prompt.num_choices,
             now_unix_us(),
@@ -412,6 +379,8 @@ class MoveCluster:
         if answer is not None:
             if not output.token_ids and not output.finish_reason:
                 answer.progress.append(output.num_prompt_tokens)
+            if output.token_ids:
+                answer.attempts_with_tokens.add(output.key.attempt)
             answer.imports += [phase.detail for phase in output.phases if phase.name == "import"]
         return self.on_output(output)
 
@@ -450,14 +419,13 @@ class MoveCluster:
 
 async def assert_worker_is_empty(worker: RunningWorker) -> None:
     """Waits until a worker holds no attempt, page, hidden state, buffer, recalled prompt, receiver or KV budget."""
-    for role in worker.worker.roles:
-        if isinstance(role, PrefillRole):
-            await eventually(lambda role=role: not role._recalled._timers, "the end of recalled prompts")  # type: ignore[misc]
-            await eventually(lambda role=role: not role._receivers, "the end of all imports")  # type: ignore[misc]
-            await eventually(lambda role=role: not role._budget.num_granted, "the return of the KV budget")  # type: ignore[misc]
-            await eventually(lambda role=role: not role._recalled._leaving, "the end of all exports")  # type: ignore[misc]
-            await eventually(lambda role=role: not role._measured, "the end of all measured attempts")  # type: ignore[misc]
-            await eventually(lambda role=role: not role._budget._waiting, "the end of waits for the KV budget")  # type: ignore[misc]
+    role = worker.worker.role(PREFILL)
+    assert isinstance(role, PrefillRole)
+    await eventually(lambda: not role._recalled._timers, "the end of recalled prompts")
+    await eventually(lambda: not role._recalled._leaving, "the end of all exports")
+    await eventually(lambda: not role._receivers, "the end of all imports")
+    await eventually(lambda: not role._measured, "the end of all measured attempts")
+    await eventually(lambda: not (role._budget.num_granted or role._budget._waiting), "the return of the KV budget")
     if worker.worker.slot.state != FREE:
         await worker.assert_idle()
         instance = worker.worker.engine.relay_instance
@@ -467,17 +435,6 @@ async def assert_worker_is_empty(worker: RunningWorker) -> None:
     else:
         await eventually(lambda: not any(len(role.attempts) for role in worker.worker.roles), "the end of all attempts")
         await eventually(lambda: not worker.worker.buffers, "the release of all KV buffers")
-
-
-@contextmanager
-def paused(worker: RunningWorker) -> Iterator[Callable[[], None]]:
-    """Makes the engine take no step until the block ends, or the yielded function is called."""
-    may_go_on = threading.Event()
-    worker.worker.engine.post(lambda: may_go_on.wait(HANG_S))
-    try:
-        yield may_go_on.set
-    finally:
-        may_go_on.set()
 
 
 def instance_of(worker: RunningWorker) -> Instance:
@@ -491,33 +448,21 @@ async def running_cluster(
     folder: Path, model: Model, nats_url: str, monkeypatch: Any, **settings: Any
 ) -> AsyncIterator[MoveCluster]:
     """The source has begun to load and has no layer. ``settings``: of all workers."""
-    pack = GatedPack(model)
-    pack.let_all()
     async with AsyncExitStack() as stack:
-        listener = TcpTransport().listen("127.0.0.1", 0)
-        holder = HolderServer("holder", derive_node_key(CLUSTER_KEY, "holder"), {pack.buffer_id: pack}.get, listener)
-        holder.start()
-        stack.push_async_callback(asyncio.to_thread, holder.close)
         store = await stack.enter_async_context(running_store(folder))
-        await store.relay(pack.buffer_id, peer("holder", holder.address, pack.buffer_id, store))
-        await store.until_complete(pack.buffer_id)
+        version = model_version(await publish(store, model.folder))
+        await store.relay(version.pack_id, REMOTE)
         workers = []
         for block_tokens in (32, 20, 48):  # of the KV that each worker hands over
             changes = {"kv_block_tokens": block_tokens, "start_timeout_s": 0.3, "kv_timeout_s": 5.0, **settings}
             workers.append(await stack.enter_async_context(running_test_worker(nats_url, store, **changes)))
-        tokenizer = (model.folder / "tokenizer.json").read_bytes()
-
-        async def read(digest: str) -> bytes:
-            return tokenizer
-
-        for worker in workers:
-            worker.worker.tokenizers.read = read
         gate = GatedStore(workers[0].worker._store)
         workers[0].worker._store = gate  # type: ignore[assignment]
-        version = types_pb2.ModelVersion(model="acme/moved", pack_id=pack.buffer_id, tokenizer_digest="moved")
-        published = published_model("acme/moved", file_digests={"tokenizer.json": "moved"}, context=512)
+        published = published_model(MODEL, file_digests={"tokenizer.json": version.tokenizer_digest}, context=512)
         source, next_worker, decode = workers
-        cluster = MoveCluster(model, version, source, next_worker, decode, gate, InMemoryPorts([published]), stack)
+        decoder = load_decoder((model.folder / "tokenizer.json").read_bytes())
+        ports = InMemoryPorts([published])
+        cluster = MoveCluster(model, version, source, next_worker, decode, gate, ports, stack, decoder)
         route = RunStream._route
 
         def noted(stream: RunStream, step: pb.StepOutput) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class GatewayStream:
             await asyncio.gather(self._reading, return_exceptions=True)
 
 
-@dataclass
+@dataclass(eq=False)
 class RunningWorker:
     worker: Worker
     address: str
@@ -130,6 +131,17 @@ class RunningWorker:
     async def close(self) -> None:
         for stream in self._streams:
             await stream.close()
+
+
+@contextmanager
+def paused(worker: RunningWorker) -> Iterator[Callable[[], None]]:
+    """Makes the engine take no step until the block ends, or the yielded function is called."""
+    may_go_on = threading.Event()
+    worker.worker.engine.post(lambda: may_go_on.wait(HANG_S))
+    try:
+        yield may_go_on.set
+    finally:
+        may_go_on.set()
 
 
 @asynccontextmanager
@@ -265,6 +277,9 @@ class RolesTestbed:
     async def assert_idle(self) -> None:
         await self.prefill.assert_idle()
         await self.decode.assert_idle()
+
+
+Make = Callable[..., AbstractAsyncContextManager[RolesTestbed]]
 
 
 @asynccontextmanager

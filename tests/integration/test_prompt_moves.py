@@ -1,595 +1,572 @@
-"""A prompt that a loading worker has begun continues at another worker, with the same tokens."""
+"""Prompts move between real workers, with a real gateway and bills, whatever fails at any moment of a move."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
+from tokenizers import Tokenizer
 
-from tests.integration.roles_testbed import (
-    DECODE,
-    PREFILL,
-    Request,
-    RolesTestbed,
-    RunningWorker,
-    running_test_worker,
+from tests.integration.move_cluster import (
+    CLOSED_ADDRESS,
+    Answer,
+    MoveCluster,
+    Prompt,
+    instance_of,
+    prompt_source,
+    running_cluster,
 )
-from tests.integration.test_loading import GatedPack
-from tests.support.callers import every_token
+from tests.integration.roles_testbed import DECODE, RunningWorker, paused
 from tests.support.wait import HANG_S, eventually
-from tests.unit.engine.harness import Model, group_of, half_loaded, outputs, prompt_of, run
-from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, peer, running_store
-from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest, Unavailable
+from tests.unit.engine.harness import Model, prompt_of
+from torchrelay.common.errors import DeadlineExceeded
+from torchrelay.common.ids import new_id
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
+from torchrelay.control.v1 import decode_pb2, prefill_pb2, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import prefill_pb2, types_pb2
-from torchrelay.engine.execution import resident_model
-from torchrelay.engine.instance import Instance
+from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
+from torchrelay.decode.role import DecodeRole
+from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.kv.export import PrefillExport
+from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.prefill_import import PrefillImport
-from torchrelay.engine.kv.prefill_layout import context_digests
+from torchrelay.gateway.core import ChoiceUsage, FinishCause
+from torchrelay.gateway.inference.execution.worker_streams import RunStream
 from torchrelay.prefill import prompt_moves
 from torchrelay.prefill import role as prefill_role
-from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts
-from torchrelay.transfer.protocol.tickets import derive_node_key
-from torchrelay.transfer.serve.holder import HolderServer
-from torchrelay.transfer.transport.tcp import TcpTransport
+from torchrelay.prefill.prompt_moves import PromptReceiver, export_request
+from torchrelay.worker.attempts.attempt import Attempt
+from torchrelay.worker.slot.slot import FREE, LOADING, READY
 
-PROMPT = prompt_of(70)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+SAMPLED = SamplingParams(temperature=1.3, seed=5, max_tokens=6)
+SHARED = prompt_of(64, 3)  # the beginning of several prompts
+SHORT_S = 0.3  # the limits of a move that fails
 
 
-@dataclass
-class Pair:
-    """A loading worker, and a whole worker that continues its prompts. Each decodes itself, or a third worker does."""
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit of a move ends on a busy machine; an export takes several steps and messages."""
+    monkeypatch.setattr(prompt_moves, "_KEPT_S", HANG_S)
+    monkeypatch.setattr(prompt_moves, "_MESSAGE_S", HANG_S)
+    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(prompt_moves, "_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(prefill_role, "RECALL_DELAY_S", 0.1)
 
-    loading: RolesTestbed
-    whole: RolesTestbed
-    pack: GatedPack
+
+@pytest.fixture
+async def cluster(
+    request: pytest.FixtureRequest, tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[MoveCluster]:
+    settings = getattr(request, "param", {})
+    async with running_cluster(tmp_path, model, nats_url, monkeypatch, **settings) as cluster:
+        yield cluster
+
+
+async def prompts_of(cluster: MoveCluster) -> list[Prompt]:
+    """Prompts of all kinds, with their answers."""
+    prompts = [
+        Prompt("short", prompt_of(3), GREEDY),
+        Prompt("long", prompt_of(120, 1), GREEDY),
+        Prompt("page", prompt_of(PAGE_TOKENS * 2, 2), GREEDY),
+        Prompt("shared prefix", (*SHARED, *prompt_of(9, 4)), GREEDY),
+        Prompt("shared prefix, sampled", (*SHARED, *prompt_of(20, 5)), SAMPLED),
+        Prompt("sampled", prompt_of(40, 6), SAMPLED),
+        Prompt("penalties", prompt_of(33, 7), replace(SAMPLED, frequency_penalty=0.7, repetition_penalty=1.2)),
+        Prompt("nucleus", prompt_of(50, 8), replace(SAMPLED, top_p=0.8, top_k=40, min_p=0.01)),
+        Prompt("logprobs", prompt_of(30, 9), replace(GREEDY, top_logprobs=2)),
+        Prompt("two choices", prompt_of(45, 10), SAMPLED, num_choices=2),
+        Prompt("three choices with logprobs", prompt_of(21, 11), replace(SAMPLED, top_logprobs=1), num_choices=3),
+        Prompt("one token", prompt_of(60, 12), replace(GREEDY, max_tokens=1)),
+    ]
+    prompts = [await cluster.with_reference(prompt) for prompt in prompts]
+    by_name = {prompt.name: prompt for prompt in prompts}
+    long, choices = by_name["long"], by_name["two choices"]
+    first, third = long.expected[0][0], choices.expected[0][2]
+    tokenizer = Tokenizer.from_file(str(cluster.model.folder / "tokenizer.json"))
+    texts = [tokenizer.decode([token]) for token in choices.expected[1]]
+    letter = next(text for text in texts if len(text) == 1 and text.isprintable())
+    stopped = [
+        replace(long, name="stop on the first token", sampling=replace(GREEDY, stop_token_ids=frozenset({first}))),
+        replace(choices, name="stop token", sampling=replace(SAMPLED, stop_token_ids=frozenset({third}))),
+        replace(choices, name="stop string", stop_strings=(letter,)),
+    ]
+    return [*prompts, *[await cluster.with_reference(prompt) for prompt in stopped]]
+
+
+class Hold:
+    """Holds a move at its moment, an export in the middle or a step of the import, until the test releases it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cluster: MoveCluster) -> None:
+        self.reached, self._released, self._engine_released = asyncio.Event(), asyncio.Event(), threading.Event()
+        self._moment, self.breaks_writes = "", False
+        loop, read_piece, write = asyncio.get_running_loop(), prompt_moves._read_piece, PrefillImport.write
+
+        def read(exported: PrefillExport, piece: range) -> bytes:
+            assert cluster.role(cluster.source).keeps_prompt(exported.spec.group_id), "a late recall would end it"
+            if piece.start and self._moment == "exporting":
+                loop.call_soon_threadsafe(self.reached.set)
+                self._engine_released.wait(HANG_S)
+            return read_piece(exported, piece)
+
+        def write_unless_broken(prompt_import: PrefillImport, index: int, data: memoryview) -> None:
+            if self.breaks_writes:
+                raise RuntimeError("out of memory")
+            write(prompt_import, index, data)
+
+        monkeypatch.setattr(prompt_moves, "_read_piece", read)
+        monkeypatch.setattr(PrefillImport, "write", write_unless_broken)
+        for moment, name in (("receiving", "receive"), ("starting", "start")):
+            self._hold_calls(monkeypatch, moment, name)
+
+    def _hold_calls(self, monkeypatch: pytest.MonkeyPatch, moment: str, name: str) -> None:
+        original = getattr(PromptReceiver, name)
+
+        async def held(*args: Any) -> Any:
+            if self._moment == moment:
+                self.reached.set()
+                await self._released.wait()
+            return await original(*args)
+
+        monkeypatch.setattr(PromptReceiver, name, held)
+
+    def at(self, moment: str) -> None:
+        self._moment = moment
+        for event in (self.reached, self._released, self._engine_released):
+            event.clear()
+
+    def release(self) -> None:
+        self._moment = ""
+        self._released.set()
+        self._engine_released.set()
+
+
+HELD = ("exporting", "receiving", "starting")
+MOMENTS = ("begun", "queued", *HELD, "handed over")
+FAULTS = (
+    *("nothing", "end the load", "fail the load", "lose the source", "lose the source's host", "lose the next worker"),
+    *("lose the decode worker", "break a stream", "break the import", "cancel"),
+    *("recall again", "repeat the recall", "recall without the prompt", "send more"),
+)
+HANGS = ("hang the source", "hang the next worker", "hang the decode worker")
+HARMLESS = {"nothing", "repeat the recall", "send more"}
+# Once the prompt has left its source.
+HARMLESS_LATER = {*HARMLESS, "end the load", "fail the load", "lose the source", "lose the source's host"}
+
+
+class History:
+    """A move of a prompt, with faults at one of its moments. ``number`` varies the rest."""
+
+    def __init__(
+        self, cluster: MoveCluster, hold: Hold, prompts: list[Prompt], number: int, moment: str, faults: tuple[str, ...]
+    ) -> None:
+        self.cluster, self.hold, self.moment, self.faults = cluster, hold, moment, faults
+        self.random = random.Random(number)
+        self.prompts = prompts
+        self.prompt = prompts[number % len(prompts)]
+        may_be_at_first_layer = moment not in ("exporting", "starting") and faults != ("nothing",)
+        self.boundary = number % 4 if may_be_at_first_layer else 1 + number % 3
+        self.is_apart = bool(number // 2 % 2) or moment == "handed over"
+        self.tenant_id = new_id("ten")  # its cached prefixes are its own
+        self.answers: list[Answer] = []
+        self.cancelled: set[Answer] = set()
+        self.has_deadline: set[Answer] = set()
+        self.resume: dict[RunningWorker, Callable[[], None]] = {}
+        self.return_pages: Callable[[], Awaitable[object]] | None = None
 
     @property
-    def boundaries(self) -> list[int]:
-        instance = self.loading.prefill.worker.engine.relay_instance
-        return [] if instance is None else [group.layer for group in instance.groups()]
+    def is_harmless(self) -> bool:
+        return {*self.faults} <= (HARMLESS_LATER if self.moment in ("starting", "handed over") else HARMLESS)
 
-    def let_layers(self, num_layers: int) -> None:
-        """Delivers the embeddings and the first layers."""
-        manifest = self.pack.manifest
-        end = -(-manifest.segments[num_layers].end // manifest.chunk_bytes)
-        self.pack.let(*(index for index in range(end) if not self.pack.ready_flags()[index]))
+    async def run(self) -> None:
+        cluster = self.cluster
+        await cluster.start_source()
+        cluster.scheduler.decode_of = lambda prefill: cluster.decode if self.is_apart else prefill
+        cluster.scheduler.wait_ms = lambda: self.random.choice((0, 0, 3))
+        cluster.scheduler.source_address = ""
+        with ExitStack() as stack:
+            stack.callback(self.let_all_go_on)
+            if self.moment == "queued":
+                await self.take_pages()
+            if self.moment == "handed over":
+                self.hang(cluster.decode)
+            self.hold.at(self.moment)
+            main = self.send(self.prompt)
+            if self.random.random() < 0.4:
+                self.send(self.random.choice(self.prompts))
+            cluster.let_layers(self.boundary)
+            expected = [self.boundary] * len(self.answers)
+            await eventually(lambda: cluster.boundaries == expected, "the prompts at their boundary")
+            if self.moment != "begun":
+                await cluster.scheduler.recall_prompt(main.request_id)
+                await self.until_moment(main)
+            for fault in self.faults:
+                await self.inject(fault, main)
+            if self.moment == "begun":
+                await cluster.scheduler.recall_prompt(main.request_id)
+            await self.end(main)
 
-    async def begun(self, request: Request, boundary: int) -> None:
-        """Sends a request to the loading worker, which computes it up to a boundary."""
-        self.let_layers(boundary)
-        await self.loading.send(request)
-        await eventually(lambda: self.boundaries == [boundary])
+    async def until_moment(self, main: Answer) -> None:
+        if self.moment == "queued":
+            await eventually(instance_of(self.cluster.next).groups, "the prompt at the next worker")
+        elif self.moment == "handed over":
+            assert main.task is not None
+            task = main.task
+            await eventually(lambda: any(main.tokens.values()) or task.done(), "the first token")
+        else:
+            await self.hold.reached.wait()
 
-    async def move(self, request: Request, *, is_recalled: bool = True, **changes: Any) -> Request:
-        """Recalls the attempt and sends the next one to the whole worker, with ``changes`` of its source's ticket."""
-        if is_recalled:
-            await request.recall()
-        moved = Request(pb.AttemptStart(), self.whole.streams)
-        moved.start.CopyFrom(request.start)
-        moved.start.key.attempt += 1
-        start = self.whole.for_prefill(moved)
-        start.prompt_source.key.CopyFrom(request.start.key)
-        start.prompt_source.worker.CopyFrom(worker_ref(self.loading.prefill))
-        fields = {
-            "buffer_id": f"{request.start.key.request_id}/1/prompt",
-            "holder_id": self.loading.prefill.worker.settings.worker_id,
-            "receiver_id": self.whole.prefill.worker.settings.worker_id,
-            "expires_unix_ms": int(time.time() * 1000) + 60_000,
-        }
-        start.prompt_source.ticket.CopyFrom(OFFICE.issue(**{**fields, **changes}))
-        prefill, decode = moved.streams
-        await decode.send(self.whole.for_decode(moved))
-        await prefill.send(start)
-        return moved
+    def send(self, prompt: Prompt, deadline_s: float = 0.0) -> Answer:
+        answer = self.cluster.send(prompt, tenant_id=self.tenant_id, deadline_s=deadline_s)
+        self.answers.append(answer)
+        if deadline_s:
+            self.has_deadline.add(answer)
+        return answer
 
-    async def assert_idle(self) -> None:
-        await self.loading.assert_idle()
-        await self.whole.assert_idle()
+    async def take_pages(self) -> None:
+        """Takes all free pages of the next worker."""
+        worker, instance = self.cluster.next.worker, instance_of(self.cluster.next)
+        allocator = instance._tables.allocator
+        pages = await worker.engine.call(lambda: allocator.take(allocator.num_free))
 
+        async def give_back() -> None:
+            self.return_pages = None
+            if worker.engine.relay_instance is instance:
+                await worker.engine.call(lambda: allocator.release(pages))
+                worker.engine.wake()
+                worker.pages_freed()
 
-def worker_ref(worker: RunningWorker) -> types_pb2.WorkerRef:
-    worker_id = worker.worker.settings.worker_id
-    token = every_token(CLUSTER_KEY, worker_id)
-    return types_pb2.WorkerRef(worker_id=worker_id, grpc_address=worker.address, worker_token=token)
+        self.return_pages = give_back
 
+    def hang(self, worker: RunningWorker) -> None:
+        if worker not in self.resume:
+            may_go_on = threading.Event()
+            worker.worker.engine.post(lambda: may_go_on.wait(HANG_S))
+            self.resume[worker] = may_go_on.set
 
-@asynccontextmanager
-async def running_pair(folder: Path, model: Model, nats_url: str, apart: bool) -> AsyncIterator[Pair]:
-    gated, full = GatedPack(model), GatedPack(model)
-    full.let_all()
-    async with AsyncExitStack() as stack:
-        workers = []
-        for name, pack in (("loading", gated), ("whole", full)):
-            listener = TcpTransport().listen("127.0.0.1", 0)
-            holder = HolderServer(name, derive_node_key(CLUSTER_KEY, name), {pack.buffer_id: pack}.get, listener)
-            holder.start()
-            stack.push_async_callback(asyncio.to_thread, holder.close)
-            store = await stack.enter_async_context(running_store(folder / name))
-            await store.relay(pack.buffer_id, peer(name, holder.address, pack.buffer_id, store))
-            workers.append(await stack.enter_async_context(running_test_worker(nats_url, store)))
-        whole = workers[1]
-        version = types_pb2.ModelVersion(model="acme/gated", pack_id=gated.buffer_id)
-        if apart:
-            decode = await stack.enter_async_context(running_test_worker(nats_url, store))
-            await decode.load(version, [DECODE])
-            await decode.until_ready()
+    def let_go_on(self, *workers: RunningWorker) -> None:
         for worker in workers:
-            await worker.load(version, [PREFILL, DECODE])
-        await whole.until_ready()
-        loading_scene, whole_scene = (RolesTestbed(each, decode if apart else each, version) for each in workers)
-        for scene in (loading_scene, whole_scene):
-            scene.streams = await scene.connect()
-        yield Pair(loading_scene, whole_scene, gated)
-        gated.let_all()
+            self.resume.pop(worker, lambda: None)()
+
+    def let_all_go_on(self) -> None:
+        self.hold.release()
+        self.hold.breaks_writes = False
+        self.cluster.on_output = lambda output: True
+        self.let_go_on(*self.cluster.workers)
+
+    async def inject(self, fault: str, main: Answer) -> None:
+        cluster, scheduler, slot = self.cluster, self.cluster.scheduler, self.cluster.source.worker.slot
+        match fault:
+            case "end the load":
+                cluster.gate.open_segments(cluster.num_segments)
+                await eventually(lambda: slot.state != LOADING, "the end of the load")
+                if self.moment == "queued":
+                    await eventually(lambda: not cluster.boundaries, "the end of the prompt, with what is kept of it")
+            case "fail the load":
+                cluster.gate.fail("the holder was lost")
+            case "lose the source" | "lose the source's host":
+                scheduler.source_address = CLOSED_ADDRESS if "host" in fault else ""
+                if slot.state != FREE:
+                    await cluster.source.unload()
+            case "lose the next worker" | "lose the decode worker":
+                worker = cluster.next if "next" in fault else cluster.decode
+                self.let_go_on(worker)
+                if worker is cluster.next and self.return_pages is not None:
+                    await self.return_pages()
+                await cluster.reload(worker)
+            case "hang the source" | "hang the next worker" | "hang the decode worker":
+                self.hang(cluster.workers[HANGS.index(fault)])
+            case "break a stream":
+                cluster.on_output = self.breaking()
+            case "break the import":
+                self.hold.breaks_writes = True
+            case "cancel":
+                assert main.task is not None
+                if not main.task.done():
+                    main.task.cancel()
+                    self.cancelled.add(main)
+                if self.moment == "queued" and len(self.faults) == 1:
+                    await eventually(lambda: not instance_of(cluster.next).groups(), "the end of the prompt")
+                    assert self.boundary in cluster.boundaries, "the source was not asked for it"
+            case "recall again":
+                await scheduler.recall_prompt(main.request_id)
+            case "repeat the recall":  # as a new scheduler may
+                key = pb.CancelAttempt(key=scheduler.placed[main.request_id][0]).key
+                key.attempt = 1
+                if self.moment != "begun":
+                    await scheduler.recall(key, True)
+            case "recall without the prompt":
+                await scheduler.recall_prompt(main.request_id, keeps_prompt=False)
+            case "send more":
+                for deadline_s in (0.0, 0.05):
+                    self.send(self.random.choice(self.prompts), deadline_s)
+                await asyncio.sleep(0)  # so that the gateway has begun them
+
+    def breaking(self) -> Callable[[pb.ChoiceOutput], bool]:
+        """Breaks the stream that brings the next token of a later attempt, which is billed once nevertheless."""
+        broken: list[int] = []
+
+        def arrives(output: pb.ChoiceOutput) -> bool:
+            if output.key.attempt > 1 and output.token_ids and not broken:
+                broken.extend(output.token_ids)
+                raise TimeoutError("the stream broke")
+            return True
+
+        return arrives
+
+    async def end(self, main: Answer) -> None:
+        """Lets everything go on, and checks what came of it."""
+        cluster, slot = self.cluster, self.cluster.source.worker.slot
+        self.hold.release()
+        if self.faults == ("hang the next worker",):
+            recalled = cluster.role(cluster.source)._recalled
+            await eventually(lambda: not recalled._timers, "the end of the prompt at the source")
+            self.let_go_on(cluster.next)
+        if self.return_pages is not None:
+            await self.return_pages()
+        self.let_go_on(cluster.decode)
+        if self.is_harmless or self.faults == ("hang the source",):
+            await cluster.finished(main)  # at a source that waits for more layers, or hangs
+        self.let_go_on(cluster.source)
+        cluster.gate.open_segments(cluster.num_segments)
+        await eventually(lambda: slot.state in (FREE, READY), "the end of the load")
+        for answer in self.answers:
+            await self.check(answer)
+        await cluster.assert_nothing_is_held()
+
+    def check_import(self, main: Answer) -> bool:
+        """Whether the prompt moved once, as it does unless a machine is too busy for the time limits of offers."""
+        if not self.is_harmless or self.cluster.scheduler.placed[main.request_id][0].attempt > 2:
+            return False
+        details = [detail.split(" computed")[0] for detail in main.imports]
+        layers = f"{self.boundary} layer{'s' * (self.boundary > 1)}"
+        assert details == ([layers] if self.boundary else []), (details, layers)
+        assert main.attempts_with_tokens == {2}, "the first attempt has ended in silence"
+        return True
+
+    async def check(self, answer: Answer) -> None:
+        usages = await self.cluster.finished(answer)
+        self.check_cached(answer, usages)
+        if answer not in self.cancelled | self.has_deadline or answer.is_complete:
+            await self.cluster.assert_complete(answer)
+            return
+        assert answer.error is None or (isinstance(answer.error, DeadlineExceeded) and answer in self.has_deadline)
+        prompt = answer.prompt
+        num_billed = [usage.num_output_tokens for usage in usages]
+        for choice, expected in enumerate(prompt.expected):
+            tokens = tuple(answer.tokens[choice])
+            assert tokens == expected[: len(tokens)]
+            assert len(tokens) <= num_billed[choice] <= len(expected)
+        computed = {len(prompt.tokens)} if any(num_billed) else {0, *answer.progress}
+        for usage in usages:
+            assert usage.num_prompt_tokens in computed and usage.num_prompt_tokens <= len(prompt.tokens)
+            assert usage.cause in {FinishCause.CANCELLED, FinishCause.ERROR, *prompt.causes}
+
+    def check_cached(self, answer: Answer, usages: list[ChoiceUsage]) -> None:
+        """A prompt has cached tokens only of prompts of its tenant, also of its own earlier attempt; whole pages."""
+        prompt, placed = answer.prompt.tokens, self.cluster.scheduler.placed.get(answer.request_id)
+        was_placed_again = placed is not None and placed[0].attempt > 1
+        others = [each.prompt.tokens for each in self.answers if each is not answer or was_placed_again]
+        at_most = max((common(prompt, other) for other in others), default=0)
+        for usage in usages:
+            num_cached = usage.num_cached_prompt_tokens
+            assert num_cached % PAGE_TOKENS == 0 and num_cached <= min(at_most, len(prompt) - 1)
 
 
-def import_details(request: Request) -> Sequence[str]:
-    phases = [phase for output in request.outputs() for phase in output.phases]
-    return [phase.detail for phase in phases if phase.name == "import"]
+def common(prompt: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """The length of the common prefix."""
+    same = (a == b for a, b in zip(prompt, other, strict=False))
+    return next((place for place, is_same in enumerate(same) if not is_same), min(len(prompt), len(other)))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("boundary", [1, 2])
-async def test_begun_prompt_continues_elsewhere(
-    tmp_path: Path, model: Model, nats_url: str, boundary: int, apart: bool
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_answer_and_bill_are_right_whatever_fails_during_a_move(
+    cluster: MoveCluster, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    async with running_pair(tmp_path, model, nats_url, apart) as pair:
-        request = pair.loading.request(PROMPT, num_choices=2)
-        await pair.begun(request, boundary)
-        moved = await pair.move(request)
-        await moved.finished()
-        assert moved.tokens(0) == moved.tokens(1) == model.expected(PROMPT)
-        assert {output.key.attempt for output in moved.outputs()} == {2}  # the first attempt has ended in silence
-        [detail] = import_details(moved)
-        assert detail.startswith(f"{boundary} layer")
-        pair.pack.let_all()
-        await pair.loading.prefill.until_ready()
-        await pair.assert_idle()
+    """Every fault is injected by itself or beside another one; a hang by itself."""
+    rng = random.Random(moment)
+    first, second = (rng.sample(FAULTS, len(FAULTS)) for _ in range(2))
+    scripts = [("nothing",), ("cancel",), *((fault,) for fault in HANGS)]
+    scripts += [(a, b) for a, b in zip(first[::2], first[1::2], strict=True)]
+    scripts += [(fault,) for fault in second[:3]]
+    num_moved = 0
+    hold, prompts = Hold(monkeypatch, cluster), await prompts_of(cluster)
+    for number, faults in enumerate(scripts, MOMENTS.index(moment)):
+        history = History(cluster, hold, prompts, number, moment, faults)
+        with monkeypatch.context() as patched:
+            if not history.is_harmless and faults != ("cancel",):
+                patched.setattr(prompt_moves, "_KEPT_S", SHORT_S)
+                patched.setattr(prompt_moves, "_MESSAGE_S", SHORT_S)
+            try:
+                async with asyncio.timeout(2 * HANG_S):
+                    await history.run()
+                    num_moved += history.check_import(history.answers[0])
+            except BaseException as error:
+                error.add_note(f"{moment}, {faults}, {history.prompt.name}, boundary {history.boundary}")
+                raise
+    assert num_moved > 0
 
 
-async def test_prompt_without_a_layer_is_computed_from_its_beginning(
-    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resident_model, "_HIDDEN_STATES_SHARE", 0.0)  # so that no prompt begins during a load
-    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
-        request = pair.loading.request(PROMPT)
-        pair.let_layers(2)
-        await pair.loading.send(request)
-        await eventually(lambda: pair.boundaries == [0])
-        moved = await pair.move(request)
-        await moved.finished()
-        assert moved.tokens() == model.expected(PROMPT)
-        assert import_details(moved) == []
-        pair.pack.let_all()
-        await pair.loading.prefill.until_ready()
-        await pair.assert_idle()
+async def begun(cluster: MoveCluster, prompt: Prompt, boundary: int = 2) -> Answer:
+    """Sends a prompt to a source that has loaded nothing, and lets it compute the first layers."""
+    cluster.let_layers(boundary)
+    answer = cluster.send(prompt)
+    await eventually(lambda: cluster.boundaries == [boundary], "the prompt at its boundary")
+    return answer
 
 
-async def test_prompt_of_a_lost_worker_is_computed_from_its_beginning(
-    tmp_path: Path, model: Model, nats_url: str
-) -> None:
-    async with running_pair(tmp_path, model, nats_url, apart=True) as pair:
-        request = pair.loading.request(PROMPT)
-        await pair.begun(request, 2)
-        await pair.loading.prefill.unload()
-        moved = await pair.move(request)
-        await moved.finished()
-        assert moved.tokens() == model.expected(PROMPT) and import_details(moved) == []
-        await pair.whole.assert_idle()
+async def recalled(cluster: MoveCluster, prompt: Prompt, boundary: int = 2) -> Answer:
+    answer = await begun(cluster, prompt, boundary)
+    await cluster.scheduler.recall_prompt(answer.request_id)
+    return answer
 
 
-async def test_recalled_prompt_that_nobody_exports_is_dropped(
-    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_moves, "_KEPT_S", 0.05)
-    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
-        request = pair.loading.request(PROMPT)
-        await pair.begun(request, 2)
-        await request.recall()
-        await eventually(lambda: pair.boundaries == [])
-        await pair.assert_idle()
+async def assert_ends_well(cluster: MoveCluster, answer: Answer, num_imports: int) -> list[ChoiceUsage]:
+    """Checks that the answer is complete and billed once, and that no worker holds anything once all have loaded."""
+    usages = await cluster.assert_complete(answer)
+    assert len(answer.imports) == num_imports
+    cluster.gate.open_segments(cluster.num_segments)
+    await cluster.source.until_ready()
+    await cluster.assert_nothing_is_held()
+    return usages
 
 
-@pytest.mark.parametrize("apart", [False, True])
-async def test_recall_that_crosses_the_first_token_ends_the_answer(
-    tmp_path: Path, model: Model, nats_url: str, apart: bool
-) -> None:
-    async with running_pair(tmp_path, model, nats_url, apart) as pair:
-        request = await pair.whole.send(pair.whole.request(PROMPT, max_tokens=150))
-        await eventually(lambda: len(request.tokens()) > 2, "tokens of the decode role")
-        decode, may_go_on = pair.whole.decode.worker, threading.Event()
-        decode.engine.post(lambda: may_go_on.wait(HANG_S))
-        await request.recall()
-        await eventually(lambda: not any(role.attempts for role in decode.roles), "the end of the attempt")
-        may_go_on.set()
-        await pair.whole.assert_idle()
-        assert decode.step_metrics.num_positions_decoded < 149
+PROMPT = Prompt("greedy", prompt_of(70), GREEDY)
 
 
-async def test_kept_prompt_that_is_computed_to_its_end_is_dropped(tmp_path: Path, model: Model, nats_url: str) -> None:
-    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
-        request = pair.loading.request(PROMPT, max_tokens=150)
-        await pair.begun(request, 2)
-        await request.recall()
-        await eventually(lambda: not any(role.attempts for role in pair.loading.prefill.worker.roles))
-        pair.pack.let_all()
-        await eventually(lambda: pair.boundaries == [])
-        assert pair.loading.prefill.worker.step_metrics.num_positions_decoded < 149
+async def test_import_that_waits_for_pages_gets_the_layers_that_arrive_meanwhile(cluster: MoveCluster) -> None:
+    prompt = await cluster.with_reference(PROMPT)
+    allocator, engine = instance_of(cluster.next)._tables.allocator, cluster.next.worker.engine
+    pages = await engine.call(lambda: allocator.take(allocator.num_free))
+    answer = await recalled(cluster, prompt, 1)
+    await eventually(instance_of(cluster.next).groups, "the prompt at the next worker")
+    cluster.let_layers(2)
+    await eventually(lambda: cluster.boundaries == [2], "the next layer")
+    await engine.call(lambda: allocator.release(pages))
+    engine.wake()
+    await assert_ends_well(cluster, answer, num_imports=1)
+    assert answer.imports[0].startswith("2 layers")
 
 
-@pytest.mark.parametrize("apart", [False, True])
-async def test_export_with_a_ticket_does_not_wait_for_the_recall(
-    tmp_path: Path, model: Model, nats_url: str, apart: bool
-) -> None:
-    async with running_pair(tmp_path, model, nats_url, apart) as pair:
-        request = pair.loading.request(PROMPT)
-        await pair.begun(request, 2)
-        moved = await pair.move(request, is_recalled=False)
-        await moved.finished()
-        await request.recall()
-        assert moved.tokens() == model.expected(PROMPT) and len(import_details(moved)) == 1
-        assert request.tokens() == []
-        pair.pack.let_all()
-        await pair.loading.prefill.until_ready()
-        await pair.assert_idle()
+@pytest.mark.parametrize("cluster", [{"kv_timeout_s": 0.5}], indirect=True, ids=["short timeout"])
+async def test_decode_worker_has_no_pages_for_a_moved_prompt(cluster: MoveCluster) -> None:
+    """The prompt is tried again, until the decode worker has pages."""
+    prompt = await cluster.with_reference(PROMPT)
+    decode, allocator = cluster.decode.worker, instance_of(cluster.decode)._tables.allocator
+    pages = await decode.engine.call(lambda: allocator.take(allocator.num_free))
+    answer = await recalled(cluster, prompt)
+    await eventually(lambda: cluster.scheduler.placed[answer.request_id][0].attempt > 2, "another attempt")
+    await decode.engine.call(lambda: allocator.release(pages))
+    decode.engine.wake()
+    decode.pages_freed()
+    await assert_ends_well(cluster, answer, len(answer.imports))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"buffer_id": "other/1/prompt"}, {"receiver_id": "other"}, {"holder_id": "other"}, {"expires_unix_ms": 1}],
-)
-async def test_prompt_is_exported_only_with_its_ticket(
-    tmp_path: Path, model: Model, nats_url: str, changes: dict[str, Any]
-) -> None:
-    """The source computes on, and the whole worker computes the prompt from its beginning."""
-    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
-        request = pair.loading.request(PROMPT)
-        await pair.begun(request, 2)
-        moved = await pair.move(request, is_recalled=False, **changes)
-        await moved.finished()
-        assert moved.tokens() == model.expected(PROMPT) and import_details(moved) == []
-        pair.pack.let_all()
-        await request.finished()
-        assert request.tokens() == model.expected(PROMPT)
-        await pair.assert_idle()
+async def test_prompt_moves_to_a_worker_that_has_its_prefix(cluster: MoveCluster) -> None:
+    """The pages that the worker has in its cache are billed as cached, as of any prompt."""
+    first = Prompt("first", (*SHARED, *prompt_of(9, 4)), GREEDY)
+    second = Prompt("second", (*SHARED, *prompt_of(20, 5)), GREEDY)
+    second = await cluster.with_reference(second)
+    cluster.scheduler.begins_at_next = True
+    await cluster.finished(cluster.send(first))
+    cluster.scheduler.begins_at_next = False
+    [usage] = await assert_ends_well(cluster, await recalled(cluster, second), num_imports=1)
+    assert usage.num_cached_prompt_tokens == len(SHARED)
+
+
+async def test_prompt_is_exported_to_the_receiver_of_its_ticket_alone(cluster: MoveCluster) -> None:
+    """A forged request disturbs nothing. A request with the ticket need not wait for the gateway's recall."""
+    prompt = await cluster.with_reference(PROMPT)
+    answer = await begun(cluster, prompt)
+    key, source = cluster.scheduler.placed[answer.request_id]
+    role, receiver = cluster.role(source), cluster.next.worker.receiver
+    async with open_channel(source.address, token=source.token) as channel:
+
+        async def export(**changes: Any) -> list[prefill_pb2.ExportPart]:
+            origin = prompt_source(key, source, **{"receiver_id": receiver.id, **changes})
+            return [part async for part in PrefillStub(channel).Export(export_request(origin, receiver))]
+
+        for forged in (
+            {"buffer_id": "other/1/prompt"},
+            {"holder_id": "other"},
+            {"receiver_id": "other"},
+            {"expires_unix_ms": 1},
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="ticket"):
+                await export(**forged)
+            assert role.attempts and cluster.boundaries == [2]
+        first, *parts = await export()
+    assert first.prompt.boundary == 2 and parts
+    assert not role.attempts and not cluster.boundaries
+    await cluster.scheduler.recall_prompt(answer.request_id)
+    await assert_ends_well(cluster, answer, num_imports=0)
 
 
 async def test_decode_worker_that_hears_of_the_recall_first_does_not_end_the_prompt(
-    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    cluster: MoveCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_role, "RECALL_DELAY_S", HANG_S)
-    async with running_pair(tmp_path, model, nats_url, apart=True) as pair:
-        decode, may_go_on = pair.loading.decode.worker, threading.Event()
-        decode.engine.post(lambda: may_go_on.wait(HANG_S))
-        request = pair.loading.request(PROMPT)
-        [decode_role] = [role for role in decode.roles if role.number == DECODE]
-        begun, ended = noted_reservations(decode_role)
-        await pair.begun(request, 2)
-        await eventually(lambda: bool(begun), "the offer at the decode worker")
-        prefill_stream, decode_stream = request.streams
-        await decode_stream.recall(request.start.key)
-        await eventually(lambda: not decode_role.attempts, "the end at the decode worker")
-        assert not ended
-        may_go_on.set()
-        await eventually(lambda: bool(ended), "the refusal of the KV")
-        await prefill_stream.recall(request.start.key)
-        moved = await pair.move(request, is_recalled=False)
-        await moved.finished()
-        assert moved.tokens() == model.expected(PROMPT) and len(import_details(moved)) == 1
-        assert request.outputs() == []
-        pair.pack.let_all()
-        await pair.loading.prefill.until_ready()
-        await pair.assert_idle()
+    prompt = await cluster.with_reference(PROMPT)
+    held: list[Callable[[], None]] = []
+    decode, recall = cluster.decode.worker.role(DECODE), RunStream.recall
+    assert isinstance(decode, DecodeRole)
+    reserve_pages = decode._reserve_pages
+    is_reserving, is_refused = asyncio.Event(), asyncio.Event()
 
-
-def noted_reservations(decode_role: Any) -> tuple[list[object], list[object]]:
-    """Grow with each reservation of pages for KV that begins, and that ends."""
-    begun: list[object] = []
-    ended: list[object] = []
-    reserve = decode_role._reserve_pages
-
-    async def noted(attempt: Any, offer: Any) -> Any:
-        begun.append(offer)
+    async def noted(attempt: Attempt, offer: decode_pb2.KvOffer) -> KvImport:
+        is_reserving.set()
         try:
-            return await reserve(attempt, offer)
+            return await reserve_pages(attempt, offer)
         finally:
-            ended.append(offer)
+            is_refused.set()
 
-    decode_role._reserve_pages = noted
-    return begun, ended
+    def hold(stream: RunStream, key: types_pb2.AttemptKey) -> None:
+        if stream._role == "prefill":
+            held.append(partial(recall, stream, key))
+        else:
+            recall(stream, key)
+
+    monkeypatch.setattr(decode, "_reserve_pages", noted)
+    monkeypatch.setattr(RunStream, "recall", hold)
+    with paused(cluster.decode) as let_go_on:
+        answer = await begun(cluster, prompt)
+        await is_reserving.wait()
+        await cluster.scheduler.recall_prompt(answer.request_id)
+        first = f"{answer.request_id}/1"
+        await eventually(lambda: held and first not in decode.attempts, "the end at the decode worker")
+        assert not is_refused.is_set()
+        let_go_on()
+        await is_refused.wait()
+    held[0]()
+    await assert_ends_well(cluster, answer, num_imports=1)
 
 
-async def test_import_waits_for_pages_while_its_source_computes_on(
-    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+async def test_prompt_that_cannot_be_computed_fails_alone(
+    cluster: MoveCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_moves, "_KEPT_S", HANG_S)
-    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
-        request = pair.loading.request(PROMPT)
-        await pair.begun(request, 1)
-        whole = pair.whole.prefill.worker
-        instance = whole.engine.relay_instance
-        assert instance is not None
-        allocator = instance._tables.allocator
-        taken = await whole.engine.call(lambda: allocator.take(allocator.num_free))
-        moved = await pair.move(request)
-        await eventually(lambda: len(instance.groups()) == 1, "the prompt at the whole worker")
-        pair.let_layers(2)
-        await eventually(lambda: pair.boundaries == [2])
-        await whole.engine.call(lambda: allocator.release(taken))
-        await moved.finished()
-        assert moved.tokens() == model.expected(PROMPT)
-        [detail] = import_details(moved)
-        assert detail.startswith("2 layers")
-        pair.pack.let_all()
-        await pair.loading.prefill.until_ready()
-        await pair.assert_idle()
-
-
-@pytest.mark.parametrize("apart", [False, True])
-async def test_prompt_moves_in_pieces_between_steps(
-    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch, apart: bool
-) -> None:
-    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
-    monkeypatch.setattr(prompt_moves, "_MESSAGE_BYTES", 100)
-    read_piece, is_kept = prompt_moves._read_piece, []
-    async with running_pair(tmp_path, model, nats_url, apart) as pair:
-        request = pair.loading.request(PROMPT)
-        [prefill] = [role for role in pair.loading.prefill.worker.roles if role.number == PREFILL]
-
-        def read(exported: PrefillExport, piece: range) -> bytes:
-            is_kept.append(prefill.keeps_prompt(exported.spec.group_id))  # else a late recall would end it
-            return read_piece(exported, piece)
-
-        monkeypatch.setattr(prompt_moves, "_read_piece", read)
-        await pair.begun(request, 2)
-        moved = await pair.move(request)
-        await moved.finished()
-        assert moved.tokens() == model.expected(PROMPT) and len(import_details(moved)) == 1
-        assert len(is_kept) > 3 and all(is_kept)
-        pair.pack.let_all()
-        await pair.loading.prefill.until_ready()
-        await pair.assert_idle()
-
-
-async def test_import_that_waits_for_pages_ends_with_its_attempt(
-    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_moves, "_KEPT_S", HANG_S)
-    async with running_pair(tmp_path, model, nats_url, apart=True) as pair:
-        request = pair.loading.request(PROMPT)
-        await pair.begun(request, 1)
-        whole = pair.whole.prefill.worker
-        instance = whole.engine.relay_instance
-        assert instance is not None
-        allocator = instance._tables.allocator
-        taken = await whole.engine.call(lambda: allocator.take(allocator.num_free))
-        moved = await pair.move(request)
-        await eventually(lambda: len(instance.groups()) == 1, "the prompt at the whole worker")
-        await moved.cancel()
-        await eventually(lambda: not instance.groups(), "the end of the prompt")
-        assert pair.boundaries == [1], "the source was not asked for it"
-        await whole.engine.call(lambda: allocator.release(taken))
-        pair.pack.let_all()
-        await pair.loading.prefill.until_ready()
-        await pair.assert_idle()
-
-
-@pytest.mark.parametrize("broken", ["write", "receive", "start_over"])
-async def test_broken_import_ends_no_other_prompt(
-    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
-    """What cannot be imported is computed from its beginning; what cannot be computed fails alone."""
-
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(PrefillImport, "write" if broken == "start_over" else broken, fail)
-    if broken == "start_over":
-        monkeypatch.setattr(PrefillImport, "start_over", fail)
-    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
-        other = await pair.whole.send(pair.whole.request(prompt_of(33), max_tokens=150))
-        await eventually(lambda: len(other.tokens()) > 1)
-        request = pair.loading.request(PROMPT)
-        await pair.begun(request, 2)
-        moved = await pair.move(request)
-        await moved.finished()
-        await other.finished()
-        assert len(other.tokens()) == 150
-        if broken == "start_over":
-            assert moved.error().code == pb.RunError.CODE_INTERNAL
-            await moved.cancel()
-        else:
-            assert moved.tokens() == model.expected(PROMPT)
-        assert import_details(moved) == []
-        pair.pack.let_all()
-        await pair.loading.prefill.until_ready()
-        await pair.assert_idle()
-
-
-PACK_ID = "pack-1"
-DIGESTS = context_digests(group_of(PROMPT))
-
-
-def exported_prompt(**changes: Any) -> prefill_pb2.ExportPart:
-    fields: dict[str, Any] = {"boundary": 1, "block_tokens": 16, "pack_id": PACK_ID, "context_digests": DIGESTS}
-    return prefill_pb2.ExportPart(prompt=prefill_pb2.ExportedPrompt(**{**fields, **changes}))
-
-
-class InlineEngine:
-    """Runs commands at once."""
-
-    def __init__(self, instance: Any) -> None:
-        self.instance = instance
-
-    def require_relay_instance(self) -> Any:
-        return self.instance
-
-    def call(self, command: Callable[[], Any]) -> asyncio.Future[Any]:
-        future = asyncio.get_running_loop().create_future()
-        try:
-            future.set_result(command())
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    call_between_layers = call
-
-
-async def receiver_of(model: Model) -> tuple[PromptReceiver, InlineEngine]:
-    engine = InlineEngine(model.instance())
-    receiver = PromptReceiver(engine, group_of(PROMPT), PACK_ID, None)  # type: ignore[arg-type]
-    await receiver.reserve()
-    return receiver, engine
-
-
-async def stream_of(parts: Sequence[prefill_pb2.ExportPart]) -> AsyncIterator[prefill_pb2.ExportPart]:
-    for part in parts:
-        yield part
-
-
-@pytest.mark.parametrize(
-    ("parts", "why"),
-    [
-        ([], "must begin with its prompt"),
-        ([prefill_pb2.ExportPart(data=b"x")], "must begin with its prompt"),
-        ([exported_prompt(block_tokens=0)], "must name its block_tokens"),
-        ([exported_prompt(boundary=9)], "layer boundary 9"),
-        ([exported_prompt(pack_id="pack-2")], "of other tokens, or of another pack"),
-        ([exported_prompt(context_digests=context_digests(group_of(PROMPT[::-1])))], "of other tokens"),
-        ([exported_prompt(context_digests=[])], "of other tokens"),
-        ([exported_prompt(), prefill_pb2.ExportPart(data=b"x")], "ends before chunk"),
-        ([exported_prompt(), prefill_pb2.ExportPart(data=bytes(1 << 20))], "does not end after"),
-    ],
-)
-async def test_malformed_export_is_computed_from_its_beginning(
-    model: Model, parts: Sequence[prefill_pb2.ExportPart], why: str
-) -> None:
-    receiver, engine = await receiver_of(model)
-    with pytest.raises((DataCorrupted, InvalidRequest), match=why):
-        await receiver.receive(stream_of(parts))
-    await receiver.start_over()
-    assert outputs(run(engine.instance))["r/0", 0] == model.expected(PROMPT)
-
-
-async def test_import_does_nothing_once_its_instance_is_gone(model: Model) -> None:
-    receiver, engine = await receiver_of(model)
-    engine.instance = object()
-    with pytest.raises(Conflict, match="was unloaded"):
-        await receiver.receive(stream_of([exported_prompt()]))
-    with pytest.raises(Conflict, match="was unloaded"):
-        await receiver.start_over()
-
-
-def kept_prompt(model: Model) -> tuple[Instance, RecalledPrompts]:
-    instance = half_loaded(model, 2)
-    recalled = RecalledPrompts(SimpleNamespace(engine=InlineEngine(instance), cancel=instance.cancel))
-    instance.prefill(group_of(PROMPT))
-    run(instance)
-    recalled.keep("r/0")
-    return instance, recalled
-
-
-async def test_export_ends_with_its_instance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages may be another model's by then."""
-    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
-    instance, recalled = kept_prompt(model)
-    parts = recalled.export("r/0", PACK_ID)
-    assert (await anext(parts)).prompt.boundary == 2 and (await anext(parts)).data
-    recalled._worker.engine.instance = half_loaded(model, 2)
-    with pytest.raises(Conflict, match="was unloaded"):
-        await anext(parts)
-    assert "r/0" not in recalled and instance.groups() == ()
-
-
-async def test_export_is_given_up_when_the_importer_hangs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    instance, recalled = kept_prompt(model)
-    parts = recalled.export("r/0", PACK_ID)
-    monkeypatch.setattr(prompt_moves, "_KEPT_S", 0.05)
-    assert (await anext(parts)).prompt.boundary == 2
-    with pytest.raises(Conflict, match="nothing is kept"):
-        await anext(recalled.export("r/0", PACK_ID))
-    assert "r/0" in recalled
-    await eventually(lambda: not instance.groups(), "the end of the prompt")
-    with pytest.raises(Conflict, match="has ended"):
-        await anext(parts)
-
-
-async def test_export_goes_on_as_long_as_the_importer_takes_messages(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
-    _, recalled = kept_prompt(model)
-    ends_s = []
-    async for _ in recalled.export("r/0", PACK_ID):
-        ends_s.append(recalled._timers["r/0"].when())
-    assert len(ends_s) > 3 and all(earlier < later for earlier, later in pairwise(ends_s))
-
-
-async def test_silent_export_is_computed_from_its_beginning(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_moves, "_MESSAGE_S", 0.05)
-    receiver, engine = await receiver_of(model)
-    is_closed = asyncio.Event()
-
-    async def silent() -> AsyncIterator[prefill_pb2.ExportPart]:
-        yield exported_prompt()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            is_closed.set()
-
-    with pytest.raises(Unavailable, match="was silent"):
-        await receiver.receive(silent())
-    assert is_closed.is_set()
-    await receiver.start_over()
-    assert outputs(run(engine.instance))["r/0", 0] == model.expected(PROMPT)
-
-
-async def test_importer_holds_at_most_two_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no more messages while the engine has not copied the piece before the last."""
-    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
-    receiver, engine = await receiver_of(model)
-    layout = engine.instance._prefill_layout(group_of(PROMPT), 1, 16)
-    queued: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
-    run_at_once = engine.call
-
-    def call(command: Callable[[], Any]) -> asyncio.Future[Any]:
-        future = asyncio.get_running_loop().create_future()
-        queued.append((command, future))
-        return future
-
-    num_taken = 0
-
-    async def parts() -> AsyncIterator[prefill_pb2.ExportPart]:
-        nonlocal num_taken
-        engine.call_between_layers = call  # type: ignore[method-assign]
-        yield exported_prompt()
-        for piece in layout.pieces(1 << 10):
-            num_taken += 1
-            yield prefill_pb2.ExportPart(data=bytes(sum(map(layout.chunk_bytes, piece))))
-
-    async def settle() -> None:
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-    receiving = asyncio.ensure_future(receiver.receive(parts()))
-    await settle()
-    command, future = queued.pop()  # the preparation for the chunks
-    future.set_result(await run_at_once(command))
-    num_pieces = len(list(layout.pieces(1 << 10)))
-    for number in range(num_pieces):
-        await settle()
-        assert len(queued) == 1 and num_taken <= number + 2
-        command, future = queued.pop()
-        future.set_result(await run_at_once(command))
-    assert num_pieces > 2 and await receiving == 1
+    monkeypatch.setattr(PrefillImport, "write", fail)
+    monkeypatch.setattr(PrefillImport, "start_over", fail)
+    prompt = await cluster.with_reference(PROMPT)
+    long = await cluster.with_reference(Prompt("other", prompt_of(33), replace(GREEDY, max_tokens=150)))
+    cluster.scheduler.decode_of = lambda prefill: prefill
+    cluster.scheduler.begins_at_next = True
+    other = cluster.send(long)
+    await eventually(lambda: other.tokens[0], "a token beside the import")
+    cluster.scheduler.begins_at_next = False
+    answer = await recalled(cluster, prompt)
+    await cluster.finished(answer)
+    assert answer.error is not None and not answer.tokens
+    await assert_ends_well(cluster, other, num_imports=0)
