@@ -1,4 +1,4 @@
-"""Configs are read exactly or refused by field."""
+"""Configs are read exactly, also of text parts, or refused by field; the tensors come in execution order."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.modelspec.test_tensor_order import LLAMA
 from torchrelay.modelspec.architectures import ARCHITECTURES
-from torchrelay.modelspec.config import RopeConfig, RopeScaling, declared_dtype, read_config
+from torchrelay.modelspec.config import ModelConfig, RopeConfig, RopeScaling, declared_dtype, read_config
 from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.tensor_order import tensors_by_segment
+from torchrelay.modelspec.text_part import text_config, text_tensor_name
 
-QWEN3_MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 4,
-    "moe_intermediate_size": 8,
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
 }
-QWEN2_MOE: dict[str, Any] = {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "num_experts": 4,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 16,
-}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 8}
+QWEN3_MOE = EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]}
+QWEN2_MOE = EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 16}
+WINDOW: dict[str, Any] = {"sliding_window": 8, "use_sliding_window": True}
+FULL, SLIDING = "full_attention", "sliding_attention"
 QWEN2_WINDOWED: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
-LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+SCALED, LINEAR = RopeScaling(8, 1, 4, 32), {"type": "linear"}
 
 
 @pytest.mark.parametrize(
@@ -45,25 +46,13 @@ LLAMA3: dict[str, Any] = {
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
         ("Gemma2ForCausalLM", {}, [4096, None, 4096, None]),
         ("Qwen2ForCausalLM", {"sliding_window": 8}, [None] * 4),
-        (
-            "Qwen2ForCausalLM",
-            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
-            [None] * 3 + [8],
-        ),
+        ("Qwen2ForCausalLM", WINDOW | {"max_window_layers": 3}, [None] * 3 + [8]),
         ("Qwen2MoeForCausalLM", QWEN2_MOE, [None] * 4),
-        ("Qwen2MoeForCausalLM", QWEN2_MOE | {"sliding_window": 8, "use_sliding_window": True}, [8, None, 8, None]),
-        (
-            "Qwen2MoeForCausalLM",
-            QWEN2_MOE | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
-            [8, None, None, None],
-        ),
+        ("Qwen2MoeForCausalLM", QWEN2_MOE | WINDOW, [8, None, 8, None]),
+        ("Qwen2MoeForCausalLM", QWEN2_MOE | WINDOW | {"max_window_layers": 2}, [8, None, None, None]),
         ("Gemma2ForCausalLM", {"sliding_window": 8}, [8, None, 8, None]),
         ("Gemma3ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 3}, [8, 8, None, 8]),
-        (
-            "Gemma3ForCausalLM",
-            {"sliding_window": 8, "layer_types": ["full_attention", *["sliding_attention"] * 3]},
-            [None, 8, 8, 8],
-        ),
+        ("Gemma3ForCausalLM", {"sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, SLIDING]}, [None, 8, 8, 8]),
     ],
 )
 def test_windows_follow_rules_of_each_family(name: str, config: dict[str, Any], windows: list[int | None]) -> None:
@@ -76,24 +65,9 @@ def test_windows_follow_rules_of_each_family(name: str, config: dict[str, Any], 
     [
         ("LlamaForCausalLM", {}, RopeConfig(10_000.0), None),
         ("LlamaForCausalLM", {"rope_theta": 5e5}, RopeConfig(5e5), None),
-        (
-            "LlamaForCausalLM",
-            {"rope_scaling": LLAMA3, "rope_theta": 5e5},
-            RopeConfig(5e5, RopeScaling(8, 1, 4, 32)),
-            None,
-        ),
-        (
-            "LlamaForCausalLM",
-            {"rope_parameters": LLAMA3 | {"rope_theta": 9.0}},
-            RopeConfig(9.0, RopeScaling(8, 1, 4, 32)),
-            None,
-        ),
-        (
-            "LlamaForCausalLM",
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            RopeConfig(1e4, linear_factor=2.0),
-            None,
-        ),
+        ("LlamaForCausalLM", {"rope_scaling": LLAMA3, "rope_theta": 5e5}, RopeConfig(5e5, SCALED), None),
+        ("LlamaForCausalLM", {"rope_parameters": LLAMA3 | {"rope_theta": 9.0}}, RopeConfig(9.0, SCALED), None),
+        ("LlamaForCausalLM", {"rope_scaling": LINEAR | {"factor": 2.0}}, RopeConfig(1e4, linear_factor=2.0), None),
         (
             "Gemma3ForCausalLM",
             {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 77.0},
@@ -102,7 +76,7 @@ def test_windows_follow_rules_of_each_family(name: str, config: dict[str, Any], 
         ),
         (
             "Gemma3ForCausalLM",
-            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 6.0}}},
+            {"rope_parameters": {FULL: {"rope_theta": 5.0}, SLIDING: {"rope_theta": 6.0}}},
             RopeConfig(5.0),
             RopeConfig(6.0),
         ),
@@ -249,16 +223,8 @@ def test_unsupported_encoder_is_refused_by_field(config: dict[str, Any], field: 
 
 KEYS = (
     *LLAMA,
-    *[
-        "architectures",
-        "head_dim",
-        "hidden_act",
-        "hidden_activation",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "layer_types",
-    ],
+    *["architectures", "head_dim", "hidden_act", "hidden_activation", "rope_parameters", "rope_scaling", "rope_theta"],
+    *["layer_types"],
     *["rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"],
     *["query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"],
     *["no_rope_layers", "attention_multiplier", "original_max_position_embeddings", "attention_bias"],
@@ -271,15 +237,9 @@ ROPE_KEYS = (
     *("short_factor", "attention_factor", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale"),
     *("mscale_all_dim", "original_max_position_embeddings"),
 )
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.sampled_from(
-        [0, -1, 2**31, 2**63, 10**4000, "linear", "llama3", "yarn", "longrope", "default", "full_attention"]
-    )
-)
+NAMES = ["linear", "llama3", "yarn", "longrope", "default", FULL]
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([2**31, 2**63, 10**4000])
+SCALARS = st.none() | st.booleans() | NUMBERS | st.sampled_from(NAMES)
 VALUES = st.recursive(
     SCALARS,
     lambda members: st.lists(members, max_size=4) | st.dictionaries(st.sampled_from(ROPE_KEYS), members, max_size=4),
@@ -294,3 +254,135 @@ def test_any_config_is_read_or_refused_by_field(name: str, changes: dict[str, An
         assert len(read_config(config).windows) == read_config(config).num_layers
     except UnsupportedModel as refused:
         assert refused.field
+
+
+LLAVA, GEMMA3, MISTRAL3 = (f"{name}ForConditionalGeneration" for name in ("Llava", "Gemma3", "Mistral3"))
+
+
+def multimodal(name: str, text: Any, **outer: Any) -> dict[str, Any]:
+    return {"architectures": [name], "text_config": text, "vision_config": {"hidden_size": 8}, **outer}
+
+
+def of_transformers(architecture: str, config: str, **text: Any) -> ModelConfig:
+    """The model of a config in which transformers fills in all defaults."""
+    import transformers  # takes seconds
+
+    return read_config(getattr(transformers, config)(**text).to_dict() | {"architectures": [architecture]})
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "architecture", "config", "text"),
+    [
+        (GEMMA3, "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextConfig", {"hidden_size": 2560, "sliding_window": 1024}),
+        (LLAVA, "llama", "LlamaForCausalLM", "LlamaConfig", {"vocab_size": 32_064, "max_position_embeddings": 4096}),
+        (MISTRAL3, "mistral", "MistralForCausalLM", "MistralConfig", {"head_dim": 128, "sliding_window": None}),
+    ],
+)
+def test_keys_left_out_have_the_defaults_of_transformers(
+    name: str, model_type: str, architecture: str, config: str, text: dict[str, Any]
+) -> None:
+    parsed = read_config(multimodal(name, text | {"model_type": model_type}))
+    assert parsed == of_transformers(architecture, config, **text)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_text", "of_whole", "tied"),
+    [
+        (LLAVA, True, False, True),
+        (LLAVA, True, None, True),
+        (LLAVA, False, True, True),
+        (MISTRAL3, True, False, False),
+        (MISTRAL3, False, None, False),
+        (MISTRAL3, None, True, True),
+    ],
+)
+def test_head_is_tied_as_in_transformers(name: str, of_text: bool | None, of_whole: bool | None, tied: bool) -> None:
+    values = {"text": of_text, "whole": of_whole}
+    text, whole = ({} if value is None else {"tie_word_embeddings": value} for value in values.values())
+    assert read_config(multimodal(name, LLAMA | {"model_type": "llama"} | text, **whole)).tied_embeddings is tied
+
+
+def test_end_tokens_of_the_whole_count_first() -> None:
+    text = LLAMA | {"model_type": "llama", "eos_token_id": 5}
+    assert text_config(multimodal(LLAVA, text))["eos_token_id"] == 5
+    assert text_config(multimodal(LLAVA, text, eos_token_id=[1, 6]))["eos_token_id"] == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "message"),
+    [
+        (multimodal(LLAVA, {"model_type": "cohere2"}), "text_config.model_type", "the text part 'cohere2' is not"),
+        (multimodal(LLAVA, {}), "text_config.model_type", "the text part None is not supported; supported are llama,"),
+        (multimodal(LLAVA, []), "text_config", "text_config must be an object"),
+        (
+            multimodal(LLAVA, {**LLAMA, "model_type": "llama", "hidden_size": 0}),
+            "text_config.hidden_size",
+            "hidden_size must be a positive whole number, not 0",
+        ),
+        (
+            multimodal(LLAVA, {**LLAMA, "model_type": "llama"}, quantization_config={"bits": 4}),
+            "text_config.quantization_config.quant_method",
+            "quant_method None is not supported; supported are awq, gptq, fp8, compressed-tensors",
+        ),
+        (
+            multimodal("PaliGemmaForConditionalGeneration", {**LLAMA, "model_type": "gemma2"}),
+            "architectures",
+            "'PaliGemmaForConditionalGeneration' is not supported; supported are LlamaForCausalLM,",
+        ),
+    ],
+)
+def test_unsupported_text_parts_are_refused_by_field(config: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message) as refused:
+        read_config(config)
+    assert refused.value.field == field
+
+
+def test_names_of_all_layouts_map_to_the_text_model() -> None:
+    for name in ("language_model.model.norm.weight", "model.language_model.norm.weight", "model.norm.weight"):
+        assert text_tensor_name(name) == "model.norm.weight"
+    assert text_tensor_name("language_model.lm_head.weight") == text_tensor_name("lm_head.weight") == "lm_head.weight"
+    others = ("vision_tower.a", "model.vision_tower.a", "multi_modal_projector.b", "visual.c", "model.visual.c")
+    assert {text_tensor_name(name) for name in (*others, "image_newline", "model.image_newline")} == {None}
+
+
+def test_segments_are_embeddings_then_layers_then_head() -> None:
+    config = read_config(LLAMA)
+    segments = list(tensors_by_segment(config))
+    assert len(segments) == config.num_segments == 4
+    assert [slot.name for slot in segments[0]] == ["model.embed_tokens.weight"]
+    assert [slot.name for slot in segments[-1]] == ["model.norm.weight", "lm_head.weight"]
+    assert all(slot.name.startswith("model.layers.1.") for slot in segments[2])
+    assert [slot.shape for slot in segments[1] if slot.group == "qkv"] == [(64, 64), (32, 64), (32, 64)]
+
+
+def test_norms_of_an_encoder_lie_before_the_layer_that_reads_them() -> None:
+    config = read_config(LLAMA | {"architectures": ["BertModel"]})
+    segments = list(tensors_by_segment(config))
+    assert len(segments) == config.num_segments == 4
+    assert {slot.group for slot in segments[0]} == {"embed", "positions", "token_types"}
+    assert [segment[0].name for segment in segments[1:]] == [
+        "embeddings.LayerNorm.weight",
+        "encoder.layer.0.output.LayerNorm.weight",
+        "encoder.layer.1.output.LayerNorm.weight",
+    ]
+    assert [slot.group for slot in segments[-1]] == ["norm", "norm_bias"]
+
+
+def test_tied_weights_are_stored_once() -> None:
+    segments = list(tensors_by_segment(read_config(LLAMA | {"tie_word_embeddings": True})))
+    assert [slot.name for slot in segments[-1]] == ["model.norm.weight"]
+
+
+def test_experts_lie_side_by_side() -> None:
+    names = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}
+    layer = list(tensors_by_segment(read_config(LLAMA | names)))[1]
+    assert [slot.name.split("experts.")[1] for slot in layer if slot.group == "gate_up"] == [
+        f"{expert}.{part}.weight" for expert in range(3) for part in ("w1", "w3")
+    ]
+    assert sum(slot.shape[0] for slot in layer if slot.group == "down") == 3 * 64
+    assert [slot.shape for slot in layer if slot.group == "router"] == [(3, 64)]
+
+
+def test_fused_checkpoint_has_fused_tensors() -> None:
+    layer = list(tensors_by_segment(read_config(LLAMA | {"architectures": ["Phi3ForCausalLM"]})))[1]
+    assert [slot.shape for slot in layer if slot.group in ("qkv", "gate_up")] == [(128, 64), (192, 64)]

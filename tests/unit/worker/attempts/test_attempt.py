@@ -1,4 +1,4 @@
-"""Attempts as the engine and their gateways see them."""
+"""Attempts as the engine and their gateways see them, and the messages of a gateway's stream."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
+from torchrelay.control.v1.types_pb2 import EngineProgress
 from torchrelay.engine.core import Finish, NewToken
 from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs
 from torchrelay.worker.attempts.outbox import Outbox
@@ -86,3 +87,16 @@ async def test_step_outputs_are_one_message_per_gateway() -> None:
     assert not waiting.done()
     dispatch_outputs([(left, tokens[2])])
     assert [o.choice for o in (await waiting).outputs] == [2]
+
+
+async def test_last_beat_is_sent_alone_or_with_outputs() -> None:
+    outbox = Outbox("gw")
+    outbox.put_beat(EngineProgress(num_advances=1))
+    assert await outbox.take() == pb.StepOutput(beat=EngineProgress(num_advances=1))
+    outbox.put([pb.ChoiceOutput(choice=0)])
+    outbox.put_beat(EngineProgress(num_advances=2))
+    outbox.put_beat(EngineProgress(num_advances=3))
+    taken = await outbox.take()
+    assert taken == pb.StepOutput(outputs=[pb.ChoiceOutput(choice=0)], beat=EngineProgress(num_advances=3))
+    outbox.put([pb.ChoiceOutput(choice=1)])
+    assert not (await outbox.take()).HasField("beat")

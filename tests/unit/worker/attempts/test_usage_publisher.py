@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import count
 
 import pytest
@@ -12,6 +14,7 @@ from nats.js.api import StreamConfig
 from tests.support.silent_proxy import SilentProxy
 from tests.support.stalled_broker import assert_it_ends, stalled_client
 from tests.support.wait import HANG_S, eventually
+from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -38,25 +41,40 @@ def advance(
     publisher.advance(attempt, attempt.output(token, finish))
 
 
-async def publisher_for(
-    nats_url: str, prefix: str, interval_s: float = 1.0, ack_limit_s: float = 2.0
-) -> tuple[Client, Subjects, UsagePublisher]:
-    """A publisher with its client, and its subjects, whose streams exist."""
-    client, subjects = await connect(nats_url, "test"), Subjects(prefix)
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[Client]:
+    client = await connect(nats_url, "test")
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def subjects(client: Client) -> Subjects:
+    """The subjects of a deployment, whose streams exist."""
+    subjects = Subjects(new_id("usage"))
     await ensure_streams(client.jetstream(), subjects)
-    return client, subjects, UsagePublisher(client, subjects, interval_s, ack_limit_s)
+    return subjects
 
 
-async def test_registers_are_published_at_first_token_interval_and_end(nats_url: str) -> None:
-    client, subjects, publisher = await publisher_for(nats_url, "usage-test", interval_s=0.1)
-    running = asyncio.ensure_future(publisher.run())
+@asynccontextmanager
+async def running(publisher: UsagePublisher) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(publisher.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_registers_are_published_at_first_token_interval_and_end(client: Client, subjects: Subjects) -> None:
+    publisher = UsagePublisher(client, subjects, 0.1)
     subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
 
     async def received() -> pb.UsageRegister:
         message = await subscription.next_msg(timeout=HANG_S)
         return pb.UsageRegister.FromString(message.data)
 
-    try:
+    async with running(publisher):
         open_attempt = attempt()
         advance(publisher, open_attempt, 0)
         first = await received()
@@ -65,25 +83,20 @@ async def test_registers_are_published_at_first_token_interval_and_end(nats_url:
         middle = await received()
         advance(publisher, open_attempt, 3, Finish.LENGTH)
         last = await received()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await client.close()
-    assert [first.output_position, middle.output_position, last.output_position] == [1, 3, 4]
+        assert [first.output_position, middle.output_position, last.output_position] == [1, 3, 4]
     assert (first.num_prompt_tokens, first.gateway_id, first.attempt) == (12, "gw-1", 1)
     assert last.cause == pb.FINISH_REASON_LENGTH
 
 
-async def test_prompt_in_prefill_has_register(nats_url: str) -> None:
-    client, subjects, publisher = await publisher_for(nats_url, "usage-prompt", interval_s=0.1)
-    running = asyncio.ensure_future(publisher.run())
+async def test_prompt_in_prefill_has_register(client: Client, subjects: Subjects) -> None:
+    publisher = UsagePublisher(client, subjects, 0.1)
     subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
 
     async def received() -> tuple[int, int, int]:
         register = pb.UsageRegister.FromString((await subscription.next_msg(timeout=HANG_S)).data)
         return register.num_prompt_tokens, register.num_cached_prompt_tokens, register.output_position
 
-    try:
+    async with running(publisher):
         open_attempt = attempt()
         for computed in (4, 8, 6):
             publisher.advance(open_attempt, open_attempt.prompt_output(PromptProgress("req-7/1", computed, 2)))
@@ -95,14 +108,10 @@ async def test_prompt_in_prefill_has_register(nats_url: str) -> None:
         publisher.advance(left, left.prompt_output(PromptProgress("req-8/1", 5, 0)))
         publisher.forget(left, pb.FINISH_REASON_CANCELLED)
         assert await received() == (5, 0, 0)
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await client.close()
 
 
-async def test_dropped_attempt_publishes_its_register(nats_url: str) -> None:
-    client, subjects, publisher = await publisher_for(nats_url, "usage-drop")
+async def test_dropped_attempt_publishes_its_register(client: Client, subjects: Subjects) -> None:
+    publisher = UsagePublisher(client, subjects)
     open_attempt = attempt()
     advance(publisher, open_attempt, 0)
     assert await publisher.flush()
@@ -111,14 +120,13 @@ async def test_dropped_attempt_publishes_its_register(nats_url: str) -> None:
     await publisher.flush()
     await client.flush()
     registers = await registers_of(client, subjects, 2)
-    await client.close()
     assert [register.output_position for register in registers] == [1, 2]
     assert registers[-1].cause == pb.FINISH_REASON_CANCELLED
 
 
-async def test_busy_publisher_keeps_its_interval(nats_url: str) -> None:
+async def test_busy_publisher_keeps_its_interval(client: Client, subjects: Subjects) -> None:
     """Finished choices wake the publisher all the time, which must not delay the periodic registers."""
-    client, subjects, publisher = await publisher_for(nats_url, "usage-busy", interval_s=0.2)
+    publisher = UsagePublisher(client, subjects, 0.2)
     subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
     open_attempt = attempt()
 
@@ -130,12 +138,11 @@ async def test_busy_publisher_keeps_its_interval(nats_url: str) -> None:
             advance(publisher, other, 0, Finish.STOP)
             await asyncio.sleep(0.01)
 
-    running = [asyncio.ensure_future(work) for work in (publisher.run(), keep_busy())]
-    messages = [await subscription.next_msg(timeout=HANG_S) for _ in range(2)]
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    await client.close()
+    async with running(publisher):
+        busy = asyncio.ensure_future(keep_busy())
+        messages = [await subscription.next_msg(timeout=HANG_S) for _ in range(2)]
+        busy.cancel()
+        await asyncio.gather(busy, return_exceptions=True)
     first, second = (pb.UsageRegister.FromString(message.data).output_position for message in messages)
     assert first == 1 and second > 1
     assert publisher.num_open == 1  # the registers of the others are closed
@@ -156,10 +163,7 @@ async def registers_of(client: Client, subjects: Subjects, number: int) -> list[
     return [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(number, timeout=HANG_S)]
 
 
-async def test_unpublished_register_is_published_later(nats_url: str) -> None:
-    client = await connect(nats_url, "test")
-    subjects = Subjects("usage-away")
-    await ensure_streams(client.jetstream(), subjects)
+async def test_unpublished_register_is_published_later(nats_url: str, client: Client, subjects: Subjects) -> None:
     async with SilentProxy(nats_url).serving() as proxy:
         publisher = UsagePublisher(await connect(proxy.url, "away"), subjects, ack_limit_s=0.2)
         open_attempt = attempt()
@@ -173,38 +177,31 @@ async def test_unpublished_register_is_published_later(nats_url: str) -> None:
                 pass
     assert (await registers_of(client, subjects, 1))[0].output_position == 1
     assert publisher.num_unsent == 0
-    await client.close()
 
 
-async def test_refused_registers_are_published_once_accepted(nats_url: str) -> None:
+async def test_refused_registers_are_published_once_accepted(client: Client) -> None:
     """NATS refuses registers while its disk is full; here the stream's message limit is too small for a register."""
-    client = await connect(nats_url, "test")
-    subjects = Subjects("usage-full")
+    subjects = Subjects(new_id("usage"))
     stream = StreamConfig(name=subjects.usage_stream, subjects=[subjects.usage("*")], max_msg_size=1)
     await client.jetstream().add_stream(stream)
     publisher = UsagePublisher(client, subjects, interval_s=0.1, ack_limit_s=0.5)
     ended, open_attempt = attempt(), attempt()
     ended.start.key.request_id = "req-8"
     advance(publisher, ended, 0, Finish.LENGTH)
-    running = asyncio.ensure_future(publisher.run())
-    try:
+    async with running(publisher):
         for position in range(3):
             advance(publisher, open_attempt, position)
             assert not await publisher.flush()
         assert publisher.num_unsent == 2  # the newest of each choice
         await client.jetstream().update_stream(stream.evolve(max_msg_size=-1))
         await eventually(lambda: not publisher.num_unsent, "publication of all registers")
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
     registers = {register.request_id: register for register in await registers_of(client, subjects, 2)}
     assert {key: register.output_position for key, register in registers.items()} == {"req-7": 3, "req-8": 1}
     assert registers["req-8"].cause == pb.FINISH_REASON_LENGTH
-    await client.close()
 
 
-async def test_later_attempt_keeps_usage_of_earlier_attempt(nats_url: str) -> None:
-    client, subjects, publisher = await publisher_for(nats_url, "usage-attempts")
+async def test_later_attempt_keeps_usage_of_earlier_attempt(client: Client, subjects: Subjects) -> None:
+    publisher = UsagePublisher(client, subjects)
     first, second = attempt(), attempt()
     for position in range(5):
         finish = Finish.LENGTH if position == 4 else None
@@ -214,13 +211,14 @@ async def test_later_attempt_keeps_usage_of_earlier_attempt(nats_url: str) -> No
     publisher.forget(second, pb.FINISH_REASON_CANCELLED)
     assert await publisher.flush()
     (register,) = await registers_of(client, subjects, 1)
-    await client.close()
     used = (register.num_prompt_tokens, register.num_cached_prompt_tokens, register.output_position)
     assert (used, register.attempt) == ((12, 3, 5), 2)
 
 
-async def test_failed_publication_releases_its_permit(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, subjects, publisher = await publisher_for(nats_url, "usage-raises")
+async def test_failed_publication_releases_its_permit(
+    client: Client, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = UsagePublisher(client, subjects)
     open_attempt, num_tries = attempt(), 0
 
     async def fail(*_: object, **__: object) -> None:
@@ -235,16 +233,13 @@ async def test_failed_publication_releases_its_permit(nats_url: str, monkeypatch
     assert (num_tries, publisher._jetstream.publish_async_pending(), publisher.num_unsent) == (1, 0, 1)
     assert await publisher.flush()
     assert (await registers_of(client, subjects, 1))[0].output_position == 1
-    await client.close()
 
 
-async def test_unaccepted_registers_are_bounded(nats_url: str) -> None:
-    client = await connect(nats_url, "test")
-    publisher = UsagePublisher(client, Subjects("usage-no-stream"), ack_limit_s=0.2, max_unsent=10)
+async def test_unaccepted_registers_are_bounded(client: Client) -> None:
+    publisher = UsagePublisher(client, Subjects(new_id("usage")), ack_limit_s=0.2, max_unsent=10)
     for number in range(30):
         ended = attempt()
         ended.start.key.request_id = f"req-{number}"
         advance(publisher, ended, 0, Finish.STOP)
     assert not await publisher.flush()
     assert publisher.num_unsent == 10
-    await client.close()

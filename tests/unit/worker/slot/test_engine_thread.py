@@ -1,19 +1,24 @@
-"""The engine's thread runs commands between steps, steps while there is work, and reports faults."""
+"""The engine's thread runs commands between steps, steps while there is work, rests, wakes, and reports faults."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 
 import pytest
 
+from tests.support.checkpoints import make_checkpoint
 from tests.support.wait import HANG_S, eventually
+from tests.unit.engine.harness import Clock, Model, group_of, outputs, prompt_of
 from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost, StepWork
 from torchrelay.common.liveness import Liveness
-from torchrelay.engine.core import EMPTY_STEP, LoadFailed, StepResult
+from torchrelay.engine.core import EMPTY_STEP, GroupSpec, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
 from torchrelay.worker.slot.engine_thread import EngineThread
 
@@ -52,9 +57,16 @@ class Outcome:
         self.engine.instance = cast(Instance, cast(Any, steps))
 
 
-async def test_steps_run_on_engine_thread_while_there_is_work() -> None:
-    outcome, steps = Outcome(), Steps(5)
+@pytest.fixture
+async def outcome() -> AsyncIterator[Outcome]:
+    outcome = Outcome()
     outcome.engine.start()
+    yield outcome
+    await asyncio.to_thread(outcome.engine.close)
+
+
+async def test_steps_run_on_engine_thread_while_there_is_work(outcome: Outcome) -> None:
+    steps = Steps(5)
     await outcome.engine.call(lambda: outcome.install(steps))
     while steps.count:
         await outcome.engine.call(lambda: None)  # commands run between the steps
@@ -65,23 +77,8 @@ async def test_steps_run_on_engine_thread_while_there_is_work() -> None:
     assert len(steps.threads) == 1 and threading.get_ident() not in steps.threads
 
 
-async def test_call_returns_value_or_error() -> None:
-    outcome = Outcome()
-    outcome.engine.start()
-
-    def refuse() -> None:
-        raise Conflict("not now")
-
-    assert await outcome.engine.call(lambda: 41 + 1) == 42
-    with pytest.raises(Conflict, match="not now"):
-        await outcome.engine.call(refuse)
-    await asyncio.to_thread(outcome.engine.close)
-
-
 @pytest.mark.parametrize("error", [LoadFailed("the disk is gone"), RuntimeError("a kernel broke")])
-async def test_failing_step_gives_up_instance_and_reports(error: Exception) -> None:
-    outcome = Outcome()
-    outcome.engine.start()
+async def test_failing_step_gives_up_instance_and_reports(outcome: Outcome, error: Exception) -> None:
     await outcome.engine.call(lambda: outcome.install(Steps(0, error)))
     async with asyncio.timeout(HANG_S):
         while not outcome.faults:
@@ -91,10 +88,9 @@ async def test_failing_step_gives_up_instance_and_reports(error: Exception) -> N
     assert outcome.faults == [error]
 
 
-async def test_busy_engine_blocks_writes_but_not_posts() -> None:
+async def test_busy_engine_blocks_writes_but_not_posts(outcome: Outcome) -> None:
     """A step that waits for layers must block the senders, but not the posting of a cancel."""
-    outcome, busy, stop = Outcome(), threading.Event(), threading.Event()
-    outcome.engine.start()
+    busy, stop = threading.Event(), threading.Event()
     outcome.engine.post(busy.wait)
     begun: list[int] = []
     written: list[int] = []
@@ -113,13 +109,11 @@ async def test_busy_engine_blocks_writes_but_not_posts() -> None:
     await receiving
     await outcome.engine.call(lambda: None)
     assert written == list(range(MAX_PENDING_WRITES + 10))
-    await asyncio.to_thread(outcome.engine.close)
 
 
-async def test_blocked_write_ends_with_its_stop() -> None:
-    outcome, busy, stop, full = Outcome(), threading.Event(), threading.Event(), threading.Event()
+async def test_blocked_write_ends_with_its_stop(outcome: Outcome) -> None:
+    busy, stop, full = threading.Event(), threading.Event(), threading.Event()
     written: list[int] = []
-    outcome.engine.start()
     outcome.engine.post(busy.wait)
 
     def receive() -> None:
@@ -139,12 +133,9 @@ async def test_blocked_write_ends_with_its_stop() -> None:
     busy.set()
     await outcome.engine.call(lambda: None)
     assert len(written) == MAX_PENDING_WRITES
-    await asyncio.to_thread(outcome.engine.close)
 
 
-async def test_closed_thread_refuses_calls_and_ignores_posts() -> None:
-    outcome = Outcome()
-    outcome.engine.start()
+async def test_closed_thread_refuses_calls_and_ignores_posts(outcome: Outcome) -> None:
     await asyncio.to_thread(outcome.engine.close)
     outcome.engine.post(lambda: None)
     with pytest.raises(Unavailable, match="shutting down"):
@@ -178,10 +169,8 @@ class LayeredStep(LongStep):
         return Steps.step(self)
 
 
-async def test_short_commands_run_between_layers_and_others_after_the_step() -> None:
-    outcome = Outcome()
+async def test_short_commands_run_between_layers_and_others_after_the_step(outcome: Outcome) -> None:
     steps = LayeredStep(outcome.engine)
-    outcome.engine.start()
     await outcome.engine.call(lambda: outcome.install(steps))
     await asyncio.to_thread(steps.has_begun.wait)
     after = outcome.engine.call(lambda: steps.count)
@@ -201,10 +190,9 @@ async def test_short_commands_run_between_layers_and_others_after_the_step() -> 
         await outcome.engine.call_between_layers(lambda: None)
 
 
-async def test_recording_is_no_stall() -> None:
+async def test_recording_is_no_stall(outcome: Outcome) -> None:
     """A recording compiles kernels for seconds, in a model whose steps take milliseconds."""
-    outcome, steps, begin_s = Outcome(), LongStep(), 1000.0
-    outcome.engine.start()
+    steps, begin_s = LongStep(), 1000.0
     await outcome.engine.call(lambda: outcome.install(steps))
     await asyncio.to_thread(steps.has_begun.wait)
     latency, liveness = LatencyModel(decode=StepCost(base_s=0.005, num_steps=9)), Liveness(begin_s)
@@ -218,12 +206,10 @@ async def test_recording_is_no_stall() -> None:
     liveness.observe(outcome.engine.progress(latency), begin_s + 31)
     assert "made no step" in liveness.fault(begin_s + 31)  # the replay hangs
     steps.may_end.set()
-    await asyncio.to_thread(outcome.engine.close)
 
 
-async def test_progress_shows_advance_hang_and_rest() -> None:
-    outcome, steps = Outcome(), LongStep()
-    outcome.engine.start()
+async def test_progress_shows_advance_hang_and_rest(outcome: Outcome) -> None:
+    steps = LongStep()
     await outcome.engine.call(lambda: outcome.install(steps))
     await asyncio.to_thread(steps.has_begun.wait)
     latency = LatencyModel(decode=StepCost(base_s=0.5, num_steps=9))
@@ -239,9 +225,8 @@ async def test_progress_shows_advance_hang_and_rest() -> None:
     assert not ended.has_work and ended.num_advances > begun.num_advances + 1
 
 
-async def test_hanging_command_is_work_without_advance() -> None:
-    outcome, has_begun, may_end = Outcome(), threading.Event(), threading.Event()
-    outcome.engine.start()
+async def test_hanging_command_is_work_without_advance(outcome: Outcome) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
     outcome.engine.post(has_begun.set)
     outcome.engine.post(may_end.wait)
     await asyncio.to_thread(has_begun.wait)
@@ -251,3 +236,112 @@ async def test_hanging_command_is_work_without_advance() -> None:
     may_end.set()
     await asyncio.to_thread(outcome.engine.close)
     assert outcome.engine.progress(None).num_advances > progress.num_advances
+
+
+PROMPT = prompt_of(40)
+SOON_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(make_checkpoint(tmp_path_factory.mktemp("llama"), "llama"))
+
+
+class Driven:
+    """An instance with the first layers of its model, and the thread that drives it."""
+
+    def __init__(self, model: Model) -> None:
+        self.steps: list[StepResult] = []
+        self.faults: list[Exception] = []
+        self.engine = EngineThread(self.steps.append, self.faults.append)
+        self.clock = Clock()
+        self.instance = model.instance(loaded=False, on_segment=self.engine.wake, clock=self.clock)
+        self.num_segments = len(model.pack.manifest.segments)
+        self.engine.start()
+
+    async def do(self, command: Callable[[], None]) -> None:
+        await self.engine.call(command)
+
+    async def load(self, begin: int, end: int) -> None:
+        """Delivers segments from another thread, like the copies to a GPU."""
+        with ThreadPoolExecutor(1) as other:
+            for segment in range(begin, end):
+                await asyncio.get_running_loop().run_in_executor(other, self.instance.segment_ready, segment)
+
+    @property
+    def expired(self) -> list[str]:
+        return [name for step in self.steps for name in step.expired]
+
+
+@pytest.fixture
+async def driven(model: Model) -> AsyncIterator[Driven]:
+    driven = Driven(model)
+
+    def install() -> None:
+        driven.engine.instance = driven.instance
+
+    await driven.load(0, 2)
+    await driven.do(install)
+    yield driven
+    driven.instance.fail("the test is over")
+    await asyncio.to_thread(driven.engine.close)
+    driven.instance.close()
+
+
+async def test_held_prompt_expires_on_idle_thread(driven: Driven) -> None:
+    """The prompt has reached the last layer that is here."""
+    group = replace(group_of(PROMPT), deadline_s=Clock.now_s + SOON_S)
+    gone = replace(group_of(PROMPT, "gone/0"), deadline_s=Clock.now_s + SOON_S / 2)
+    max_sleep_s, rests = driven.instance.max_sleep_s, []
+
+    def rest() -> float | None:
+        rests.append(max_sleep_s())
+        driven.clock.now_s += rests[-1] or 0.0  # the time at which the thread wakes
+        return rests[-1]
+
+    def ask() -> None:
+        driven.instance.max_sleep_s = rest  # type: ignore[method-assign]
+        driven.instance.prefill(gone)
+        driven.instance.cancel("gone/0")
+        driven.instance.prefill(group)
+
+    await driven.do(ask)
+    await eventually(lambda: driven.expired == ["r/0"])
+    assert rests[:2] == [0.0, pytest.approx(SOON_S)]
+    assert driven.instance.num_free_pages == driven.instance.num_pages
+    assert [step.num_positions_prefilled for step in driven.steps if not step.expired] == [0]  # one layer, then idle
+
+
+async def test_group_without_kv_expires(driven: Driven) -> None:
+    group = replace(group_of(PROMPT), prompt=(), deadline_s=Clock.now_s + SOON_S)
+    await driven.do(lambda: _adopt(driven.instance, group))
+    assert driven.expired == []
+    driven.clock.now_s += SOON_S
+    await eventually(lambda: driven.expired == ["r/0"])
+    assert driven.instance.num_free_pages == driven.instance.num_pages
+
+
+async def test_layer_by_layer_prompt_continues_with_each_segment(driven: Driven, model: Model) -> None:
+    group = replace(group_of(PROMPT), deadline_s=1e300)  # beyond the timeout of any lock or queue
+    await driven.do(lambda: driven.instance.prefill(group))
+
+    def boundaries() -> list[int]:
+        return [group.layer for group in driven.instance._scheduler.by_layer]
+
+    for segment in range(2, driven.num_segments):  # the last is the head
+        await eventually(lambda segment=segment: boundaries() == [segment - 1])  # type: ignore[misc]
+        await driven.load(segment, segment + 1)
+    await eventually(lambda: any(token.finish for step in driven.steps for token in step.tokens))
+    assert outputs(driven.steps)["r/0", 0] == model.expected(PROMPT)
+
+
+async def test_layer_by_layer_prompt_fails_with_load(driven: Driven) -> None:
+    await driven.do(lambda: driven.instance.prefill(group_of(PROMPT)))
+    await eventually(lambda: bool(driven.steps))
+    driven.instance.fail("no holder is left")
+    await eventually(lambda: bool(driven.faults))
+    assert "no holder is left" in str(driven.faults[0])
+
+
+def _adopt(instance: Instance, group: GroupSpec) -> None:
+    instance.import_kv(group, instance.kv_layout(group))

@@ -1,13 +1,22 @@
-"""The slot's states, its epoch, and its watchers."""
+"""The slot's states, its epoch, its watchers, and the engine that the settings name."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from torchrelay.common.errors import Conflict, StaleEpoch
+from tests.support.quantized_checkpoints import FORMATS
+from tests.unit.modelspec.test_quantization import LLAMA
+from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.control.v1 import types_pb2
+from torchrelay.engine.core import LoadFailed
+from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine import EngineHooks
+from torchrelay.worker.slot.engines import load_engine
+from torchrelay.worker.slot.relay_engine import RelayEngine
 from torchrelay.worker.slot.slot import DRAINING, FREE, LOADING, READY, HostedInstance, Slot
 
 PREFILL, DECODE = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE
@@ -89,3 +98,22 @@ async def test_watchers_of_closed_slot_end() -> None:
     with pytest.raises(StopAsyncIteration):
         await anext(changes)
     assert [change async for change in slot.changes()] == []
+
+
+def test_own_engine_refuses_several_devices() -> None:
+    settings = WorkerSettings(node_key="ab" * 32, worker_id="w", devices=2)
+    with pytest.raises(InvalidRequest) as caught:
+        load_engine(settings)
+    assert caught.value.field == "devices"
+    assert caught.value.message == (
+        "engine 'torchrelay' computes a model on one device, and this slot has 2; vllm splits models"
+    )
+
+
+def test_weights_of_another_engine_end_the_load() -> None:
+    settings = WorkerSettings(node_key="00" * 32, worker_id="w", device="cpu", kv_pool_bytes=1 << 20)
+    config = LLAMA | {"quantization_config": dict(FORMATS["awq"].config)}
+    slab = cast(Any, SimpleNamespace(manifest=SimpleNamespace(config=config), data=memoryview(b"")))
+    hooks = EngineHooks(lambda: None, lambda: None, lambda: None)
+    with pytest.raises(LoadFailed, match="only the engine vllm computes these weights"):
+        RelayEngine(settings).load(slab, hooks)

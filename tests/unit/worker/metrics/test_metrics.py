@@ -1,4 +1,4 @@
-"""Counters, shares and latency models of steps, as metrics and for the report."""
+"""Counters, shares and latency models of steps, and the load, as metrics and for the report."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.engine.core import StepProfile, StepResult
+from torchrelay.worker.metrics.load_metrics import export_load
 from torchrelay.worker.metrics.step_metrics import InstanceLabels, StepMetrics
-from torchrelay.worker.metrics.time_shares import NO_SHARES
+from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares, bottleneck
 
 LABELS = InstanceLabels("i1", "acme/tiny", "pack", "prefill+decode")
 WARM = StepProfile(compute_s=0.015, memory_s=0.003, scheduling_s=0.002)
@@ -132,3 +135,69 @@ def test_rates_are_medians_of_recent_steps() -> None:
         step_metrics.record_step(step)
     assert step_metrics.step_s == pytest.approx(0.02) and step_metrics.prefill_tokens_per_s == pytest.approx(3200)
     assert (step_metrics.num_positions_prefilled, step_metrics.num_positions_decoded) == (128, 2)
+
+
+def test_load_is_that_of_the_model_in_the_slot() -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    slot: list[InstanceLabels] = []
+    export_load(lambda: 3, lambda: 0.25, lambda: slot[0] if slot else None, provider.get_meter("test"))
+    assert values(reader) == {}
+    slot.append(InstanceLabels("i-1", "acme/tiny", "pack", "decode"))
+    assert values(reader) == {
+        ("torchrelay_worker_requests_running", "acme/tiny"): 3,
+        ("torchrelay_worker_kv_cache_usage", "acme/tiny"): 0.25,
+    }
+    provider.shutdown()
+
+
+def values(reader: InMemoryMetricReader) -> dict[tuple[str, object], float]:
+    data = reader.get_metrics_data()
+    metrics = data.resource_metrics[0].scope_metrics[0].metrics if data is not None else []
+    return {
+        (metric.name, (point.attributes or {})["model"]): getattr(point, "value", 0.0)
+        for metric in metrics
+        for point in metric.data.data_points
+    }
+
+
+seconds = st.floats(0, 10)
+profiles = st.builds(StepProfile, seconds, seconds, seconds, seconds, seconds)
+
+
+@given(st.lists(profiles, max_size=20))
+@example([StepProfile(0.0, 0.0, 0.0, 0.0, 2.2e-311)])  # the reciprocal of such a number overflows
+def test_shares_add_up_to_one(steps: list[StepProfile]) -> None:
+    shares = NO_SHARES
+    for step in steps:
+        shares = shares.after(step)
+    assert all(0 <= share <= 1 + 1e-9 for share in astuple(shares))
+    expected = 1.0 if any(step.total_s for step in steps) else 0.0
+    assert sum(astuple(shares)) == pytest.approx(expected)
+
+
+def test_past_shares_decay_by_time_not_steps() -> None:
+    cold = NO_SHARES.after(StepProfile(io_wait_s=10.0))
+    assert cold == TimeShares(io_wait=1.0)
+    warm = StepProfile(compute_s=0.01)
+    shares = cold
+    for _ in range(200):
+        shares = shares.after(warm)
+    assert shares.io_wait == pytest.approx(0.5) and shares.compute == pytest.approx(0.5)
+    assert cold.after(StepProfile(compute_s=2.0)).io_wait == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("shares", "name"),
+    [
+        (NO_SHARES, ""),
+        (TimeShares(compute=1.0), "compute"),
+        (TimeShares(compute=0.71, memory=0.29), "compute"),
+        (TimeShares(compute=0.6, memory=0.1, scheduling=0.3), "scheduling"),
+        (TimeShares(compute=0.2, memory=0.35, kv_transfer=0.4, scheduling=0.05), "kv_transfer"),
+        (TimeShares(compute=0.1, io_wait=0.9), "io_wait"),
+        (TimeShares(compute=0.6, memory=0.2, scheduling=0.2), "compute"),
+    ],
+)
+def test_bottleneck_of_shares(shares: TimeShares, name: str) -> None:
+    assert bottleneck(shares) == name
