@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +30,11 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
     """Checkpoint, pack and reference by family and options; made once per session."""
     made: dict[tuple[object, ...], Model] = {}
 
-    def make(family: str = "llama", tied: bool = False, dtype: str = "float32") -> Model:
-        key = (family, tied, dtype)
+    def make(family: str = "llama", tied: bool = False, dtype: str = "float32", **config: Any) -> Model:
+        key = (family, tied, dtype, *config.items())
         if key not in made:
             folder: Path = tmp_path_factory.mktemp(family)
-            made[key] = Model(make_checkpoint(folder, family, tied=tied, dtype=dtype))
+            made[key] = Model(make_checkpoint(folder, family, tied=tied, dtype=dtype, **config))
         return made[key]
 
     return make

@@ -128,6 +128,37 @@ def run(instance: Instance) -> list[StepResult]:
     return steps
 
 
+def answer(
+    instance: Instance,
+    prompt: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    forced: Sequence[Sequence[int]] = ((),),
+) -> list[int]:
+    """The tokens of a prompt's first choice, which the instance computes with all that is waiting there."""
+    instance.prefill(group_of(prompt, sampling=sampling, forced=forced))
+    return outputs(run(instance))["r/0", 0]
+
+
+def assert_batch_is_exact(
+    model: Model, instance: Instance, lengths: Sequence[int], num_tokens: int = GREEDY.max_tokens
+) -> list[StepResult]:
+    """Checks that prompts of some lengths, all at once, have the tokens that transformers gives to each."""
+    expected, sampling = {}, replace(GREEDY, max_tokens=num_tokens)
+    for number, length in enumerate(lengths):
+        expected[f"{number}/0", 0] = model.expected(prompt_of(length), num_tokens)
+        instance.prefill(group_of(prompt_of(length), f"{number}/0", sampling))
+    steps = run(instance)
+    assert outputs(steps) == expected
+    assert_idle(instance)
+    return steps
+
+
+def load_rest(instance: Instance) -> None:
+    """Delivers the segments that are missing, in order."""
+    for segment in range(instance.num_segments_ready, instance.config.num_layers + 2):
+        instance.segment_ready(segment)
+
+
 def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
     """The logits of the first output token, fp32 [vocab]."""
     seen: list[torch.Tensor] = []

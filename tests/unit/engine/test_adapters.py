@@ -21,6 +21,7 @@ from tests.unit.engine.harness import (
     group_of,
     half_loaded,
     hand_over,
+    import_prefill,
     outputs,
     prompt_of,
     run,
@@ -105,12 +106,7 @@ def test_adapter_stays_with_its_group(model_of: ModelOf, tmp_path: Path, way: st
         source = half_loaded(model, 2)
         source.prefill(group)
         run(source)
-        moved = export_prefill(source)
-        prompt_import = target.import_prefill(group)
-        prompt_import.receive(moved.layout.boundary, moved.layout.block_tokens)
-        for index, chunk in enumerate(moved.chunks):
-            prompt_import.write(index, chunk)
-        prompt_import.start()
+        import_prefill(target, export_prefill(source))
         tokens = outputs(run(target))["r/0", 0]
     else:
         source.prefill(group)

@@ -11,6 +11,7 @@ from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import (
     GREEDY,
     ModelOf,
+    assert_batch_is_exact,
     assert_idle,
     group_of,
     hand_over,
@@ -48,15 +49,8 @@ def test_batched_chunks_equal_transformers(model_of: ModelOf, family: str, tied:
     """A budget of 20 positions cuts prompts at odd places, and prefills run beside decodes of other lengths."""
     model = model_of(family, tied)
     instance = model.instance(token_budget=20, page_tokens=8)
-    expected = {}
-    for number, length in enumerate(TIED_LENGTHS if tied else LENGTHS):
-        prompt = prompt_of(length)
-        expected[f"{number}/0", 0] = model.expected(prompt)
-        instance.prefill(group_of(prompt, f"{number}/0"))
-    steps = run(instance)
-    assert outputs(steps) == expected
+    steps = assert_batch_is_exact(model, instance, TIED_LENGTHS if tied else LENGTHS)
     assert any(step.num_positions_prefilled and step.num_positions_decoded for step in steps)
-    assert_idle(instance)
 
 
 @pytest.mark.parametrize(("budget", "order"), [(512, 1), (23, -1)], ids=["in order", "backwards"])
@@ -76,25 +70,6 @@ def test_handed_over_kv_equals_transformers(model_of: ModelOf, family: str, budg
         assert sum(step.num_positions_prefilled for step in steps) == 0
     assert_idle(source)
     assert_idle(target)
-
-
-@pytest.mark.parametrize("handed_over", [False, True])
-@pytest.mark.parametrize("num_forced", [1, 7, 23])
-def test_resumed_attempt_continues_output(model_of: ModelOf, num_forced: int, handed_over: bool) -> None:
-    model = model_of("qwen3")
-    expected = model.expected(prompt_of(17))
-    group = group_of(prompt_of(17), "r/1", forced=[expected[:num_forced]])
-    instance = model.instance(token_budget=10)
-    if handed_over:
-        last, steps = hand_over(instance, model.instance(), group)
-        steps = [last, *steps]
-    else:
-        instance.prefill(group)
-        steps = run(instance)
-    tokens = [token for step in steps for token in step.tokens]
-    assert [token.token_id for token in tokens] == expected[num_forced:]
-    assert [token.position for token in tokens] == list(range(num_forced, len(expected)))
-    assert_idle(instance)
 
 
 @pytest.mark.parametrize("length", [16, 21])

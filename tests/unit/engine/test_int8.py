@@ -65,7 +65,7 @@ def test_whole_layers_equal_single_operations(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, level: object, family: str
 ) -> None:
     model = Model(int8_checkpoint(make_checkpoint(tmp_path / "model", family, dtype="bfloat16")))
-    plain, whole, counted = instances(monkeypatch, model, Kernels(level))  # type: ignore[arg-type]
+    plain, whole, counted = instances(monkeypatch, Kernels(level), model)  # type: ignore[arg-type]
     assert_same_logits(plain, whole, 7)
     assert counted.calls.count(whole.config.num_layers) >= 25
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import count
-from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +93,7 @@ def test_time_between_steps_is_io_wait_while_prompts_wait_for_weights(model_of: 
     assert steps[-1].profile.io_wait_s == 0  # it decodes
 
 
+@pytest.mark.usefixtures("counted_clock")
 def test_failed_step_adds_no_time_to_next_step(model_of: Callable[..., Model]) -> None:
     model = model_of()
     broken = model.instance(loaded=False)
@@ -101,7 +101,6 @@ def test_failed_step_adds_no_time_to_next_step(model_of: Callable[..., Model]) -
     broken.fail("the disk is gone")
     with pytest.raises(LoadFailed):
         broken.step()
-    sleep(0.002)
     instance = model.instance()
     instance.prefill(group_of(prompt_of(8)))
     assert instance.step().profile.io_wait_s == 0

@@ -1,19 +1,28 @@
+"""Weights are views of the pack, or copies on a device, over a link that copies as late as a device may."""
+
 from __future__ import annotations
 
 import mmap
+import queue
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
+from tests.support.wait import HANG_S, wait_until
+from tests.unit.engine.harness import ModelOf, answer, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import DataCorrupted
+from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.pool import KvPool
+from torchrelay.engine.weights.device_link import CopyEvent, DeviceLink, link_to
 from torchrelay.engine.weights.pack_weights import PackWeights
-from torchrelay.engine.weights.segment_gate import SegmentGate
+from torchrelay.engine.weights.stager import Stager
 from torchrelay.modelspec.config import read_config
 from torchrelay.transfer.manifest import Manifest
 
@@ -54,8 +63,7 @@ def test_instance_runs_on_and_releases_read_only_mapping(mapped: tuple[Manifest,
     instance = Instance(manifest, view, KvPool(1 << 20))
     for segment in range(len(manifest.segments)):
         instance.segment_ready(segment)
-    instance.prefill(group_of(prompt_of(9)))
-    assert outputs(run(instance))["r/0", 0] == model_of("qwen3").expected(prompt_of(9))
+    assert answer(instance, prompt_of(9)) == model_of("qwen3").expected(prompt_of(9))
     instance.close()
     view.release()
     mapping.close()  # raises BufferError as long as a tensor views it
@@ -81,9 +89,171 @@ def test_non_contiguous_tensor_group_is_refused(model_of: ModelOf) -> None:
         Instance(manifest, pack.view, KvPool(1 << 20)).segment_ready(1)
 
 
-def test_gate_counts_segment_once() -> None:
-    gate = SegmentGate(3)
-    gate.open(1)
-    gate.open(1)
-    assert gate.num_open == 1
-    assert [gate.is_open(i) for i in range(3)] == [False, True, False]
+PIECE_BYTES = 1000
+
+
+class LateCopyEvent(CopyEvent):
+    def __init__(self, link: LateLink, place: int) -> None:
+        self._link, self._place = link, place
+
+    def wait(self) -> None:
+        self._link.run_until(self._place)
+
+    def join(self) -> None:
+        self._link.num_joined += 1
+        self._link.run_until(self._place)
+
+
+class LateLink(DeviceLink):
+    """Runs copies in order, and as late as possible."""
+
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        self.num_joined = 0
+        self.num_buffers = 0
+        self.started: list[tuple[Tensor, Tensor]] = []
+        self._is_pinned = is_pinned
+        self._num_run = 0
+        self._lock = threading.RLock()
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        self.num_buffers += 1
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def is_pinned(self, memory: Tensor) -> bool:
+        return self._is_pinned
+
+    def space(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with self._lock:
+            self.started.append((target, source))
+
+    def event(self) -> CopyEvent:
+        with self._lock:
+            return LateCopyEvent(self, len(self.started))
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        self.event().wait()
+        yield
+
+    def run_until(self, place: int) -> None:
+        with self._lock:
+            for target, source in self.started[self._num_run : place]:
+                target.copy_(source)
+            self._num_run = max(self._num_run, place)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["through buffers", "from where it lies"])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_ranges_are_copied_completely(num_threads: int, is_pinned: bool) -> None:
+    """Buffers are filled repeatedly, and never before their last copy is over."""
+    source = torch.randint(0, 256, (50_000,), dtype=torch.uint8)
+    link, arrived = LateLink(is_pinned=is_pinned), threading.Semaphore(0)
+    stager = Stager(source, link, pytest.fail, PIECE_BYTES, num_threads)
+    ranges = [(0, 20_000), (20_000, 20_001), (20_001, 20_001), (20_001, 49_999)]
+    targets = [torch.zeros(end - begin, dtype=torch.uint8) for begin, end in ranges]
+    for (begin, _), target in zip(ranges, targets, strict=True):
+        stager.submit(begin, target, arrived.release)
+    for _ in ranges:
+        assert arrived.acquire(timeout=HANG_S)
+    for (begin, end), target in zip(ranges, targets, strict=True):
+        assert torch.equal(target, source[begin:end])
+    assert link.num_buffers in ([0] if is_pinned else range(2, 2 * num_threads + 1))  # a thread may get no work
+    stager.close()
+    stager.close()
+
+
+def test_arrival_is_signalled_after_last_copy_started() -> None:
+    source = torch.arange(200, dtype=torch.uint8).repeat(100)
+    link, seen = LateLink(), threading.Event()
+    stager = Stager(source, link, pytest.fail, PIECE_BYTES, num_threads=4)
+    target = torch.zeros(20_000, dtype=torch.uint8)
+
+    def check() -> None:
+        assert sum(len(copied) for copied, _ in link.started) == len(target)
+        seen.set()
+
+    stager.submit(0, target, check)
+    assert seen.wait(HANG_S)
+    stager.close()
+
+
+def test_failing_copy_is_reported() -> None:
+    class Broken(LateLink):
+        def copy(self, target: Tensor, source: Tensor) -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    stager = Stager(torch.zeros(10, dtype=torch.uint8), Broken(), reasons.put, num_threads=1)
+    stager.submit(0, torch.zeros(10, dtype=torch.uint8), pytest.fail)
+    assert reasons.get(timeout=HANG_S) == "the copy to the device failed: CUDA error: out of memory"
+    stager.close()
+
+
+def test_close_drops_copies_not_started() -> None:
+    """The arena may be unmapped afterwards."""
+    stager = Stager(torch.zeros(10_000_000, dtype=torch.uint8), LateLink(), pytest.fail, PIECE_BYTES, num_threads=1)
+    target = torch.zeros(10_000_000, dtype=torch.uint8)
+    for _ in range(20):
+        stager.submit(0, target, lambda: None)
+    stager.close()
+    assert len(stager._source) == 0
+
+
+def test_threads_run_from_first_copy_until_close() -> None:
+    """An instance that could not be built was never closed."""
+    stager = Stager(torch.zeros(10, dtype=torch.uint8), LateLink(), pytest.fail, PIECE_BYTES, num_threads=2)
+    assert stager._threads == []
+    arrived = threading.Semaphore(0)
+    for _ in range(2):
+        stager.submit(0, torch.zeros(10, dtype=torch.uint8), arrived.release)
+        assert arrived.acquire(timeout=HANG_S)
+    threads = list(stager._threads)
+    assert len(threads) == 2 and all(thread.is_alive() for thread in threads)
+    stager.close()
+    assert not any(thread.is_alive() for thread in threads)
+    stager.submit(0, torch.zeros(10, dtype=torch.uint8), pytest.fail)  # the last segment came too late
+    assert stager._threads == []
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_instance_computes_with_copied_weights(model_of: ModelOf, family: str) -> None:
+    """The prompt waits for the copies, and each segment is joined once. Norms of heads are computed from the copy."""
+    model, late = model_of(family), LateLink()
+    data = bytearray(model.pack.data)
+    instance = Instance(model.pack.manifest, memoryview(data).toreadonly(), KvPool(1 << 20), link=late)
+    num_segments = len(model.pack.manifest.segments)
+    instance.prefill(group_of(prompt_of(20)))
+    for segment in reversed(range(num_segments)):
+        instance.segment_ready(segment)
+        instance.segment_ready(segment)
+    wait_until(lambda: instance.num_segments_ready == num_segments)
+    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(20))
+    assert late.num_joined == num_segments
+    assert sum(len(target) for target, _ in late.started) == sum(
+        span.end - span.begin for span in model.pack.manifest.segments
+    )
+    data[:] = bytes(len(data))
+    instance.prefill(group_of(prompt_of(20), "r/1"))
+    assert outputs(run(instance))["r/1", 0] == model.expected(prompt_of(20))
+    instance.close()
+
+
+def test_pack_not_matching_config_fails_load(model_of: ModelOf) -> None:
+    pack = model_of().pack
+    wrong = [entry._replace(shape=(1, *entry.shape)) for entry in pack.manifest.tensors]
+    manifest = replace(pack.manifest, tensors=tuple(wrong))
+    instance = Instance(manifest, pack.view, KvPool(1 << 20), link=LateLink())
+    instance.prefill(group_of(prompt_of(4)))
+    run(instance)
+    instance.segment_ready(0)
+    wait_until(instance.has_work)
+    with pytest.raises(LoadFailed, match=r"no model\.embed_tokens\.weight of shape"):
+        instance.step()
+    instance.close()
+
+
+def test_cpu_has_no_link() -> None:
+    assert link_to(torch.device("cpu")) is None

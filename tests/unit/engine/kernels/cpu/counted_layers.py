@@ -75,8 +75,8 @@ def assert_same_logits(plain: Instance, whole: Instance, num_groups: int, adapte
 
 def instances(
     monkeypatch: pytest.MonkeyPatch,
-    model: Model,
     built: Kernels,
+    model: Model,
     *,
     layers: Callable[..., int] | None = None,
     max_products: int = 4096,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
+from tests.unit.engine.harness import ModelOf, assert_batch_is_exact
 from tests.unit.engine.test_exactness import LENGTHS
 from torchrelay.engine.kernels import backends, linear
 from torchrelay.engine.kernels.backends import backends_for, default_attention
@@ -62,11 +62,7 @@ def test_engine_without_kernels_is_exact(model_of: ModelOf, family: str) -> None
     model = model_of(family)
     instance = model.instance(token_budget=20)
     assert isinstance(instance.model.backend, GatherAttention)
-    expected = {}
-    for number, length in enumerate(LENGTHS):
-        expected[f"{number}/0", 0] = model.expected(prompt_of(length))
-        instance.prefill(group_of(prompt_of(length), f"{number}/0"))
-    assert outputs(run(instance)) == expected
+    assert_batch_is_exact(model, instance, LENGTHS)
 
 
 def test_engine_uses_built_kernels(model_of: ModelOf, built: module.Kernels) -> None:

@@ -6,36 +6,43 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
-from torchrelay.engine.kernels.cpu.library import Kernels
+from torchrelay.engine.kernels.cpu.library import Kernels, has_arithmetic
 from torchrelay.engine.kernels.cpu.linear import cpu_linear, supports_weight
 from torchrelay.engine.kernels.layer import Int8Matrix
-from torchrelay.engine.kernels.linear import linear, rounded_linear
+from torchrelay.engine.kernels.linear import linear, rounded_linear, widened_linear
 
 DTYPES = [torch.bfloat16, torch.float16]
 
 
+def int8_matrix(num_out: int, size: int) -> Int8Matrix:
+    return Int8Matrix(torch.randint(-128, 128, (num_out, size), dtype=torch.int8), torch.rand(num_out) * 0.01 + 1e-4)
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["16 bit", "8 bit"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("num_out", [1, 3, 4, 67, 200, 1030])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 19, 96])
-def test_cpu_linear_equals_definition(
-    built: Kernels, num_rows: int, num_out: int, with_bias: bool, dtype: torch.dtype
-) -> None:
+def test_cpu_linear_equals_definition(built: Kernels, num_out: int, dtype: torch.dtype, is_int8: bool) -> None:
     """Within one rounding of the dtype."""
-    x, weight = torch.randn(num_rows, 96).to(dtype), torch.randn(num_out, 96).to(dtype)
-    bias = torch.randn(num_out).to(dtype) if with_bias else None
-    actual = cpu_linear(built, x, weight, bias)
-    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    assert actual.dtype == dtype and actual.shape == exact.shape
-    torch.testing.assert_close(actual.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    weight = int8_matrix(num_out, 96) if is_int8 else torch.randn(num_out, 96).to(dtype)
+    wide = weight.numbers.double() * weight.scales.double()[:, None] if is_int8 else weight.double()  # type: ignore[union-attr]
+    for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 19, 96):
+        x = torch.randn(num_rows, 96).to(dtype)
+        for bias in (None, torch.randn(num_out).to(dtype)):
+            exact = x.double() @ wide.t() + (0 if bias is None else bias.double())
+            for actual in (cpu_linear(built, x, weight, bias), *([linear(x, weight, bias)] if is_int8 else [])):
+                assert actual.dtype == dtype and actual.shape == exact.shape
+                atol = 1e-4 if is_int8 else 1e-5
+                torch.testing.assert_close(actual.double(), exact, rtol=torch.finfo(dtype).eps, atol=atol)
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["16 bit", "8 bit"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_row_result_is_independent_of_batch_and_threads(built: Kernels, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(40, 256).to(dtype), torch.randn(1030, 256).to(dtype)
+def test_row_result_is_independent_of_batch_and_threads(built: Kernels, dtype: torch.dtype, is_int8: bool) -> None:
+    x, weight = torch.randn(40, 256).to(dtype), int8_matrix(1030, 256) if is_int8 else torch.randn(1030, 256).to(dtype)
     together = cpu_linear(built, x, weight, None)
     for row in range(40):
         assert torch.equal(cpu_linear(built, x[row : row + 1], weight, None)[0], together[row])
@@ -46,27 +53,6 @@ def test_row_result_is_independent_of_batch_and_threads(built: Kernels, dtype: t
             assert torch.equal(cpu_linear(built, x, weight, None), together)
     finally:
         torch.set_num_threads(before)
-
-
-def int8_matrix(num_out: int, size: int) -> Int8Matrix:
-    return Int8Matrix(torch.randint(-128, 128, (num_out, size), dtype=torch.int8), torch.rand(num_out) * 0.01 + 1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("num_out", [1, 3, 4, 67, 1030])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 7, 9, 19, 96])
-def test_int8_linear_equals_definition(
-    built: Kernels, num_rows: int, num_out: int, with_bias: bool, dtype: torch.dtype
-) -> None:
-    """Within one rounding of the dtype."""
-    x, weight = torch.randn(num_rows, 96).to(dtype), int8_matrix(num_out, 96)
-    bias = torch.randn(num_out).to(dtype) if with_bias else None
-    exact = x.double() @ (weight.numbers.double() * weight.scales.double()[:, None]).t()
-    exact += 0 if bias is None else bias.double()
-    for actual in cpu_linear(built, x, weight, bias), linear(x, weight, bias):
-        assert actual.dtype == dtype and actual.shape == exact.shape
-        torch.testing.assert_close(actual.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
@@ -106,13 +92,6 @@ def test_no_other_device_holds_a_rounded_copy_of_an_int8_head() -> None:
     assert 0 < largest.num_elements <= 1 << 26
 
 
-def test_int8_row_result_is_independent_of_batch(built: Kernels) -> None:
-    x, weight = torch.randn(40, 256).bfloat16(), int8_matrix(1030, 256)
-    together = cpu_linear(built, x, weight, None)
-    for row in range(40):
-        assert torch.equal(cpu_linear(built, x[row : row + 1], weight, None)[0], together[row])
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_values_propagate(built: Kernels, value: float) -> None:
     x, weight = torch.ones(2, 64).bfloat16(), torch.ones(5, 64).bfloat16()
@@ -148,3 +127,21 @@ def test_batch_does_not_change_bf16_tokens(model_of: ModelOf) -> None:
     for number in range(12):
         batched.prefill(group_of(prompt_of(30, salt=number), f"{number}/0"))
     assert outputs(run(batched))["0/0", 0] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_widened_linear_equals_plain(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
+    """Within one rounding of the dtype; blocks that do not divide the rows of the weight."""
+    x, weight = torch.randn(rows, 48).to(dtype), torch.randn(30, 48).to(dtype)
+    bias = torch.randn(30).to(dtype) if with_bias else None
+    actual = widened_linear(x, weight, bias, block_numel=48 * 7)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert actual.dtype == dtype
+    assert torch.allclose(actual.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    assert torch.allclose(actual.double(), linear(x, weight, bias).double(), rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+
+
+def test_fp32_arithmetic_is_native() -> None:
+    assert has_arithmetic(torch.float32)

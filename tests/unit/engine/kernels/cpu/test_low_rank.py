@@ -60,7 +60,7 @@ def test_whole_layers_with_adapters_equal_single_operations(
 ) -> None:
     """Decode steps of two adapters and the base are one call."""
     model = model_of(family, dtype="bfloat16")
-    plain, whole, counted = instances(monkeypatch, model, built)
+    plain, whole, counted = instances(monkeypatch, built, model)
     folders = [make_adapter(tmp_path / f"{n}", model.reference, seed=n, rank=4 + n) for n in range(2)]
     assert_same_logits(plain, whole, 3, folders)
     assert counted.calls.count(whole.config.num_layers) >= 20

@@ -67,13 +67,15 @@ for dtype, product, head_dim, cap in [
     backend = attention.TritonAttention(16)
     queries, kv = torch.zeros(6, 32, head_dim, dtype=dtype), torch.zeros(2, 96, 8, head_dim, dtype=dtype)
     backend.attend(queries, kv, backend.plan(spans, None, dtype, torch.device("cpu")), Scoring(0.1, cap))
+    if cap:
+        continue
     heads, angles = torch.zeros(6, 48, head_dim, dtype=dtype), torch.zeros(6, 1, head_dim // 2, dtype=dtype)
     norms = torch.zeros(40, head_dim, dtype=dtype)
     for norm in (None, norms):
-        ops.place_heads(heads, norm, (1e-5, cap is not None), (angles, angles), kv, torch.arange(6))
+        ops.place_heads(heads, norm, (1e-5, norm is not None), (angles, angles), kv, torch.arange(6))
     x, weight = torch.zeros(6, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
     ops.rms_norm(x, weight, 1e-5, False)
-    ops.add_norm(x, x, weight, 1e-5, cap is not None)
+    ops.add_norm(x, x, weight, 1e-5, True)
     ops.gate(x, "silu")
     ops.gate(x, "gelu_pytorch_tanh")
 print(json.dumps(found))
@@ -90,7 +92,7 @@ def test_every_kernel_compiles_for_gpu(tmp_path: Path) -> None:
         *("decode_split", "decode_merge", "prefill"),
         *("norm_rows", "place_heads", "gate_rows"),
     }
-    assert len(actual) == 4 * (3 + 2 + 2 + 2)
+    assert len(actual) == 4 * 3 + 3 * (2 + 2 + 2)
     assert max(shared for _, shared, *_ in actual) <= MAX_SHARED_BYTES
     for name, _, copies_ahead, multiplies in actual[:3]:  # bf16 with heads of 128
         if name != "decode_merge":

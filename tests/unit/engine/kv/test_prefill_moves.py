@@ -1,4 +1,4 @@
-"""Prompts that another instance exported: handed over, cached, refused, ended and preempted where they continue."""
+"""Prompts move between instances at every layer boundary, and end there like any others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.batching.test_interruptions import Between
 from tests.unit.engine.harness import (
+    GREEDY,
     ModelOf,
     assert_idle,
     begin_import,
@@ -24,10 +28,136 @@ from tests.unit.engine.harness import (
 )
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine.batching.sequences import GroupState
-from torchrelay.engine.core import KvBlock
+from torchrelay.engine.kv.layout import KvSequence, KvShape
 from torchrelay.engine.kv.prefill_import import PrefillImport
+from torchrelay.engine.kv.prefill_layout import PrefillLayout, context_digests
 
+LENGTHS = (1, 16, 70)
 BOUNDARIES = (0, 1, 2, 3)
+FEW = replace(GREEDY, max_tokens=6)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_moves_at_every_boundary(model_of: ModelOf, family: str, boundary: int) -> None:
+    """The exporter has only the layers below the boundary, and both sides differ in budgets, blocks and pages.
+
+    The second round repeats the prompts, whose prefixes the importer has cached by then.
+    """
+    model = model_of(family)
+    source = half_loaded(model, boundary, token_budget=23, page_tokens=8, kv_block_tokens=20)
+    target = model.instance(token_budget=19, page_tokens=16)
+    for num_cached in (0, 64):
+        for length in LENGTHS:
+            group = replace(group_of(prompt_of(length), sampling=FEW), tenant_id=f"{length}")
+            source.prefill(group)
+            assert outputs(run(source)) == {}
+            exported = export_prefill(source)
+            assert exported.layout.boundary == boundary
+            import_prefill(target, exported, order=1 if num_cached else -1)
+            steps = run(target)
+            assert outputs(steps) == {("r/0", 0): model.expected(group.prompt)[: FEW.max_tokens]}
+        assert next(token for step in steps for token in step.tokens).num_cached == num_cached
+    assert_idle(source)
+    assert_idle(target)
+
+
+def test_export_requires_single_boundary(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = model.instance(token_budget=16)
+    with pytest.raises(Conflict):
+        instance.export_prefill("r/0")
+    instance.prefill(group_of(prompt_of(40)))
+    instance.step()
+    with pytest.raises(Conflict):  # its first chunk is through all layers
+        instance.export_prefill("r/0")
+    instance.cancel("r/0")
+    instance.prefill(group_of(prompt_of(40)))
+    exported = export_prefill(instance)  # it only waited
+    assert (exported.layout.boundary, exported.chunks) == (0, ())
+    import_prefill(instance, exported)
+    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(40))
+    assert_idle(instance)
+
+
+def test_exported_prompt_stays_and_others_run_until_it_is_cancelled(model_of: ModelOf) -> None:
+    """Its chunks are read between steps."""
+    model = model_of()
+    source = half_loaded(model, 2)
+    source.prefill(group_of(prompt_of(70)))
+    run(source)
+    exported = source.export_prefill("r/0")
+    early = bytes(exported.read(0))
+    source.prefill(group_of(prompt_of(40), "s/0"))
+    for segment in range(source.config.num_layers + 2):
+        source.segment_ready(segment)
+    assert outputs(run(source)) == {("s/0", 0): model.expected(prompt_of(40))}
+    source.check_integrity()
+    assert exported.read(0) == early
+    with pytest.raises(Conflict):
+        source.export_prefill("r/0")
+    with pytest.raises(Conflict):
+        source.preempt("r/0")
+    source.cancel("r/0")
+    with pytest.raises(Conflict, match="has ended"):
+        exported.read(0)
+    assert_idle(source)
+
+
+def test_prompt_moves_without_contexts_that_have_ended(model_of: ModelOf) -> None:
+    instance = half_loaded(model_of(), 1)
+    for on_kv in (None, lambda block: None):
+        instance.prefill(group_of(prompt_of(21), forced=[(), (1, 2), ()]), on_kv)
+        run(instance)
+        for choice in (0, 2):
+            instance.cancel("r/0", choice)
+        assert export_prefill(instance).spec.contexts() == (((1,), (1, 2)),)
+    assert_idle(instance)
+
+
+def test_digests_tell_contexts_apart() -> None:
+    group = group_of((1, 2, 3), forced=[(), (4,), ()])
+    digests = context_digests(group)
+    assert len(set(digests)) == 2
+    assert digests == context_digests(replace(group, group_id="r/1", tenant_id="other"))
+    for other in (group_of((1, 2, 4), forced=[(), (4,)]), group_of((1, 2, 3), forced=[(4,), ()])):
+        assert context_digests(other) != digests
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> PrefillLayout:
+    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    sequences = tuple(KvSequence((i,), length) for i, length in enumerate(lengths))
+    shape = KvShape(draw(st.integers(1, 5)), draw(st.integers(1, 3)), 8, draw(st.sampled_from([2, 4])))
+    boundary = draw(st.integers(0, shape.num_layers))
+    return PrefillLayout(shape, draw(st.integers(1, 9)) * 4, boundary, draw(st.integers(1, 40)), sequences)
+
+
+@given(layouts())
+def test_chunks_cover_each_plane_once(layout: PrefillLayout) -> None:
+    seen, num_hidden = [], 0
+    for index in range(layout.num_chunks):
+        place = layout.locate(index)
+        tokens = range(place.token_begin, place.token_end)
+        is_hidden = layout.holds_hidden(place)
+        row_bytes = layout.hidden_bytes if is_hidden else layout.shape.bytes_per_token_layer
+        assert layout.chunk_bytes(index) == len(tokens) * row_bytes
+        num_hidden += len(tokens) if is_hidden else 0
+        seen += [(place.sequence, place.layer, token) for token in tokens]
+    for max_bytes in (1, 1 << 10, 1 << 30):
+        pieces = list(layout.pieces(max_bytes))
+        assert [index for piece in pieces for index in piece] == list(range(layout.num_chunks))
+        layers = list(layout.layer_ranges(max_bytes))
+        assert [layer for each in layers for layer in each] == list(range(layout.boundary))
+        layer_bytes = layout.shape.bytes_per_token_layer * sum(each.num_context_tokens for each in layout.sequences)
+        assert all(len(each) == 1 or len(each) * layer_bytes <= max_bytes for each in layers)
+        assert all(len(piece) == 1 or sum(map(layout.chunk_bytes, piece)) <= max_bytes for piece in pieces)
+    num_tokens = sum(each.num_context_tokens for each in layout.sequences)
+    assert len(seen) == len(set(seen)) == num_tokens * layout.num_planes
+    assert num_hidden == (num_tokens if layout.boundary else 0)
+    assert len(layout.chunk_sizes) == layout.num_chunks
+    with pytest.raises(IndexError):
+        layout.locate(layout.num_chunks)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -55,28 +185,6 @@ def test_importer_hands_over_all_layers(model_of: ModelOf, boundary: int) -> Non
         assert [first.token_id, *outputs(run(decoder))["r/0", 0]] == model.expected(group.prompt)
     for instance in (source, target, decoder):
         assert_idle(instance)
-
-
-def test_imported_prompt_hands_over_cached_kv(model_of: ModelOf) -> None:
-    model = model_of()
-    source, target, decoder = half_loaded(model, 2), model.instance(token_budget=16), model.instance()
-    prompt = prompt_of(70)
-    target.prefill(group_of(prompt, "warm/0"))
-    run(target)
-    blocks: dict[int, bytes] = {}
-    group = group_of(prompt)
-    source.prefill(group)
-    run(source)
-    import_prefill(target, export_prefill(source), copy_into(blocks))
-    steps = run(target)
-    assert sum(step.num_positions_prefilled for step in steps) == 70 - 64
-    assert len(blocks) == source.kv_layout(group).num_kv_chunks
-    kv_import = decoder.import_kv(replace(group, prompt=()), source.kv_layout(group))
-    for index, data in blocks.items():
-        kv_import.write(index, data)
-    first = steps[-1].tokens[0].token_id
-    kv_import.start({0: first})
-    assert [first, *outputs(run(decoder))["r/0", 0]] == model.expected(prompt)
 
 
 @pytest.mark.parametrize("number", range(0, 12, 2))
@@ -141,32 +249,6 @@ def test_import_between_layers_takes_no_pages_of_the_step(model_of: ModelOf, num
     assert_idle(target)
 
 
-@pytest.mark.parametrize("hands_over", [False, True])
-def test_preempted_imported_prompt_is_recomputed(model_of: ModelOf, hands_over: bool) -> None:
-    """The importer recomputes the prompt from its tokens; no block is handed over twice."""
-    model = model_of("qwen3")
-    prompt = prompt_of(70)
-    for num_steps in range(5):
-        blocks: list[int] = []
-
-        def collect(block: KvBlock, blocks: list[int] = blocks) -> None:
-            blocks.append(block.index)
-
-        source, target = half_loaded(model, 2), model.instance(token_budget=19, kv_block_tokens=16)
-        on_kv = collect if hands_over else None
-        source.prefill(group_of(prompt))
-        run(source)
-        import_prefill(target, export_prefill(source), on_kv)
-        steps = [target.step() for _ in range(num_steps)]
-        target.preempt("r/0")
-        steps += run(target)
-        expected = model.expected(prompt)
-        assert outputs(steps)["r/0", 0] == (expected[:1] if hands_over else expected)
-        layout = target.kv_layout(group_of(prompt))
-        assert sorted(blocks) == (list(range(layout.num_kv_chunks)) if hands_over else [])
-        assert_idle(target)
-
-
 def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
     model = model_of()
     source, target = half_loaded(model, 1), model.instance()
@@ -181,32 +263,6 @@ def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
     with pytest.raises(Conflict, match="2 chunks of r/0 are missing"):
         prefill_import.start()
     target.cancel("r/0")
-    assert_idle(target)
-
-
-@pytest.mark.parametrize("hands_over", [False, True])
-@pytest.mark.parametrize("is_loading", [False, True])
-def test_incomplete_import_is_computed_from_its_beginning(
-    model_of: ModelOf, is_loading: bool, hands_over: bool
-) -> None:
-    model = model_of()
-    source = half_loaded(model, 2)
-    target = half_loaded(model, 1) if is_loading else model.instance()
-    source.prefill(group_of(prompt_of(70)))
-    run(source)
-    exported = export_prefill(source)
-    blocks: dict[int, bytes] = {}
-    prefill_import = begin_import(target, exported, copy_into(blocks) if hands_over else None)
-    for index in range(1, exported.layout.num_chunks):
-        prefill_import.write(index, exported.chunks[index])
-    prefill_import.start_over()
-    steps = run(target)
-    for segment in range(target.config.num_layers + 2):
-        target.segment_ready(segment)
-    steps += run(target)
-    expected = model.expected(prompt_of(70))
-    assert outputs(steps)["r/0", 0] == (expected[:1] if hands_over else expected)
-    assert len(blocks) == (target.kv_layout(exported.spec).num_kv_chunks if hands_over else 0)
     assert_idle(target)
 
 
@@ -227,26 +283,6 @@ def test_import_waits_for_pages_in_turn(model_of: ModelOf) -> None:
     assert outputs(steps)["earlier/0", 0] == model.expected(prompt_of(20))
     assert has_pages == ["r/0"] and [group.state for group in target.groups()] == [GroupState.RECEIVING]
     target.check_integrity()
-    target.cancel("r/0")
-    assert_idle(target)
-
-
-def test_prefill_import_frees_pages_at_any_end(model_of: ModelOf) -> None:
-    model = model_of()
-    source, target = half_loaded(model, 1), model.instance(num_pages=4)
-    source.prefill(group_of(prompt_of(20)))
-    run(source)
-    exported = export_prefill(source)
-    prefill_import = begin_import(target, exported)
-    assert not target.has_work()
-    target.cancel("r/0")
-    assert_idle(target)
-    prefill_import.write(0, exported.chunks[0])  # a chunk that was under way
-    prefill_import.start()
-    prefill_import.start_over()
-    assert_idle(target)
-    import_prefill(target, exported)
-    target.step()
     target.cancel("r/0")
     assert_idle(target)
 
