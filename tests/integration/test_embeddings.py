@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 import torch
-from nats.aio.msg import Msg
 
-from tests.integration.roles_testbed import Request, RolesTestbed, running_testbed
-from tests.support.wait import eventually
+from tests.integration.roles_testbed import Make, Request, RolesTestbed
+from tests.support.wait import HANG_S
 from tests.unit.engine.harness import Model, prompt_of
-from torchrelay.common.net.nats_client import Subjects, connect
+from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import param_store_pb2, types_pb2
-
-Make = Callable[..., AbstractAsyncContextManager[RolesTestbed]]
-
-
-@pytest.fixture
-def scene_of(tmp_path: Path, published: tuple[Path, param_store_pb2.VersionDescription], nats_url: str) -> Make:
-    return partial(running_testbed, tmp_path, *published, nats_url)
+from torchrelay.control.v1 import types_pb2
 
 
 async def embed(scene: RolesTestbed, prompt: Sequence[int], pooling: int = types_pb2.POOLING_LAST_TOKEN) -> Request:
@@ -44,7 +33,10 @@ def reference(model: Model, prompt: Sequence[int]) -> list[float]:
 
 
 async def test_vectors_are_exact_and_need_no_decode_worker(scene_of: Make, model: Model) -> None:
+    """Their registers count the prompts alone."""
     async with scene_of() as scene:
+        usage = scene.prefill.worker.usage
+        registers = await usage.client.subscribe(Subjects(scene.prefill.worker.settings.nats_prefix).usage("gw-1"))
         prompts = [prompt_of(length, salt) for salt, length in enumerate((1, 33, 64, 512))]
         requests = [await embed(scene, prompt) for prompt in prompts]
         answer = await scene.send(scene.request(prompt_of(40)))  # a completion beside them
@@ -61,27 +53,12 @@ async def test_vectors_are_exact_and_need_no_decode_worker(scene_of: Make, model
         again = await embed(scene, prompts[2])
         await again.finished()
         assert again.outputs()[-1].num_cached_prompt_tokens == 48
+        register = pb.UsageRegister()
+        while register.request_id != again.start.key.request_id or not register.cause:
+            register = pb.UsageRegister.FromString((await registers.next_msg(timeout=HANG_S)).data)
+        assert (register.num_prompt_tokens, register.output_position) == (len(prompts[2]), 0)
+        assert register.cause == pb.FINISH_REASON_STOP
         await scene.assert_idle()
-
-
-async def test_register_counts_the_prompt_alone(scene_of: Make, nats_url: str) -> None:
-    async with scene_of() as scene:
-        subject = Subjects(scene.prefill.worker.settings.nats_prefix).usage("gw-1")
-        client = await connect(nats_url, "test")
-        registers: list[pb.UsageRegister] = []
-
-        async def note(message: Msg) -> None:
-            registers.append(pb.UsageRegister.FromString(message.data))
-
-        await client.subscribe(subject, cb=note)
-        await client.flush()
-        request = await embed(scene, prompt_of(100))
-        await request.finished()
-        await eventually(lambda: any(register.cause for register in registers))
-        last = registers[-1]
-        assert (last.num_prompt_tokens, last.output_position) == (100, 0)
-        assert last.cause == pb.FINISH_REASON_STOP
-        await client.close()
 
 
 async def test_cancel_and_unknown_pooling_leave_nothing(scene_of: Make) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import MULTIMODAL, greedy_reference, make_multimodal_checkpoint, reference_model
 from tests.unit.engine.harness import GREEDY, POOL_BYTES, group_of, outputs, prompt_of, run
@@ -39,19 +38,6 @@ def assert_as_transformers(folder: Path, reference: Any) -> None:
         assert outputs(run(instance)) == {("r/0", 0): expected}
 
 
-def renamed(folder: Path, out: Path, old: str, new: str) -> Path:
-    """The checkpoint with other names of its tensors, where these begin with ``old``."""
-    out.mkdir()
-    for path in folder.iterdir():
-        if path.name != WEIGHTS:
-            (out / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(folder / WEIGHTS)
-    names = {name: new + name.removeprefix(old) if name.startswith(old) else name for name in tensors}
-    assert list(names) != list(names.values())
-    save_file({names[name]: tensor for name, tensor in tensors.items()}, out / WEIGHTS)
-    return out
-
-
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_answers_equal_transformers_without_images(tmp_path: Path, name: str) -> None:
     folder = make_multimodal_checkpoint(tmp_path / "model", name)
@@ -59,14 +45,6 @@ def test_answers_equal_transformers_without_images(tmp_path: Path, name: str) ->
     assert_as_transformers(folder, reference)
     config = json.loads((folder / "config.json").read_text())
     assert eos_token_ids(lambda file: None, config) == [257]
-
-
-def test_newer_and_older_names_are_read(tmp_path: Path) -> None:
-    folder = make_multimodal_checkpoint(tmp_path / "model", "gemma3")
-    reference = reference_model(folder, "AutoModelForImageTextToText")
-    assert_as_transformers(
-        renamed(folder, tmp_path / "new", "language_model.model.", "model.language_model."), reference
-    )
 
 
 def test_flat_config_of_early_qwen_is_read(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
-"""The replicator with real stores, each a process: a used model gets its second copy, and a lost one is rebuilt."""
+"""The replicator with real stores, each a process: a used model gets its second copy, and a lost copy is rebuilt.
+
+`torchrelay events` and `torchrelay top` show the relays.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,9 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
 from tests.support.callers import every_token
 from tests.support.wait import HANG_S, eventually
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster
+from torchrelay.cli.main import app
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2 as pb
@@ -25,7 +34,7 @@ from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.settings import SchedulerSettings
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
-PROGRAM = Path(sys.executable).with_name("torchrelay-param-store")
+STORE, CLI = (Path(sys.executable).with_name(name) for name in ("torchrelay-param-store", "torchrelay"))
 DOMAINS = {"store-a": "rack-1", "store-b": "rack-1", "store-c": "rack-2"}
 
 
@@ -66,7 +75,7 @@ class Stores:
         }
         environment = os.environ | {f"TORCHRELAY_{name}": value for name, value in settings.items()}
         with (self._folder / f"{store_id}.log").open("wb") as log:
-            process = subprocess.Popen([str(PROGRAM)], env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen([str(STORE)], env=environment, stdout=log, stderr=log)
         return StoreProcess(process, ready)
 
     async def fill_first(self, pack_id: str, epoch: int = 0) -> None:
@@ -108,38 +117,86 @@ def retained_on(view: scheduler_pb2.ClusterView, pack_id: str) -> set[str]:
     }
 
 
+async def said(*arguments: str) -> str:
+    """The output of the program, run as a separate process."""
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+@asynccontextmanager
+async def following(address: str) -> AsyncIterator[asyncio.StreamReader]:
+    """Lines of `torchrelay events --follow`, a process that ends with the block as by Ctrl-C."""
+    command = (str(CLI), "events", "--follow", "--json", "--kind", "relay", "--scheduler", address)
+    program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert program.stdout is not None
+    try:
+        yield program.stdout
+    finally:
+        program.send_signal(signal.SIGINT)
+        assert await program.wait() == 0
+
+
+async def check_cli(address: str, gateway: GatewayClient, events: list[dict[str, Any]], pack_bytes: int) -> None:
+    """Checks what the command line tells of the relay from store-a to store-c, whose ``events`` were followed."""
+    shown = await said("top", "--once", "--scheduler", address)
+    assert "store-a -> store-c" in shown and "done in" in shown
+    as_json = json.loads(await said("top", "--json", "--scheduler", address))
+    assert as_json["relays"][-1]["sources"][0]["holder_id"] == "store-a"
+    assert not as_json["relays"][-1]["urgent"]
+    begun, finished = (event for event in events if event["store_id"] == "store-c")
+    assert (begun["kind"], finished["kind"]) == ("relay.started", "relay.finished")
+    assert begun["text"].startswith("store-a -> store-c, idle") and begun["cause"] == "replicate"
+    assert finished["model"] == "acme/tiny" and finished["took_s"] > 0
+    assert finished["brought"] == {"store-a": pack_bytes} and finished["num_repairs"] == 0
+    lines = (await said("events", "--scheduler", address)).splitlines()
+    kinds = [line.split()[1] for line in lines]
+    assert {"relay.started", "relay.finished", "copy.replicate"} <= set(kinds)
+    assert len({line.index(line.split()[1]) for line in lines}) == 1  # aligned
+    only = await said("events", "--scheduler", address, "--kind", "copy", "--json")
+    assert {json.loads(line)["kind"].split(".")[0] for line in only.splitlines()} == {"copy"}
+    reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+    assert not any(decision.kind.startswith("relay") for decision in reply.decisions), "tenants read these"
+
+
 async def test_used_model_keeps_copies_in_two_racks(
-    tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, description = published
     pack_id = description.pack_id
-    version: dict[str, Any] = {
-        "version_id": description.version_id,
-        "model": "acme/tiny",
-        "pack_id": pack_id,
-        "pack_bytes": description.pack_bytes,
-        "shape": description.shape,
-    }
+    version = types_pb2.ModelVersion(
+        version_id=description.version_id,
+        model="acme/tiny",
+        pack_id=pack_id,
+        pack_bytes=description.pack_bytes,
+        shape=description.shape,
+    )
+    scheduler_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
+    monkeypatch.setenv("TORCHRELAY_SCHEDULER_TOKEN", call_token(scheduler_key, Caller.CLI))
     async with three_stores(tmp_path, remote, nats_url) as stores:
-        await stores.fill_first(pack_id)
         settings = SchedulerSettings(nats_url=nats_url, nats_prefix=stores.prefix, cluster_key=CLUSTER_KEY)
         async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as gateway:
-            await cluster(addresses["grpc"], lambda view: len(view.stores) == 3)
-            await gateway.admit("r1", version=types_pb2.ModelVersion(**version))
-            view = await cluster(addresses["grpc"], lambda view: len(retained_on(view, pack_id)) == 2, HANG_S)
+            address = addresses["grpc"]
+            view = await cluster(address, lambda view: len(view.stores) == 3)
+            async with following(address) as followed:
+                await stores.fill_first(pack_id, view.epoch)
+                await gateway.admit("r1", version=version)  # the model is used: it gets a second copy
+                events: list[dict[str, Any]] = []
+                while [event["kind"] for event in events].count("relay.finished") < 2:
+                    events.append(json.loads(await asyncio.wait_for(followed.readline(), HANG_S)))
+            view = await cluster(address, lambda view: len(retained_on(view, pack_id)) == 2, HANG_S)
             assert retained_on(view, pack_id) == {"store-a", "store-c"}
             sources = {store.store_id: store.copies[0].source for store in view.stores if store.copies}
             assert sources == {"store-a": "remote", "store-c": "store-a"}
+            await check_cli(address, gateway, events, description.pack_bytes)
 
             stores.kill("store-c")
-            view = await cluster(
-                addresses["grpc"], lambda view: retained_on(view, pack_id) >= {"store-a", "store-b"}, HANG_S
-            )
+            await cluster(address, lambda view: retained_on(view, pack_id) >= {"store-a", "store-b"}, HANG_S)
             reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             told = {decision.kind: decision.reason for decision in reply.decisions}
             assert "only on store-a" in told["replicate"] and "store-b from store-a" in told["rebuild"]
 
-            stores.kill("store-a")  # the only one that has it elsewhere: store-b is now the last
-            await cluster(addresses["grpc"], lambda view: {store.store_id for store in view.stores} == {"store-b"})
-            view = await cluster(addresses["grpc"], lambda view: bool(view.stores))
+            stores.kill("store-a")  # store-b is now the last
+            await cluster(address, lambda view: {store.store_id for store in view.stores} == {"store-b"}, HANG_S)
+            view = await cluster(address, lambda view: bool(view.stores))
             assert retained_on(view, pack_id) == {"store-b"}

@@ -28,13 +28,17 @@ from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.reporter import Reporter
 
 
+def attempt_of(request_id: str) -> Attempt:
+    return Attempt(AttemptStart(key=AttemptKey(request_id=request_id, attempt=1), num_prompt_tokens=9), Outbox("g"), {})
+
+
 async def test_worker_activity_follows_its_requests(tmp_path: Path, nats_url: str) -> None:
     async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as worker:
         reporter = Reporter(worker.worker, "127.0.0.1:1")
         idle, first, second = reporter.activity(), reporter.report(), reporter.report()
         assert first.worker_id and first.SerializeToString() == second.SerializeToString()
         assert reporter.activity() == idle
-        attempt = Attempt(AttemptStart(key=AttemptKey(request_id="r", attempt=1), num_prompt_tokens=9), Outbox("g"), {})
+        attempt = attempt_of("r")
         role = worker.worker.role(ROLE_PREFILL)
         assert role is not None
         role.attempts[attempt.group_id] = attempt
@@ -46,17 +50,8 @@ async def test_worker_activity_follows_its_requests(tmp_path: Path, nats_url: st
         assert reporter.activity() not in (began, idle)
         role.forget(attempt)
         assert reporter.activity() == idle
-
-
-async def test_worker_is_active_between_consecutive_prompts(tmp_path: Path, nats_url: str) -> None:
-    """The number of attempts is the same, but the reported prompt is computed and the scheduler adds later ones."""
-    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as worker:
-        reporter, role = Reporter(worker.worker, "127.0.0.1:1"), worker.worker.role(ROLE_PREFILL)
-        assert role is not None
-        first, second = (
-            Attempt(AttemptStart(key=AttemptKey(request_id=name, attempt=1), num_prompt_tokens=9), Outbox("g"), {})
-            for name in ("first", "second")
-        )
+        # One prompt ends as another begins: as many attempts, but the scheduler adds the later ones to the report.
+        first, second = attempt_of("first"), attempt_of("second")
         role.attempts[first.group_id] = first
         before = reporter.activity()
         worker.worker.step_metrics.record_step(StepResult((), (first.group_id,), 9, 0, 0.01))

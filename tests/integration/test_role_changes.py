@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
-from functools import partial
-from pathlib import Path
-
 import grpc
 import pytest
 
-from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, RunningWorker, running_testbed
+from tests.integration.roles_testbed import DECODE, PREFILL, Make, RolesTestbed, paused
 from tests.support.wait import eventually
 from tests.unit.engine.harness import Model, prompt_of
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import param_store_pb2
 from torchrelay.worker.slot.slot import READY
-
-Make = Callable[..., AbstractAsyncContextManager[RolesTestbed]]
-
-
-@pytest.fixture
-def scene_of(tmp_path: Path, published: tuple[Path, param_store_pb2.VersionDescription], nats_url: str) -> Make:
-    return partial(running_testbed, tmp_path, *published, nats_url)
-
-
-@contextmanager
-def paused(worker: RunningWorker) -> Iterator[None]:
-    """Makes the engine take no step."""
-    may_go_on = threading.Event()
-    worker.worker.engine.post(may_go_on.wait)
-    try:
-        yield
-    finally:
-        may_go_on.set()
 
 
 async def reversed_scene(scene: RolesTestbed) -> RolesTestbed:
