@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from typing import Any
 
@@ -13,7 +12,6 @@ from tests.unit.gateway.token_path_rig import TokenPathRig
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, choice_rule, json_rule, regex_rule
 from torchrelay.gateway.openai.answer_formats import JsonSchemaFormat, ResponseFormat, StructuredOutputs, answer_format
-from torchrelay.gateway.openai.requests import decode_completion
 from torchrelay.gateway.openai.strict_schemas import check_strict
 
 SCHEMA: dict[str, Any] = {
@@ -22,6 +20,9 @@ SCHEMA: dict[str, Any] = {
     "required": ["a"],
     "additionalProperties": False,
 }
+NAMED = {"name": "n", "schema": SCHEMA, "strict": True}
+GUIDED_JSON = AnswerFormat(content=json_rule(SCHEMA), field="guided_json")
+OBJECT = json_rule({"type": "object"})
 
 
 def format_of(**fields: Any) -> AnswerFormat | None:
@@ -36,35 +37,15 @@ def format_of(**fields: Any) -> AnswerFormat | None:
     [
         ({}, None),
         ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, AnswerFormat(content=json_rule({"type": "object"}))),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
-                }
-            },
-            AnswerFormat(content=json_rule(SCHEMA)),
-        ),
-        (
-            {"response_format": {"type": "json_object", "schema": SCHEMA}},
-            AnswerFormat(content=json_rule(SCHEMA)),
-        ),
-        ({"guided_json": SCHEMA}, AnswerFormat(content=json_rule(SCHEMA), field="guided_json")),
-        (
-            {"guided_json": msgspec.json.encode(SCHEMA).decode()},
-            AnswerFormat(content=json_rule(SCHEMA), field="guided_json"),
-        ),
+        ({"response_format": {"type": "json_object"}}, AnswerFormat(content=OBJECT)),
+        ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, AnswerFormat(content=json_rule(SCHEMA))),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AnswerFormat(content=json_rule(SCHEMA))),
+        ({"guided_json": SCHEMA}, GUIDED_JSON),
+        ({"guided_json": msgspec.json.encode(SCHEMA).decode()}, GUIDED_JSON),
         ({"guided_choice": ["a", "b"]}, AnswerFormat(content=choice_rule(["a", "b"]), field="guided_choice")),
         ({"guided_grammar": "root ::= 'a'"}, AnswerFormat(grammar="root ::= 'a'", field="guided_grammar")),
-        (
-            {"structured_outputs": {"regex": "a/b"}},
-            AnswerFormat(content=regex_rule("a/b"), field="structured_outputs"),
-        ),
-        (
-            {"structured_outputs": {"json_object": True}},
-            AnswerFormat(content=json_rule({"type": "object"}), field="structured_outputs"),
-        ),
+        ({"structured_outputs": {"regex": "a/b"}}, AnswerFormat(content=regex_rule("a/b"), field="structured_outputs")),
+        ({"structured_outputs": {"json_object": True}}, AnswerFormat(content=OBJECT, field="structured_outputs")),
     ],
 )
 def test_format_of_fields(fields: dict[str, Any], expected: AnswerFormat | None) -> None:
@@ -125,19 +106,19 @@ def test_strict_schema_is_bounded() -> None:
 
 
 def test_work_on_a_strict_schema_is_linear_in_its_size() -> None:
+    """The square of the names would take minutes, and paths as texts 300 MB."""
     names = [f"p{number}" for number in range(100_000)]
     wide = changed(properties={name: {} for name in names}, required=names)
-    deep: dict[str, Any] = {"$defs": {name: {} for name in names}}
+    with pytest.raises(InvalidRequest, match="more than 5,000 properties"):
+        check_strict(wide, "s", "f")
+    deep: dict[str, Any] = {"$defs": {name: {} for name in names[:20_000]}}
     for _ in range(200):
         deep = {"$defs": {"d" * 80: deep}}
     tracemalloc.start()
-    begin = time.process_time()
-    with pytest.raises(InvalidRequest, match="more than 5,000 properties"):
-        check_strict(wide, "s", "f")
     check_strict({**SCHEMA, **deep}, "s", "f")
-    assert time.process_time() - begin < 10  # the square would take minutes
-    assert tracemalloc.get_traced_memory()[1] < 200 << 20  # paths as texts would take 2 GB
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    assert peak < 40 << 20
 
 
 @pytest.mark.parametrize("prompt", ["hi", [1, 2]], ids=["text", "token ids"])
@@ -149,13 +130,6 @@ async def test_workers_get_the_grammar(rig: TokenPathRig, prompt: str | list[int
         assert (await rig.http.post("/v1/completions", json={**body, **fields})).status_code == 200
         starts = [start for worker in rig.workers for _, start in worker.starts]
         assert starts and {start.sampling.grammar for start in starts} == {grammar}
-
-
-def test_unknown_part_of_structured_outputs_is_refused() -> None:
-    body = {"model": "m", "prompt": "p", "structured_outputs": {"choice": ["a"], "structural_tag": "{}"}}
-    with pytest.raises(InvalidRequest) as caught:
-        decode_completion(msgspec.json.encode(body))
-    assert caught.value.field == "structured_outputs" and "structural_tag" in caught.value.message
 
 
 @pytest.mark.parametrize(("num_rules", "status"), [(300, 200), (1500, 400)])

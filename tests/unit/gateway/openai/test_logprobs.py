@@ -1,24 +1,22 @@
-"""Logprobs over REST and gRPC."""
+"""Logprobs of chats and completions."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from tests.support.echo_worker import token_logprobs
-from tests.support.gateway_ports import KEY
 from tests.support.sample_tokenizers import EOS, byte_fallback_tokenizer
 from tests.support.token_decoders import decoder_of
-from tests.unit.gateway.openai.test_asgi_app import events_of
+from tests.unit.gateway.dialects import METADATA, inference_stub
+from tests.unit.gateway.openai.test_completions import events_of
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
-from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.tokens.text_stream import TextStream
 from torchrelay.common.tokens.token_bytes import TokenBytes
+from torchrelay.control.v1 import generation_pb2
 from torchrelay.inference.v1 import inference_pb2 as pb
-from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
 MESSAGES: Any = [{"role": "user", "content": "größer 🚀🚀"}]
 
@@ -92,68 +90,29 @@ async def test_offsets_count_characters_not_bytes_or_tokens(rig: TokenPathRig) -
     assert len(set(expected)) < len(expected)  # tokens of the same emoji share an offset
 
 
-async def test_logprobs_not_requested_are_null(rig: TokenPathRig) -> None:
-    response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 2})
-    assert response.json()["choices"][0]["logprobs"] is None
-    assert not any(start.sampling.HasField("top_logprobs") for _, start in rig.workers[0].starts)
-
-
-async def test_infinite_logprobs_are_sent_as_a_number(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_logprobs_of_a_worker_may_be_infinite_or_missing(
+    rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hopeless(token: int, position: int, num_top: int) -> Any:
         made = token_logprobs(token, position, num_top)
-        made.chosen = float("-inf")
-        made.top_logprobs[-1] = float("-inf")
+        made.chosen = made.top_logprobs[-1] = float("-inf")
         return made
 
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2}
+    plain = (await rig.http.post("/v1/completions", json=body)).json()
+    assert plain["choices"][0]["logprobs"] is None
+    assert not any(start.sampling.HasField("top_logprobs") for _, start in rig.workers[0].starts)
     monkeypatch.setattr("tests.support.echo_worker.token_logprobs", hopeless)
-    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
-    logprobs = json.loads((await rig.http.post("/v1/completions", json=body)).content)["choices"][0]["logprobs"]
-    assert logprobs["token_logprobs"] == [-9999.0, -9999.0]
-    assert -9999.0 in logprobs["top_logprobs"][0].values()
+    infinite = (await rig.http.post("/v1/completions", json={**body, "logprobs": 2})).json()["choices"][0]["logprobs"]
+    assert infinite["token_logprobs"] == [-9999.0, -9999.0]
+    assert -9999.0 in infinite["top_logprobs"][0].values()
 
+    def without(choice: Any, model: Any, prompt: Any) -> generation_pb2.ChoiceOutput:
+        return generation_pb2.ChoiceOutput(key=choice.start.key, choice=choice.choice, token_ids=[prompt[0]])
 
-async def test_missing_logprobs_of_a_worker_are_an_error(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.echo_worker._Choice.step", _without_logprobs)
-    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
-    response = await rig.http.post("/v1/completions", json=body)
-    assert response.status_code == 500
-    assert "returned no logprobs" in response.json()["error"]["message"]
-
-
-def _without_logprobs(choice: Any, model: Any, prompt: Any) -> Any:
-    from torchrelay.control.v1 import generation_pb2
-
-    return generation_pb2.ChoiceOutput(key=choice.start.key, choice=choice.choice, token_ids=[prompt[0]])
-
-
-async def test_grpc_sends_logprobs_and_passes_sampling(rig: TokenPathRig) -> None:
-    request = pb.GenerateRequest(
-        model="echo",
-        prompt_token_ids=pb.TokenIds(ids=PROMPT),
-        max_tokens=6,
-        top_logprobs=2,
-        min_p=0.1,
-        top_k=5,
-        presence_penalty=1,
-        frequency_penalty=-1,
-        logit_bias={3: 1.5},
-        stop_token_ids=[4],
-        return_token_ids=True,
-    )
-    channel = open_channel(rig.grpc_address)
-    call: Any = InferenceStub(channel).Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
-    deltas = [delta async for event in call for delta in event.choices]
-    await channel.close()
-    logprobs = [entry for delta in deltas for entry in delta.logprobs]
-    tokens = TokenBytes(decoder_of(rig.tokenizer))
-    assert [entry.token_id for entry in logprobs] == rig.echoed(PROMPT, 6)
-    assert [entry.token for entry in logprobs] == [tokens.of(entry.token_id) for entry in logprobs]
-    assert [entry.logprob for entry in logprobs] == [-position - 0.5 for position in range(6)]
-    assert [(top.token_id, top.token) for top in logprobs[0].top] == [(2, tokens.of(2)), (3, tokens.of(3))]
-    sampling = rig.workers[0].starts[0][1].sampling
-    assert (sampling.min_p, sampling.top_k, sampling.top_logprobs) == (0.1, 5, 2)
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
-    assert dict(sampling.logit_bias) == {3: 1.5} and 4 in sampling.stop_token_ids
+    monkeypatch.setattr("tests.support.echo_worker._Choice.step", without)
+    missing = await rig.http.post("/v1/completions", json={**body, "logprobs": 2})
+    assert missing.status_code == 500 and "returned no logprobs" in missing.json()["error"]["message"]
 
 
 async def test_bytes_join_to_text_without_token_that_ends_it(rig: TokenPathRig) -> None:
@@ -165,11 +124,9 @@ async def test_bytes_join_to_text_without_token_that_ends_it(rig: TokenPathRig) 
     assert b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content).decode() == " größer 🚀"
     assert (choice.message.content, choice.finish_reason) == (" größer 🚀", "stop")
     assert (choice.logprobs.content[-1].token, choice.logprobs.content[-1].bytes) == (EOS, None)
-    channel = open_channel(rig.grpc_address)
     request = pb.GenerateRequest(model="echo", prompt_token_ids=pb.TokenIds(ids=PROMPT), top_logprobs=0)
-    call: Any = InferenceStub(channel).Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
-    deltas = [delta async for event in call for delta in event.choices]
-    await channel.close()
+    async with inference_stub(rig) as stub:
+        deltas = [delta async for event in stub.Generate(request, metadata=METADATA) for delta in event.choices]
     assert b"".join(entry.token for delta in deltas for entry in delta.logprobs).decode() == " größer 🚀"
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import msgspec
@@ -157,11 +156,10 @@ def test_reasoning_is_that_of_the_answer_after_it() -> None:
 
 
 @pytest.mark.parametrize("role", ["assistant", "system"])
-def test_many_items_take_no_longer_each(role: str) -> None:
+def test_many_items_are_joined_in_linear_time(role: str) -> None:
+    """Copies of the text so far would be 60 GB, which would take minutes."""
     items = [said(role, "x" * 240)] * MAX_MESSAGES
-    begin = time.process_time()
     [message] = messages_of(msgspec.convert(items, list[Item]), None)
-    assert time.process_time() - begin < 5  # the square would take minutes
     assert message["content"].count("x") == 240 * MAX_MESSAGES
 
 
@@ -170,17 +168,20 @@ def test_arguments_that_are_no_object_are_shown_as_they_were_written() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == "{broken"
 
 
-def test_template_gets_further_variables() -> None:
-    assert decoded(chat_template_kwargs={"enable_thinking": False}).template_kwargs == {"enable_thinking": False}
-
-
 def test_fields_without_effect_are_taken() -> None:
-    decoded(
+    kwargs = {"enable_thinking": False}
+    params = decoded(
+        chat_template_kwargs=kwargs,
         **{"truncation": "auto", "store": True, "user": "u", "safety_identifier": "s", "max_tool_calls": 3},
         **{"background": False, "previous_response_id": None, "conversation": None, "prompt": None},
         **{"text": {"format": {"type": "text"}}, "stream": True, "stream_options": {"include_obfuscation": False}},
         **{"tool_choice": "auto", "parallel_tool_calls": False, "top_logprobs": 0, "some_extension": 1},
     )
+    assert params.template_kwargs == kwargs
+
+
+JSON_OBJECT = {"format": {"type": "json_object"}}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION] * 129}
 
 
 @pytest.mark.parametrize(
@@ -206,12 +207,7 @@ def test_fields_without_effect_are_taken() -> None:
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format", "the schema is missing"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "must be text, json_object or json_schema"),
         ({"response_format": 0}, "response_format", "object"),
-        ({"response_format": False}, "response_format", "object"),
-        (
-            {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
-            "guided_regex",
-            "text.format and guided_regex are given together",
-        ),
+        ({"text": JSON_OBJECT, "guided_regex": "a"}, "guided_regex", "text.format and guided_regex are given together"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "not among tools"),
         ({"truncation": "middle"}, "truncation", "auto or disabled"),
@@ -231,19 +227,11 @@ def test_fields_without_effect_are_taken() -> None:
         ({"tools": [{"type": "functoin", "name": "f"}]}, "tools", "tools[0].type must be function"),
         ({"tools": [{"type": "function"}]}, "tools", "tools[0]: "),
         ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools", "tools[1].name must have"),
-        (
-            {"tools": [{**FUNCTION, "strict": True, "parameters": {"type": "object"}}]},
-            "tools",
-            "tools[0].parameters: an object of a strict schema must have 'additionalProperties': false",
-        ),
+        ({"tools": [{**FUNCTION, "strict": True}]}, "tools", "tools[0].parameters: an object of a strict schema must"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "tools[1] has the name of another tool"),
         ({"tools": [FUNCTION] * 129}, "tools", "at most 128"),
         ({"tools": [{"type": ["function"]}]}, "tools", "tools[0].type must be function"),
-        (
-            {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION] * 129}},
-            "tool_choice",
-            "allows 129 tools",
-        ),
+        ({"tools": [FUNCTION], "tool_choice": ALLOWED}, "tool_choice", "allows 129 tools"),
         (
             {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
             "tools",

@@ -30,32 +30,23 @@ def unit(prompt: list[int], size: int = NUM_DIMENSIONS) -> list[float]:
     return [value / math.hypot(*vector) for value in vector]
 
 
-@pytest.mark.parametrize("encoding_format", ["float", "base64"])
-async def test_official_client_gets_a_vector_per_input(rig: TokenPathRig, encoding_format: Any) -> None:
-    reply = await rig.client.embeddings.create(model="embed", input=INPUTS, encoding_format=encoding_format)
-    assert (reply.object, reply.model, [each.index for each in reply.data]) == ("list", "acme/embed", [0, 1, 2])
-    for prompt, given in zip(INPUTS, reply.data, strict=True):
-        vector: Any = given.embedding
+async def test_official_client_gets_a_vector_per_input(rig: TokenPathRig) -> None:
+    """It decodes base64 by itself unless it asked for it; both formats have the same floats."""
+    vectors: dict[str, list[list[float]]] = {}
+    for encoding_format in ("float", "base64", ""):
+        wishes: dict[str, Any] = {"encoding_format": encoding_format} if encoding_format else {}
+        reply = await rig.client.embeddings.create(model="embed", input=INPUTS, **wishes)
+        assert (reply.object, reply.model, [each.index for each in reply.data]) == ("list", "acme/embed", [0, 1, 2])
+        assert reply.usage.model_dump() == {"prompt_tokens": 15, "total_tokens": 15}
+        given: list[Any] = [each.embedding for each in reply.data]
         if encoding_format == "base64":
-            vector = struct.unpack(f"<{NUM_DIMENSIONS}f", base64.b64decode(vector))
-        assert list(vector) == pytest.approx(unit(prompt), rel=1e-6)
-    assert reply.usage.model_dump() == {"prompt_tokens": 15, "total_tokens": 15}
-
-
-async def test_client_decodes_base64_by_default(rig: TokenPathRig) -> None:
-    reply = await rig.client.embeddings.create(model="embed", input="one two")
-    prompt = rig.tokenizer.encode("one two").ids
-    assert reply.data[0].embedding == pytest.approx(unit(prompt), rel=1e-6)
-    assert reply.usage.prompt_tokens == len(prompt)
-
-
-async def test_numbers_of_both_formats_are_the_same_floats(rig: TokenPathRig) -> None:
-    vectors = []
-    for encoding_format in ("float", "base64"):
-        body = {"model": "embed", "input": PROMPT, "encoding_format": encoding_format}
-        (entry,) = (await rig.http.post("/v1/embeddings", json=body)).json()["data"]
-        vectors.append(entry["embedding"])
-    assert vectors[0] == list(struct.unpack(f"<{NUM_DIMENSIONS}f", base64.b64decode(vectors[1])))
+            given = [list(struct.unpack(f"<{NUM_DIMENSIONS}f", base64.b64decode(each))) for each in given]
+        vectors[encoding_format] = given
+    assert vectors["float"] == vectors["base64"] == vectors[""]
+    for prompt, vector in zip(INPUTS, vectors["float"], strict=True):
+        assert vector == pytest.approx(unit(prompt), rel=1e-6)
+    text = await rig.client.embeddings.create(model="embed", input="one two")
+    assert text.data[0].embedding == pytest.approx(unit(rig.tokenizer.encode("one two").ids), rel=1e-6)
 
 
 async def test_dimensions_shorten_and_normalize_again(rig: TokenPathRig) -> None:
@@ -82,7 +73,9 @@ async def test_each_input_is_billed_by_its_tokens_alone(rig: TokenPathRig) -> No
 
 
 async def test_only_a_prefill_worker_gets_the_attempt(rig: TokenPathRig) -> None:
-    await rig.client.embeddings.create(model="embed", input=PROMPT)
+    """The input may fill the context."""
+    reply = await rig.client.embeddings.create(model="embed", input=[list(range(1, 65))])
+    assert reply.usage.prompt_tokens == 64
     ((role, start),) = [start for worker in rig.workers for start in worker.starts]
     assert (role, start.pooling, start.sampling.max_tokens) == ("prefill", types_pb2.POOLING_LAST_TOKEN, 0)
 
@@ -123,11 +116,6 @@ async def test_faulty_request_computes_nothing(
     assert rig.shares.requests.num_held == 0
 
 
-async def test_input_may_fill_the_context(rig: TokenPathRig) -> None:
-    reply = await rig.client.embeddings.create(model="embed", input=[list(range(1, 65))])
-    assert reply.usage.prompt_tokens == 64
-
-
 async def test_many_inputs_run_a_limited_number_at_once(make_rig: MakeRig) -> None:
     rig = await make_rig(max_open_requests_per_tenant=MAX_RUNNING)
     for worker in rig.workers:
@@ -154,29 +142,25 @@ async def test_request_counts_once_in_the_rate_of_its_key(rig: TokenPathRig) -> 
     assert response.headers["x-ratelimit-remaining-requests"] == "4"
 
 
-async def test_client_that_leaves_ends_all_inputs(rig: TokenPathRig) -> None:
+@pytest.mark.parametrize("is_left", [True, False])
+async def test_end_of_one_input_ends_all(rig: TokenPathRig, is_left: bool) -> None:
+    """The client leaves, or one of them fails, whose error is the answer."""
     for worker in rig.workers:
         worker.prompt_progress = (2,)  # and no end
     asking = asyncio.ensure_future(rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS}))
     await eventually(lambda: sum(len(worker.starts) for worker in rig.workers) == 3)
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
+    if is_left:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    else:
+        next(iter(rig.token_path.pipeline.requests)).stop(QuotaExceeded("a cause"))
+        response = await asking
+        assert (response.status_code, response.json()["error"]["message"]) == (403, "a cause")
     await eventually(lambda: len(rig.ports.settled) == 3 and not rig.ports.reserved)
-    for usages in rig.ports.settled.values():
-        assert [(usage.num_output_tokens, usage.cause) for usage in usages] == [(0, FinishCause.CANCELLED)]
+    billed = [usage for usages in rig.ports.settled.values() for usage in usages]
+    assert {usage.num_output_tokens for usage in billed} == {0}
+    assert not is_left or {usage.cause for usage in billed} == {FinishCause.CANCELLED}
     await eventually(lambda: rig.token_path.admissions.num_open == 0)
-
-
-async def test_failure_of_one_input_is_the_answer(rig: TokenPathRig) -> None:
-    for worker in rig.workers:
-        worker.may_embed.clear()
-    asking = asyncio.ensure_future(rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS}))
-    await eventually(lambda: len(rig.token_path.pipeline.requests) == 3)
-    next(iter(rig.token_path.pipeline.requests)).stop(QuotaExceeded("a cause"))
-    response = await asking
-    assert (response.status_code, response.json()["error"]["message"]) == (403, "a cause")
-    await eventually(lambda: len(rig.ports.settled) == 3 and not rig.ports.reserved)
-    assert not any(usage.num_prompt_tokens for usages in rig.ports.settled.values() for usage in usages)
 
 
 async def test_lost_worker_is_replaced(rig: TokenPathRig) -> None:

@@ -1,0 +1,359 @@
+"""The dialects of the token path: the same request in each of them, and the answer as its official client reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import anthropic
+import grpc
+import openai
+
+from tests.support.gateway_ports import KEY
+from tests.support.sample_tokenizers import EOS
+from tests.unit.gateway.token_path_rig import TokenPathRig
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.inference.v1 import inference_pb2
+from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
+from torchrelay.inference.v2 import open_inference_pb2
+from torchrelay.inference.v2.open_inference_pb2_grpc import GRPCInferenceServiceStub
+
+# Of a model that repeats its prompt: the answer is the prompt up to its end token.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION: dict[str, Any] = {"name": "weather", "description": "The weather in a city.", "parameters": PARAMETERS}
+ARGUMENTS = '{"city": "Köln 🔥"}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+METADATA = (("authorization", f"Bearer {KEY}"),)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request that is answered by ``answer``."""
+
+    answer: str
+    model: str = "echo"
+    key: str = KEY
+    max_tokens: int = 150
+    stop: Sequence[str] = ()
+    has_tool: bool = False
+    tool_choice: str = "auto"
+    tier: str | None = None
+
+    @property
+    def prompt(self) -> str:
+        return self.answer + EOS
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client reads. ``end``: the cause of the end, in the dialect's words."""
+
+    request_id: str
+    text: str
+    end: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    reasoning: str = ""
+    calls: Sequence[tuple[str, str]] = ()  # names and arguments
+    call_ids: Sequence[str] = field(default=(), compare=False)
+
+    @property
+    def content(self) -> tuple[str, str, Sequence[tuple[str, str]], str]:
+        return self.text, self.reasoning, self.calls, self.end
+
+
+class Failure(Exception):
+    """An answer that is refused, or that breaks off."""
+
+    def __init__(self, code: str, message: str, param: str | None = None, retry_after: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param, self.retry_after = code, message, param, retry_after
+
+
+class Dialect(ABC):
+    """``ends``: its words for an end by itself, at the limit, at a stop string, after calls."""
+
+    name: ClassVar[str]
+    ends: ClassVar[tuple[str, ...]] = ("stop", "length", "stop", "tool_calls")
+    has_parts: ClassVar[bool] = True  # reasoning and calls apart from the text
+    has_cached_tokens: ClassVar[bool] = True
+    codes: ClassVar[Mapping[str, str]] = {}  # its words for our codes of errors, where they differ
+
+    @abstractmethod
+    async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
+        """Raises ``Failure``."""
+
+
+class Chat(Dialect):
+    name = "chat"
+
+    async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
+        body: dict[str, Any] = {"model": wish.model, "messages": [{"role": "user", "content": wish.prompt}]}
+        body |= {"max_tokens": wish.max_tokens, "stop": [*wish.stop], "service_tier": wish.tier}
+        if wish.has_tool:
+            body |= {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": wish.tool_choice}
+        create = rig.client.with_options(api_key=wish.key).chat.completions.create
+        with _failures():
+            if not is_streamed:
+                reply = await create(**body)
+                return self._reply(reply.id, reply.usage, [reply.choices[0].message], reply.choices[0].finish_reason)
+            stream = await create(**body, stream=True, stream_options={"include_usage": True})
+            chunks = [chunk async for chunk in stream]
+        choices = [chunk.choices[0] for chunk in chunks[:-1]]
+        assert choices[0].delta.role == "assistant" and not chunks[-1].choices
+        assert [choice.finish_reason for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        deltas = [choice.delta for choice in choices]
+        return self._reply(chunks[0].id, chunks[-1].usage, deltas, choices[-1].finish_reason)
+
+    def _reply(self, request_id: str, usage: Any, messages: Sequence[Any], end: str) -> Reply:
+        """The reply by the messages, of which a streamed one has many: each adds to the ones before."""
+        calls: dict[int, list[str]] = {}
+        for message in messages:
+            for place, call in enumerate(message.tool_calls or ()):
+                joined = calls.setdefault(getattr(call, "index", place), ["", "", ""])
+                for number, text in enumerate((call.id, call.function.name, call.function.arguments)):
+                    joined[number] += text or ""
+        return Reply(
+            request_id,
+            "".join(message.content or "" for message in messages),
+            end,
+            usage.prompt_tokens,
+            usage.prompt_tokens_details.cached_tokens,
+            usage.completion_tokens,
+            "".join(message.model_extra.get("reasoning_content", "") for message in messages),
+            tuple((name, arguments) for _, name, arguments in calls.values()),
+            tuple(call_id for call_id, _, _ in calls.values()),
+        )
+
+
+class Completions(Dialect):
+    name = "completions"
+    has_parts = False
+
+    async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
+        body: dict[str, Any] = {"model": wish.model, "prompt": wish.prompt, "max_tokens": wish.max_tokens}
+        body |= {"stop": [*wish.stop], "extra_body": {"service_tier": wish.tier}}
+        create = rig.client.with_options(api_key=wish.key).completions.create
+        with _failures():
+            if is_streamed:
+                stream = await create(**body, stream=True, stream_options={"include_usage": True})
+                *chunks, last = [chunk async for chunk in stream]
+            else:
+                chunks = [last := await create(**body)]
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+        usage, end = last.usage, chunks[-1].choices[0].finish_reason
+        cached = usage.prompt_tokens_details.cached_tokens
+        return Reply(last.id, text, end, usage.prompt_tokens, cached, usage.completion_tokens)
+
+
+class Responses(Dialect):
+    name = "responses"
+    ends = ("completed", "incomplete", "completed", "completed")
+
+    async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
+        body: dict[str, Any] = {"model": wish.model, "input": wish.prompt, "max_output_tokens": wish.max_tokens}
+        body |= {"service_tier": wish.tier, "extra_body": {"stop": [*wish.stop]}}
+        if wish.has_tool:
+            body |= {"tools": [{"type": "function", **FUNCTION}], "tool_choice": wish.tool_choice}
+        create = rig.client.with_options(api_key=wish.key).responses.create
+        with _failures():
+            if is_streamed:
+                events = [event async for event in await create(**body, stream=True)]
+                if events[-1].type == "response.failed":
+                    raise Failure(events[-2].code, events[-2].message)
+                assert [event.sequence_number for event in events] == list(range(len(events)))
+                response = events[-1].response
+                deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+                assert "".join(deltas) == response.output_text
+            else:
+                response = await create(**body)
+        thoughts = [item for item in response.output if item.type == "reasoning"]
+        calls = [item for item in response.output if item.type == "function_call"]
+        usage = response.usage
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+        return Reply(
+            response.id,
+            response.output_text,
+            response.status,
+            usage.input_tokens,
+            usage.input_tokens_details.cached_tokens,
+            usage.output_tokens,
+            "".join(part.text for item in thoughts for part in item.content),
+            tuple((call.name, call.arguments) for call in calls),
+            tuple(call.call_id for call in calls),
+        )
+
+
+class Messages(Dialect):
+    name = "messages"
+    ends = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
+    codes: ClassVar[Mapping[str, str]] = {
+        "invalid_api_key": "authentication_error",
+        "permission_denied": "permission_error",
+        "quota_exceeded": "permission_error",
+        "model_not_found": "not_found_error",
+        "context_length_exceeded": "invalid_request_error",
+        "rate_limited": "rate_limit_error",
+        "queue_full": "rate_limit_error",
+        "overloaded": "rate_limit_error",
+        "unavailable": "overloaded_error",
+        "internal": "api_error",
+    }
+
+    async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
+        body: dict[str, Any] = {"model": wish.model, "messages": [{"role": "user", "content": wish.prompt}]}
+        body |= {"max_tokens": wish.max_tokens, "stop_sequences": [*wish.stop], "thinking": {"type": "adaptive"}}
+        if wish.has_tool:
+            tool = {name: value for name, value in FUNCTION.items() if name != "parameters"}
+            body |= {"tools": [{**tool, "input_schema": PARAMETERS}], "tool_choice": {"type": wish.tool_choice}}
+        async with anthropic.AsyncAnthropic(api_key=wish.key, base_url=rig.url, max_retries=0) as client:
+            with _failures():
+                if is_streamed:
+                    async with client.messages.stream(**body) as stream:
+                        message: Any = await stream.get_final_message()
+                else:
+                    message = await client.messages.create(**body)
+        assert (message.role, message.model) == ("assistant", "acme/echo")
+        assert message.stop_sequence in (wish.stop if message.stop_reason == "stop_sequence" else (None,))
+        calls = [block for block in message.content if block.type == "tool_use"]
+        cached = message.usage.cache_read_input_tokens
+        return Reply(
+            message.id,
+            "".join(block.text for block in message.content if block.type == "text"),
+            message.stop_reason,
+            message.usage.input_tokens + cached,
+            cached,
+            message.usage.output_tokens,
+            "".join(block.thinking for block in message.content if block.type == "thinking"),
+            tuple((call.name, json.dumps(call.input, ensure_ascii=False)) for call in calls),
+            tuple(call.id for call in calls),
+        )
+
+
+class Generate(Dialect):
+    name = "generate"
+    has_parts = False
+
+    async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
+        fields: dict[str, Any] = {"model": wish.model, "prompt": wish.prompt, "max_tokens": wish.max_tokens}
+        request = inference_pb2.GenerateRequest(**fields, stop=wish.stop, service_tier=wish.tier or "")
+        async with inference_stub(rig) as stub:
+            with _failures():
+                call = stub.Generate(request, metadata=_metadata(wish))
+                *events, last = [event async for event in call]
+        deltas = [delta for event in events for delta in event.choices]
+        text, usage = "".join(delta.text for delta in deltas), last.usage
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        end, counts = deltas[-1].finish_reason, (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        return Reply(last.request_id, text, end, *counts)
+
+
+class OpenInference(Dialect):
+    name = "open_inference"
+    has_parts = False
+    has_cached_tokens = False
+
+    async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
+        given = {"max_tokens": wish.max_tokens, "stop": json.dumps([*wish.stop]), "stream": is_streamed}
+        given |= {} if wish.tier is None else {"service_tier": wish.tier}
+        request = infer_request(wish.prompt, wish.model, **given)
+        async with open_inference_stub(rig) as stub:
+            with _failures():
+                if is_streamed:
+                    call = stub.ModelStreamInfer(iter([request]), metadata=_metadata(wish))
+                    streamed = [response async for response in call]
+                    if message := streamed[-1].error_message:
+                        raise Failure(*message.split(": ", 1))
+                    responses = [response.infer_response for response in streamed]
+                else:
+                    responses = [await stub.ModelInfer(request, metadata=_metadata(wish))]
+        assert [each.parameters["triton_final_response"].bool_param for each in responses][-2:] in (
+            [True],
+            [False, True],
+        )
+        listed = [outputs_of(response) for response in responses]
+        text = "".join(each["text_output"][0] for each in listed)
+        [num_prompt], [num_output] = listed[-1]["num_input_tokens"], listed[-1]["num_output_tokens"]
+        [request_id] = [opened.request_id for opened in rig.ports.opened[-1:]]  # the reply has the client's own id
+        return Reply(request_id, text, listed[-1]["finish_reason"][0], num_prompt, 0, num_output)
+
+
+DIALECTS: tuple[Dialect, ...] = (Chat(), Completions(), Responses(), Messages(), Generate(), OpenInference())
+
+
+def infer_request(text: str, model: str = "echo", inputs: Sequence[Any] = (), **given: Any) -> Any:
+    """A request of the Open Inference Protocol; ``given``: its parameters."""
+    return open_inference_pb2.ModelInferRequest(
+        model_name=model,
+        id="a1",
+        inputs=[infer_tensor("text_input", text), *inputs],
+        parameters={name: _parameter(value) for name, value in given.items()},
+    )
+
+
+def infer_tensor(name: str, value: str | bool) -> Any:
+    is_bool = isinstance(value, bool)
+    content = {"bool_contents": [value]} if isinstance(value, bool) else {"bytes_contents": [value.encode()]}
+    contents = open_inference_pb2.InferTensorContents(**content)  # type: ignore[arg-type]
+    return open_inference_pb2.ModelInferRequest.InferInputTensor(
+        name=name, datatype="BOOL" if is_bool else "BYTES", shape=[1], contents=contents
+    )
+
+
+def _parameter(value: Any) -> Any:
+    kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    return open_inference_pb2.InferParameter(**{kinds[type(value)]: value})
+
+
+def outputs_of(response: Any) -> dict[str, Any]:
+    return {
+        output.name: [element.decode() for element in output.contents.bytes_contents]
+        or list(output.contents.uint_contents)
+        for output in response.outputs
+    }
+
+
+@asynccontextmanager
+async def inference_stub(rig: TokenPathRig) -> AsyncIterator[Any]:
+    async with open_channel(rig.grpc_address) as channel:
+        yield InferenceStub(channel)
+
+
+@asynccontextmanager
+async def open_inference_stub(rig: TokenPathRig) -> AsyncIterator[Any]:
+    async with open_channel(rig.grpc_address) as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
+def _metadata(wish: Wish) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {wish.key}"),)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Errors of the clients as ``Failure``."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        ours = error_from_rpc(error)
+        retry = None if ours.retry_after_s is None else str(math.ceil(ours.retry_after_s))
+        raise Failure(ours.code, ours.message, ours.field, retry) from error
+    except (openai.APIError, anthropic.APIError) as error:
+        body: Any = error.body
+        body = body.get("error", body)  # Anthropic's client shows all of it
+        response = getattr(error, "response", None)
+        retry = None if response is None else response.headers.get("retry-after")
+        raise Failure(body.get("code", body["type"]), body["message"], body.get("param"), retry) from error
