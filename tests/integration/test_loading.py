@@ -80,24 +80,12 @@ async def started(scene: RolesTestbed, worker: RunningWorker) -> bool:
     return worker.worker.slot.state == LOADING
 
 
-async def test_request_waits_in_the_engine_for_layers(tmp_path: Path, model: Model, nats_url: str) -> None:
-    async with loading(tmp_path, model, nats_url) as (scene, pack):
-        request = await scene.send(scene.request(PROMPT))
-        assert await started(scene, scene.prefill)
-        assert not request.outputs()
-        pack.let_all()
-        await request.finished()
-        assert request.tokens() == model.expected(PROMPT)
-        await scene.prefill.until_ready()
-        await scene.assert_idle()
-
-
 async def test_slot_reports_each_layer_that_arrives(tmp_path: Path, model: Model, nats_url: str) -> None:
     """The scheduler predicts by them what is left of a load; it reported of none before the last."""
     async with loading(tmp_path, model, nats_url) as (scene, pack):
         slot, manifest = scene.prefill.worker.slot, model.pack.manifest
-        assert slot.hosted is not None
-        await slot.hosted.settled.wait()
+        request = await scene.send(scene.request(PROMPT))
+        assert await started(scene, scene.prefill) and not request.outputs()
         reported: list[int] = []
         shares: list[float] = []
 
@@ -118,7 +106,10 @@ async def test_slot_reports_each_layer_that_arrives(tmp_path: Path, model: Model
             watching.cancel()
         assert len(set(reported)) > 1
         pack.let_all()
+        await request.finished()
+        assert request.tokens() == model.expected(PROMPT)
         await scene.prefill.until_ready()
+        await scene.assert_idle()
 
 
 async def test_unload_during_a_load_drains_without_becoming_ready(tmp_path: Path, model: Model, nats_url: str) -> None:

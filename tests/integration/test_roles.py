@@ -8,9 +8,6 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -18,28 +15,22 @@ from weakref import ref
 import pytest
 from tokenizers import Tokenizer
 
-from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, running_testbed
+from tests.integration.roles_testbed import DECODE, PREFILL, Make, paused
 from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Model, prompt_of
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.rpc.channels import open_channel
-from torchrelay.control.v1 import decode_pb2, param_store_pb2, types_pb2
+from torchrelay.control.v1 import decode_pb2, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
+from torchrelay.engine.core import StepResult
 from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.transfer.transport.shm import ShmConnection
 from torchrelay.worker.attempts.attempt import group_id_of
 from torchrelay.worker.attempts.hosted_adapters import HostedAdapters, Reserve
-from torchrelay.worker.role import WorkerRole
 
-Make = Callable[..., AbstractAsyncContextManager[RolesTestbed]]
 PROMPT = prompt_of(70)
-
-
-@pytest.fixture
-def scene_of(tmp_path: Path, published: tuple[Path, param_store_pb2.VersionDescription], nats_url: str) -> Make:
-    return partial(running_testbed, tmp_path, *published, nats_url)
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
@@ -84,21 +75,6 @@ async def test_kv_uses_shared_memory_on_a_host_and_tcp_otherwise(
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_choice_that_ends_with_its_first_token_is_not_decoded(scene_of: Make, model: Model, apart: bool) -> None:
-    first = model.expected(PROMPT)[0]
-    async with scene_of(apart=apart) as scene:
-        for sampling, finish in (
-            ({"max_tokens": 1}, pb.FINISH_REASON_LENGTH),
-            ({"stop_token_ids": [first]}, pb.FINISH_REASON_STOP),
-        ):
-            request = await scene.send(scene.request(PROMPT, **sampling))
-            await request.finished()
-            assert (request.tokens(), request.finish()) == ([first], finish)
-        await scene.assert_idle()
-        assert scene.decode.worker.step_metrics.num_positions_decoded == 0
-
-
-@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
 async def test_stop_string_from_the_first_token_ends_a_cold_request(
     scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
@@ -108,7 +84,9 @@ async def test_stop_string_from_the_first_token_ends_a_cold_request(
         read = scene.decode.worker.tokenizers.read
 
         async def read_slowly(digest: str) -> bytes:
-            await asyncio.sleep(0.3)  # longer than the prefill takes
+            if apart:  # a worker of both roles begins the prompt with its decode role alone
+                metrics = scene.prefill.worker.step_metrics
+                await eventually(lambda: metrics.num_positions_prefilled >= len(prompt), "the prefill")
             return await read(digest)
 
         monkeypatch.setattr(scene.decode.worker.tokenizers, "read", read_slowly)
@@ -117,25 +95,6 @@ async def test_stop_string_from_the_first_token_ends_a_cold_request(
             await request.finished()
             assert request.finish() == pb.FINISH_REASON_STOP
             assert request.tokens() == model.expected(prompt)[:num_letters]
-        await scene.assert_idle()
-
-
-async def test_choices_with_stop_strings_end_independently(scene_of: Make, model: Model) -> None:
-    async with scene_of() as scene:
-        sample = partial(scene.request, PROMPT, num_choices=3, temperature=1.5, seed=7, max_tokens=40)
-        free = await scene.send(sample())
-        await free.finished()
-        full = [free.tokens(choice) for choice in range(3)]
-        assert len({tuple(tokens) for tokens in full}) == 3
-        letters = _printable(model)
-        end = next(token for token in full[1][5:] if token in letters)
-        begins = full[0][0]  # one choice ends with its first token
-        stopped = await scene.send(sample(stop_token_ids=[begins], stop_strings=[letters[end]]))
-        await stopped.finished()
-        for choice, tokens in enumerate(full):
-            ends = [tokens.index(token) + 1 for token in (begins, end) if token in tokens]
-            assert stopped.tokens(choice) == tokens[: min(ends, default=len(tokens))]
-            assert stopped.finish(choice) == (pb.FINISH_REASON_STOP if ends else pb.FINISH_REASON_LENGTH)
         await scene.assert_idle()
 
 
@@ -396,29 +355,51 @@ async def test_run_stream_carries_beats_from_its_start(scene_of: Make, role: typ
         call.cancel()
 
 
-async def assert_deadline_ends_an_attempt(scene: RolesTestbed) -> None:
-    """A deadline that comes after the first token and before the last; a slow machine needs a longer delay for that."""
-    for delay_ms in (150, 600, 2400, 9600):
-        deadline_unix_ms = int(time.time() * 1000) + delay_ms
+async def test_engine_ends_an_attempt_at_its_deadline(scene_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the event loop's own timer is."""
+    async with scene_of() as scene:
+        instance = scene.decode.worker.engine.relay_instance
+        assert instance is not None
+        step, num_tokens = instance.step, 0
+
+        def step_before_the_deadline() -> StepResult:
+            nonlocal num_tokens
+            result = step()
+            num_tokens += len(result.tokens)
+            if num_tokens > 2:
+                monkeypatch.setattr(instance._interruptions, "_clock", lambda: time.monotonic() + 7_200)
+            return result
+
+        monkeypatch.setattr(instance, "step", step_before_the_deadline)
+        deadline_unix_ms = int(time.time() * 1000) + 3_600_000
         request = await scene.send(scene.request(PROMPT, max_tokens=400, deadline_unix_ms=deadline_unix_ms))
         await request.finished()
-        assert request.error().code == pb.RunError.CODE_DEADLINE
+        assert request.error().code == pb.RunError.CODE_DEADLINE and len(request.tokens()) == 1 + 3
+        await request.cancel()  # as its gateway does
         await scene.assert_idle()
-        if request.tokens():
-            break
-    assert 0 < len(request.tokens()) < 400
 
 
-async def test_deadline_ends_an_attempt_in_both_roles(scene_of: Make) -> None:
+async def test_attempt_ends_at_its_deadline_though_the_engines_hang(scene_of: Make) -> None:
     async with scene_of() as scene:
-        await assert_deadline_ends_an_attempt(scene)
+        with paused(scene.prefill), paused(scene.decode):
+            deadline_unix_ms = int(time.time() * 1000) + 50
+            request = await scene.send(scene.request(PROMPT, deadline_unix_ms=deadline_unix_ms))
+            await request.finished()
+            assert request.error().code == pb.RunError.CODE_DEADLINE and not request.tokens()
+        await scene.assert_idle()
 
 
-async def test_engine_enforces_the_deadline_alone(scene_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late the event loop's own timer is."""
-    monkeypatch.setattr(WorkerRole, "watch_deadline", lambda role, attempt: None)
-    async with scene_of() as scene:
-        await assert_deadline_ends_an_attempt(scene)
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_recall_that_crosses_the_first_token_ends_the_answer(scene_of: Make, apart: bool) -> None:
+    async with scene_of(apart=apart) as scene:
+        request = await scene.send(scene.request(PROMPT, max_tokens=400))
+        await eventually(lambda: len(request.tokens()) > 2, "tokens of the decode role")
+        decode = scene.decode.worker
+        with paused(scene.decode):
+            await request.recall()
+            await eventually(lambda: not any(role.attempts for role in decode.roles), "the end of the attempt")
+        await scene.assert_idle()
+        assert decode.step_metrics.num_positions_decoded < 399
 
 
 async def test_request_waiting_for_pages_runs_once_they_are_free(scene_of: Make, model: Model) -> None:
