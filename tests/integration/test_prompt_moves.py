@@ -396,7 +396,7 @@ async def test_answer_and_bill_are_right_whatever_fails_during_a_move(
     """Every fault is injected by itself or beside another one; a hang by itself."""
     rng = random.Random(moment)
     first, second = (rng.sample(FAULTS, len(FAULTS)) for _ in range(2))
-    scripts = [("nothing",), ("cancel",), *((fault,) for fault in HANGS)]
+    scripts: list[tuple[str, ...]] = [("nothing",), ("cancel",), *((fault,) for fault in HANGS)]
     scripts += [(a, b) for a, b in zip(first[::2], first[1::2], strict=True)]
     scripts += [(fault,) for fault in second[:3]]
     num_moved = 0

@@ -51,14 +51,14 @@ async def test_worker_activity_follows_its_requests(tmp_path: Path, nats_url: st
         role.forget(attempt)
         assert reporter.activity() == idle
         # One prompt ends as another begins: as many attempts, but the scheduler adds the later ones to the report.
-        first, second = attempt_of("first"), attempt_of("second")
-        role.attempts[first.group_id] = first
+        earlier, later = attempt_of("first"), attempt_of("second")
+        role.attempts[earlier.group_id] = earlier
         before = reporter.activity()
-        worker.worker.step_metrics.record_step(StepResult((), (first.group_id,), 9, 0, 0.01))
-        role.forget(first)
-        role.attempts[second.group_id] = second
+        worker.worker.step_metrics.record_step(StepResult((), (earlier.group_id,), 9, 0, 0.01))
+        role.forget(earlier)
+        role.attempts[later.group_id] = later
         assert reporter.activity() != before
-        role.forget(second)
+        role.forget(later)
 
 
 async def test_report_streams_carry_beats_on_demand(tmp_path: Path, nats_url: str) -> None:
