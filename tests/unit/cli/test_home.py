@@ -8,7 +8,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +20,10 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 
 
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
 def test_keys_are_created_once_and_private(tmp_path: Path) -> None:
     home = Home(tmp_path)
     admin, cluster = home.admin_key(), home.cluster_key()
@@ -28,46 +31,30 @@ def test_keys_are_created_once_and_private(tmp_path: Path) -> None:
     assert len(bytes.fromhex(cluster)) == 32
     assert (home.admin_key(), home.cluster_key()) == (admin, cluster)
     home.save_key("tr-a-b")
-    for name in ("admin.key", "cluster.key", "cli.key"):
-        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    assert {mode(tmp_path / name) for name in ("admin.key", "cluster.key", "cli.key")} == {0o600}
 
 
-def test_new_home_is_private(tmp_path: Path) -> None:
+def test_home_is_closed_to_other_users(tmp_path: Path) -> None:
+    """The ledger and the traces are in it."""
     home = Home(tmp_path / "home")
     home.make()
-    assert stat.S_IMODE(home.path.stat().st_mode) == 0o700  # the ledger and the traces are in it
-
-
-def test_open_home_is_closed_to_other_users(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    home.make()
+    assert mode(home.path) == 0o700
     home.cluster_key()
     home.admin_key()
     home.save_key("tr-a-b")
     home.keep_key("tr-a-b", "a")
-    (tmp_path / "tls").mkdir()
-    (tmp_path / "tls" / "ca.key").write_text("key")
-    (tmp_path / "nats.conf").write_text("password")
-    secrets = [
-        tmp_path / name for name in ("admin.key", "cluster.key", "cli.key", "nats.conf", "tls/ca.key", "keys/a.key")
-    ]
-    for path in secrets:
-        path.chmod(0o644)
-    tmp_path.chmod(0o755)
-    Home(tmp_path).make()
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
-    assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600] * len(secrets)
+    (home.path / "tls").mkdir()
+    (home.path / "tls/ca.key").write_text("key")
+    (home.path / "nats.conf").write_text("password")
+    names = ("admin.key", "cluster.key", "cli.key", "nats.conf", "tls/ca.key", "keys/a.key")
+    for name in names:
+        (home.path / name).chmod(0o644)
+    home.path.chmod(0o755)
+    Home(home.path).make()
+    assert mode(home.path) == 0o700 and {mode(home.path / name) for name in names} == {0o600}
 
 
-def test_home_with_other_files_keeps_mode(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    (tmp_path / "letters").mkdir()
-    Home(tmp_path).make()
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
-    assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o700
-
-
-def test_restart_leaves_foreign_descriptors_open(tmp_path: Path) -> None:
+def test_folder_with_other_files_keeps_their_modes(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "tls").mkdir()
     theirs = [tmp_path / name for name in ("nginx.conf", "server.key", "tls/server.key")]
@@ -78,41 +65,35 @@ def test_restart_leaves_foreign_descriptors_open(tmp_path: Path) -> None:
         home = Home(tmp_path)
         home.make()
         home.cluster_key()
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
-    assert [stat.S_IMODE(path.stat().st_mode) for path in theirs] == [0o644] * len(theirs)
+    assert mode(tmp_path) == 0o755 and mode(tmp_path / "logs") == 0o700
+    assert {mode(path) for path in theirs} == {0o644}
     (tmp_path / "cluster.key").chmod(0o644)
     home.make()
-    assert stat.S_IMODE((tmp_path / "cluster.key").stat().st_mode) == 0o600
+    assert mode(tmp_path / "cluster.key") == 0o600
 
 
 def test_private_file_replaces_open_one(tmp_path: Path) -> None:
     (tmp_path / "nats.conf").write_text("old")
     (tmp_path / "nats.conf").chmod(0o666)
     path = Home(tmp_path).write_private("nats.conf", "new")
-    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text() == "new" and mode(path) == 0o600
 
 
-def test_saved_key_is_replaced_and_deleted(tmp_path: Path) -> None:
+def test_keys_are_saved_and_kept_by_tenant(tmp_path: Path) -> None:
     home = Home(tmp_path)
-    assert home.saved_key() is None
+    assert home.saved_key() is None and home.kept_tenants() == []
     home.save_key("tr-first-which-is-longer")
     home.save_key("tr-second-x")
-    assert home.saved_key() == "tr-second-x"
     home.forget_key("first")
     assert home.saved_key() == "tr-second-x"
     home.forget_key("second")
     assert home.saved_key() is None
-
-
-def test_keys_are_kept_by_tenant(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    assert home.kept_tenants() == []
     home.keep_key("tr-a-1", "acme")
     home.keep_key("tr-b-2", "birch.tree")
     assert home.kept_tenants() == ["acme", "birch.tree"]
     assert home.kept_key("acme") == "tr-a-1" and home.tenant_of("tr-b-2") == "birch.tree"
     assert home.kept_key("cedar") is None is home.kept_key("../cli")
-    assert stat.S_IMODE((tmp_path / "keys" / "acme.key").stat().st_mode) == 0o600
+    assert mode(tmp_path / "keys" / "acme.key") == 0o600
     home.save_key("tr-a-1")
     home.forget_key("a")
     assert home.kept_tenants() == ["birch.tree"] and home.saved_key() is None
@@ -129,10 +110,16 @@ def test_rest_port_is_remembered(tmp_path: Path) -> None:
 
 
 def test_home_has_single_owner(tmp_path: Path) -> None:
+    def lock(_file: object, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
     home = Home(tmp_path)
     home.make()
     with home.owned(), pytest.raises(CliError, match="is already running"), home.owned():
         pass
+    with pytest.raises(CliError, match="has no file locks: No locks available") as caught, home.owned(lock):
+        pass
+    assert "local disk" in caught.value.hint
     with home.owned():
         pass
 
@@ -227,8 +214,9 @@ def test_stopped_home_has_no_endpoints(tmp_path: Path) -> None:
     with pytest.raises(CliError, match="no platform is running") as caught:
         home.endpoints()
     assert "torchrelay up" in caught.value.hint
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    home.endpoints_file.write_text(json.dumps({"http": "x", "pid": int(ended.stdout)}))
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    home.endpoints_file.write_text(json.dumps({"http": "x", "pid": ended.pid}))
     with pytest.raises(CliError, match="no platform is running"):
         home.endpoints()
     with home.owned():
@@ -244,19 +232,14 @@ def test_invalid_home_path_is_refused(tmp_path: Path) -> None:
         assert refused.value.hint == "choose another folder with --home or TORCHRELAY_HOME"
 
 
-def test_run_folder_lies_in_shared_memory(tmp_path: Path) -> None:
+def test_run_folder_lies_in_shared_memory_and_that_of_a_killed_up_is_freed(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
     with home.owned():
         memory = home.run.resolve()
-        assert memory.is_relative_to("/dev/shm") and stat.S_IMODE(memory.stat().st_mode) == 0o700
+        assert memory.is_relative_to("/dev/shm") and mode(memory) == 0o700
         (home.run / "gateway.json").write_text("{}")
     assert not memory.exists() and list(home.run.iterdir()) == []
-
-
-def test_memory_of_killed_up_is_freed(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    home.make()
     left = Path(tempfile.mkdtemp(prefix="torchrelay-run-", dir="/dev/shm"))
     home.run.rmdir()
     home.run.symlink_to(left)
@@ -267,14 +250,3 @@ def test_memory_of_killed_up_is_freed(tmp_path: Path) -> None:
     home.make()
     with home.owned():
         assert home.run.is_dir()
-
-
-def test_file_system_without_locks_is_refused(tmp_path: Path) -> None:
-    def lock(_file: object, _operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    home = Home(tmp_path)
-    home.make()
-    with pytest.raises(CliError, match="has no file locks: No locks available") as caught, home.owned(lock):
-        pass
-    assert "local disk" in caught.value.hint

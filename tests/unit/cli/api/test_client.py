@@ -1,12 +1,13 @@
-"""Errors of the gateway, and a gateway that restarts."""
+"""Calls of the gateway: errors, restarts, streams of answers and their figures."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
 from tests.unit.cli.fake_gateway import ADMIN_KEY, TENANT_KEY, FakeGateway, running_gateway
+from torchrelay.cli.api.chat_stream import Answer, ChatEvent, parse_event, stream_chat
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError, Unreachable
 
@@ -41,17 +42,14 @@ def test_https_to_plain_gateway_hints_at_http(gateway: FakeGateway) -> None:
     assert (caught.value.message, caught.value.hint) == (f"{url} does not speak TLS", f"write {gateway.url}")
 
 
-@pytest.mark.parametrize("key", [f"{TENANT_KEY}\n", f"{TENANT_KEY}\r\n", f" {TENANT_KEY}", f"\t{TENANT_KEY} \n"])
-def test_white_space_around_a_key_is_nothing(gateway: FakeGateway, key: str) -> None:
-    with GatewayClient(gateway.url, key) as client:
-        assert client.call("GET", "/v1/models")["data"]
-
-
-@pytest.mark.parametrize("key", [f"{TENANT_KEY}\nX-Other: 1", f"{TENANT_KEY} b", "tr-schlüssel", f"{TENANT_KEY}\x00"])
-def test_malformed_key_is_refused_without_repeating_it(gateway: FakeGateway, key: str) -> None:
-    with pytest.raises(CliError) as caught:
-        GatewayClient(gateway.url, key)
-    assert caught.value.message == "the key has characters that no key has" and key[:6] not in caught.value.hint
+def test_white_space_around_a_key_is_nothing(gateway: FakeGateway) -> None:
+    for key in (f"{TENANT_KEY}\n", f"{TENANT_KEY}\r\n", f" {TENANT_KEY}", f"\t{TENANT_KEY} \n"):
+        with GatewayClient(gateway.url, key) as client:
+            assert client.call("GET", "/v1/models")["data"]
+    for key in (f"{TENANT_KEY}\nX-Other: 1", f"{TENANT_KEY} b", "tr-schlüssel", f"{TENANT_KEY}\x00"):
+        with pytest.raises(CliError, match=r"^the key has characters that no key has$") as caught:
+            GatewayClient(gateway.url, key)
+        assert key[:6] not in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
@@ -95,7 +93,55 @@ def test_absent_gateway_is_given_up() -> None:
 
 
 def test_absent_gateway_is_error() -> None:
-    with GatewayClient("http://127.0.0.1:1", ADMIN_KEY) as client, pytest.raises(Unreachable, match="does not answer"):
-        client.call("GET", "/v1/models")
-    with GatewayClient("localhost", ADMIN_KEY) as client, pytest.raises(CliError, match="not a valid address"):
-        client.call("GET", "/v1/models")
+    for url, why in (("http://127.0.0.1:1", "does not answer"), ("localhost", "not a valid address")):
+        with GatewayClient(url, ADMIN_KEY) as client, pytest.raises(CliError, match=why):
+            client.call("GET", "/v1/models")
+
+
+def test_answer_streams_text_and_usage(gateway: FakeGateway) -> None:
+    with GatewayClient(gateway.url, TENANT_KEY) as client:
+        events = list(stream_chat(client, "acme/tiny", [{"role": "user", "content": "hi"}], {"max_tokens": 9}))
+    assert events[0].is_waiting
+    assert [event.text for event in events if event.text] == list(gateway.pieces)  # U+2028 does not break a line
+    assert events[-1].num_output_tokens == 3
+    body = gateway.asked[-1][2]
+    assert (body["stream"], body["max_tokens"], body["messages"][0]["content"]) == (True, 9, "hi")
+
+
+def test_interrupted_answer_is_error(gateway: FakeGateway) -> None:
+    gateway.hang_after_pieces = True
+    gateway.released.set()
+    with GatewayClient(gateway.url, TENANT_KEY) as client, pytest.raises(Unreachable, match="ended early"):
+        list(stream_chat(client, "acme/tiny", [], {}))
+
+
+def test_closing_events_ends_call(gateway: FakeGateway) -> None:
+    gateway.hang_after_pieces = True
+    with GatewayClient(gateway.url, TENANT_KEY) as client, closing(stream_chat(client, "acme/tiny", [], {})) as events:
+        assert next(event.text for event in events if event.text) == "Hel"
+
+
+def test_stream_error_is_raised() -> None:
+    with pytest.raises(ApiError, match="worker was lost"):
+        parse_event(b'data: {"error": {"message": "the worker was lost", "code": "unavailable"}}')
+    assert parse_event(b"") is None
+    assert parse_event(b"event: ping") is None
+
+
+def test_answer_shows_rate_and_times() -> None:
+    """Tokens that arrive together have no rate."""
+    times = iter([10.0, 10.25, 10.75])  # asked, first piece, last piece
+    answer = Answer(lambda: next(times))
+    answer.add(ChatEvent(is_waiting=True))
+    assert answer.summary() == ""  # nothing is known yet
+    answer.add(ChatEvent("req-1", "Hel"))
+    assert answer.summary() == "first token after 250 ms · req-1"
+    answer.add(ChatEvent("req-1", "lo"))
+    answer.add(ChatEvent("req-1", finish="length", num_output_tokens=11))
+    assert (answer.ttft_s, answer.tokens_per_s, answer.text) == (0.25, 20.0, "Hello")
+    assert answer.summary() == "first token after 250 ms · 11 tokens · 20 tokens/s · cut off at max_tokens · req-1"
+    times = iter([10.0, 10.25, 10.2504])
+    answer = Answer(lambda: next(times))
+    for event in (ChatEvent("req-1", "Hel"), ChatEvent("req-1", "lo"), ChatEvent("req-1", num_output_tokens=11)):
+        answer.add(event)
+    assert answer.summary() == "first token after 250 ms · 11 tokens · req-1"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.cli.conftest import Run
-from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
-from torchrelay.cli.errors import CliError
+from tests.unit.cli.conftest import Run, refusal
+from tests.unit.cli.fake_gateway import ADMIN_KEY, TENANT_KEY, FakeGateway
+from torchrelay.cli.commands.key import id_of
 from torchrelay.cli.home import Home
 
 
@@ -68,10 +68,14 @@ def test_kept_keys_are_used_by_tenant(run: Run, home: Home, gateway: FakeGateway
     assert run("key", "use").stdout == "acme\nbirch (in use)\n"
     gateway.keys = {TENANT_KEY}
     assert run("models", "set", "acme/tiny", "--max-instances", "1").exit_code == 0  # by the key of the model's tenant
-    unknown = run("models", "set", "acme/other", "--max-instances", "1").exception
-    assert isinstance(unknown, CliError) and unknown.hint.startswith("this key is of tenant acme; ")
-    assert isinstance(run("models").exception, CliError)
+    unknown = refusal(run("models", "set", "acme/other", "--max-instances", "1"))
+    assert unknown.hint.startswith("this key is of tenant acme; ")
+    refusal(run("models"))
     assert "act as tenant acme" in run("key", "use", "acme").stderr
     assert run("models").exit_code == 0 and home.saved_key() == TENANT_KEY
-    refused = run("key", "use", "cedar").exception
-    assert isinstance(refused, CliError) and "kept: acme, birch" in refused.hint
+    refused = refusal(run("key", "use", "cedar"))
+    assert "kept: acme, birch" in refused.hint
+
+
+def test_key_id_is_extracted() -> None:
+    assert [id_of(key) for key in ("tr-abc-secret", "abc", ADMIN_KEY)] == ["abc", "abc", ADMIN_KEY]

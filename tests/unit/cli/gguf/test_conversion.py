@@ -22,11 +22,7 @@ from torchrelay.cli.gguf.header import read_header
 from torchrelay.cli.gguf.weights import to_bf16
 from torchrelay.param_store.packer.__main__ import pack
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-}  # whole blocks of K types
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # blocks of K types
 
 
 def converted(source: Path, folder: Path) -> Path:
@@ -44,27 +40,35 @@ def tokens(folder: Path) -> list[list[int]]:
     return [answers[f"{number}/0", 0] for number in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("family", "type_name"),
-    [
-        *(("llama", name) for name in TYPES),
-        ("smollm3", "Q8_0"),
-        ("qwen2", "Q8_0"),
-        ("qwen3", "Q4_0"),
-        ("gemma2", "Q4_1"),
-    ],
-)
-def test_weights_and_tokens_are_those_of_checkpoint(tmp_path: Path, family: str, type_name: str) -> None:
-    numbers = SIZES if family == "llama" else {}
-    if family == "smollm3":  # the file does not say which layers have no rotation
-        numbers = {"no_rope_layer_interval": 4, "num_hidden_layers": 4}
-    if family == "gemma2":  # the file keeps no query_pre_attn_scalar
-        numbers = {"head_dim": 32, "query_pre_attn_scalar": 256}
-    checkpoint = make_checkpoint(tmp_path / "hf", family, tied=family in ("qwen3", "gemma2"), **numbers)
-    folder = converted(write_gguf(tmp_path / "model.gguf", checkpoint, type_name), tmp_path / "converted")
+def assert_same_weights(folder: Path, checkpoint: Path) -> None:
     own, other = load_file(folder / "model.safetensors"), load_file(checkpoint / "model.safetensors")
     assert own.keys() == other.keys()
     assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_weights_of_every_type_are_those_of_checkpoint(tmp_path: Path, type_name: str) -> None:
+    checkpoint = make_checkpoint(tmp_path / "hf", "llama", **SIZES)
+    folder = converted(write_gguf(tmp_path / "model.gguf", checkpoint, type_name), tmp_path / "converted")
+    assert_same_weights(folder, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("family", "type_name", "numbers"),
+    [
+        ("llama", "F16", SIZES),
+        ("smollm3", "Q8_0", {"no_rope_layer_interval": 4, "num_hidden_layers": 4}),  # of which the file does not tell
+        ("qwen2", "Q8_0", {}),
+        ("qwen3", "Q4_0", {}),
+        ("gemma2", "Q4_1", {"head_dim": 32, "query_pre_attn_scalar": 256}),  # the file keeps no such scalar
+    ],
+)
+def test_answers_of_every_family_are_those_of_checkpoint(
+    tmp_path: Path, family: str, type_name: str, numbers: dict[str, Any]
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "hf", family, tied=family in ("qwen3", "gemma2"), **numbers)
+    folder = converted(write_gguf(tmp_path / "model.gguf", checkpoint, type_name), tmp_path / "converted")
+    assert_same_weights(folder, checkpoint)
     assert tokens(folder) == tokens(checkpoint)
     assert pack(folder, tmp_path / "draft.pack", 0)["pack_id"]
 
@@ -136,7 +140,8 @@ def test_model_that_is_not_served_is_refused_by_field(tmp_path: Path, metadata: 
     assert not any((tmp_path / "converted").iterdir())
 
 
-def test_biases_and_impossible_factors_are_refused_by_tensor(tmp_path: Path) -> None:
+def test_faulty_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    """Biases, impossible factors, and values that are not finite."""
     checkpoint = make_checkpoint(tmp_path / "hf", "llama", attention_bias=True)
     with pytest.raises(CliError, match=r"attn_(q|k|v|output)\.bias: biases of LlamaForCausalLM are not supported here"):
         converted(write_gguf(tmp_path / "biased.gguf", checkpoint), tmp_path / "biased")
@@ -144,11 +149,7 @@ def test_biases_and_impossible_factors_are_refused_by_tensor(tmp_path: Path) -> 
     path = write_gguf(tmp_path / "factors.gguf", plain, rope_freqs=np.zeros(8, np.float32))
     with pytest.raises(CliError, match=r"rope_freqs\.weight: its values are not numbers of at least 1"):
         converted(path, tmp_path / "factors")
-
-
-def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "hf", "llama")
-    path = write_gguf(tmp_path / "model.gguf", checkpoint, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", plain, "Q8_0")
     content = bytearray(path.read_bytes())
     begin = read_header(path).tensors["output.weight"].offset
     content[begin : begin + 2] = np.float16(np.inf).tobytes()  # the scale of the first block

@@ -67,15 +67,12 @@ def test_certificates_are_created_once_and_private(home: Home) -> None:
 
 
 def test_each_certificate_names_its_role(home: Home) -> None:
-    cert = x509.load_pem_x509_certificate(ensure(home.path / "tls").cert.read_bytes())
+    before = ensure(home.path / "tls").cert.read_bytes()
+    cert = x509.load_pem_x509_certificate(before)
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
     assert names == ["torchrelay.internal", "worker.torchrelay.internal"]
-
-
-def test_certificate_of_other_role_is_renewed(home: Home) -> None:
-    before = ensure(home.path / "tls").cert.read_bytes()
     files = ensure_certificates(home.path / "tls", {"prefill-0": Caller.STORE})["prefill-0"]
-    assert files.cert.read_bytes() != before
+    assert files.cert.read_bytes() != before, "the file's role is another"
     Tls(files).check(Caller.STORE)
 
 
@@ -107,18 +104,19 @@ def test_certificates_are_renewed_within_ca_validity(home: Home) -> None:
     assert late + CERT_LIFE - DAY < end_of(files.cert) < end_of(files.ca)
 
 
-@pytest.mark.parametrize("name", ["ca.crt", "prefill-0.crt", "prefill-0.key"])
-@pytest.mark.parametrize("damage", ["gone", "empty", "another's"])
-def test_damaged_certificates_are_renewed(home: Home, tmp_path: Path, name: str, damage: str) -> None:
-    files, other = ensure(home.path / "tls"), ensure(tmp_path / "other")
-    path = files.ca.with_name(name)
-    if damage == "gone":
-        path.unlink()
-    else:
-        path.write_bytes(b"" if damage == "empty" else other.ca.with_name(name).read_bytes())
-    files.key.with_name("prefill-0.key.draft").touch()  # of a start that was killed
-    Tls(ensure(home.path / "tls")).check()
-    assert path.read_bytes() not in (b"", other.ca.with_name(name).read_bytes())
+def test_damaged_certificates_are_renewed(home: Home, tmp_path: Path) -> None:
+    other = ensure(tmp_path / "other")
+    for name in ("ca.crt", "prefill-0.crt", "prefill-0.key"):
+        foreign = other.ca.with_name(name).read_bytes()
+        for damage in (None, b"", foreign):
+            files = ensure(home.path / "tls")
+            path = files.ca.with_name(name)
+            path.unlink()
+            if damage is not None:
+                path.write_bytes(damage)
+            files.key.with_name("prefill-0.key.draft").touch()  # of a start that was killed
+            Tls(ensure(home.path / "tls")).check()
+            assert path.read_bytes() not in (b"", foreign)
 
 
 def test_tls_is_off_by_default(home: Home) -> None:

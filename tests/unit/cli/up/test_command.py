@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.conftest import Run
-from torchrelay.cli.errors import CliError
+from tests.unit.cli.conftest import Run, refusal
 from torchrelay.cli.home import Home
 from torchrelay.cli.up import run as run_module
 from torchrelay.cli.up.flags import check_device
@@ -29,10 +28,23 @@ from torchrelay.scheduler.settings import SchedulerSettings
     ],
 )
 def test_invalid_option_is_named(run: Run, tmp_path: Path, option: str, value: str) -> None:
+    assert [check_device(device) for device in ("cpu", "cuda", "cuda:11")] == ["cpu", "cuda", "cuda:11"]
     refused = run("up", "--home", str(tmp_path / "home"), option, value)
     assert refused.exit_code == 2
     assert f"Invalid value for '{option}'" in refused.stderr
     assert not (tmp_path / "home").exists()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[UpOptions]:
+    """The options of each platform that would have been started."""
+    started: list[UpOptions] = []
+
+    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
+        started.append(options)
+
+    monkeypatch.setattr(run_module, "run_up", run_up)
+    return started
 
 
 VARIABLES = {
@@ -49,13 +61,9 @@ VARIABLES = {
 }
 
 
-def test_option_overrides_variable(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[UpOptions] = []
-
-    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-        given.append(options)
-
-    monkeypatch.setattr(run_module, "run_up", run_up)
+def test_option_overrides_variable(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[UpOptions]
+) -> None:
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     home = ("--home", str(tmp_path / "home"))
@@ -73,14 +81,11 @@ def test_option_overrides_variable(run: Run, tmp_path: Path, monkeypatch: pytest
         pool_mode="advise",
         scaling="advise",
     )
-    assert given == [expected, replace(expected, http_port=8081, device="cpu", log_level="debug")]
+    assert started == [expected, replace(expected, http_port=8081, device="cpu", log_level="debug")]
 
 
+@pytest.mark.usefixtures("started")
 def test_misspelt_variable_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-        assert options == UpOptions()
-
-    monkeypatch.setattr(run_module, "run_up", run_up)
     others = {name for each in (GatewaySettings, SchedulerSettings, StoreSettings) for name in each.model_fields}
     for name in (*others, "api_url", "api_key", "config", "http_prot", "metric_port"):
         if f"TORCHRELAY_{name.upper()}" not in VARIABLES:
@@ -92,28 +97,21 @@ def test_misspelt_variable_is_reported(run: Run, tmp_path: Path, monkeypatch: py
     ]
 
 
-@pytest.mark.parametrize(
-    ("key", "meant"),
-    [
+def test_misspelt_config_key_is_refused_before_start(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[UpOptions]
+) -> None:
+    file = tmp_path / "settings.toml"
+    monkeypatch.setenv("TORCHRELAY_CONFIG", str(file))
+    for key, meant in (
         ("http_prot", "http_port"),  # the gateway's
         ("queue_limits", "queue_limit"),  # the scheduler's
         ("arena_byte", "arena_bytes"),  # the param-store's
         ("kv_pool_byte", "kv_pool_bytes"),  # the worker's
-    ],
-)
-def test_misspelt_config_key_is_refused_before_start(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, meant: str
-) -> None:
-    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-        raise AssertionError("started")
-
-    monkeypatch.setattr(run_module, "run_up", run_up)
-    file = tmp_path / "settings.toml"
-    file.write_text(f"{key} = 1\n")
-    monkeypatch.setenv("TORCHRELAY_CONFIG", str(file))
-    problem = run("up", "--home", str(tmp_path / "home")).exception
-    assert isinstance(problem, CliError)
-    assert problem.message == f"{file}: {key!r} is not a setting; did you mean {meant!r}?"
+    ):
+        file.write_text(f"{key} = 1\n")
+        problem = refusal(run("up", "--home", str(tmp_path / "home")))
+        assert problem.message == f"{file}: {key!r} is not a setting; did you mean {meant!r}?"
+    assert not started
 
 
 def test_invalid_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,41 +122,27 @@ def test_invalid_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "home").exists()
 
 
-def test_devices() -> None:
-    assert [check_device(device) for device in ("cpu", "cuda", "cuda:11")] == ["cpu", "cuda", "cuda:11"]
-
-
 @pytest.mark.parametrize("host", ["203.0.113.7", "a..b", "2001:db8::7", "[2001:db8::7]"])
 def test_foreign_listen_address_has_message(run: Run, tmp_path: Path, host: str) -> None:
-    problem = run("up", "--home", str(tmp_path), "--host", host).exception
-    assert isinstance(problem, CliError)
+    problem = refusal(run("up", "--home", str(tmp_path), "--host", host))
     assert problem.message == f"this machine cannot listen on {host.strip('[]')}"
 
 
-def test_range_of_workers_replaces_the_counts(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-        assert options == UpOptions(num_prefill_workers=0, num_decode_workers=0, num_both_workers=2, least_workers=0)
-
-    monkeypatch.setattr(run_module, "run_up", run_up)
+def test_range_of_workers_replaces_the_counts(run: Run, tmp_path: Path, started: list[UpOptions]) -> None:
+    """With an engine of jobs, all of them are there."""
     home = ("--home", str(tmp_path / "home"))
     assert run("up", *home, "--workers", "0..2").exit_code == 0
+    assert started == [UpOptions(num_prefill_workers=0, num_decode_workers=0, num_both_workers=2, least_workers=0)]
+    assert run("up", *home, "--cluster-host", "10.0.0.5", "--workers", "1..4", "--on", "slurm").exit_code == 0
+    _, there = started
+    assert (there.on, there.num_remote_workers, there.least_workers) == ("slurm", 4, 1)
+    assert there.num_prefill_workers + there.num_decode_workers + there.num_both_workers == 0
     for wrong in ("2", "0..0", "3..2", "a..b"):
         said = run("up", *home, "--workers", wrong)
         assert said.exit_code != 0 and "--workers" in said.stderr, wrong
-    said = run("up", *home, "--workers", "0..2", "--pool-mode", "advise")
-    assert str(said.exception) == "--workers and --pool-mode exclude each other"
-    said = run("up", *home, "--workers", "0..2", "--devices", "2")
-    assert str(said.exception) == "--workers and --devices exclude each other"
-
-
-def test_workers_on_an_engine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-        assert (options.on, options.num_remote_workers, options.least_workers) == ("slurm", 4, 1)
-        assert options.num_prefill_workers + options.num_decode_workers + options.num_both_workers == 0
-
-    monkeypatch.setattr(run_module, "run_up", run_up)
-    home = ("--home", str(tmp_path / "home"), "--cluster-host", "10.0.0.5")
-    assert run("up", *home, "--workers", "1..4", "--on", "slurm").exit_code == 0
+    for other in (("--pool-mode", "advise"), ("--devices", "2")):
+        said = run("up", *home, "--workers", "0..2", *other)
+        assert str(said.exception) == f"--workers and {other[0]} exclude each other"
     assert "--on" in run("up", *home, "--workers", "0..2", "--on", "mesos").stderr
 
 
@@ -172,11 +156,10 @@ def test_workers_on_an_engine(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_engine_needs_a_range_and_an_address(run: Run, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    problem = run("up", "--home", str(tmp_path / "home"), "--on", "ray", *options).exception
-    assert isinstance(problem, CliError) and problem.message == message
+    assert refusal(run("up", "--home", str(tmp_path / "home"), "--on", "ray", *options)).message == message
 
 
 def test_kubernetes_needs_a_manifest(run: Run, tmp_path: Path) -> None:
     options = ("--workers", "0..2", "--cluster-host", "10.0.0.5", "--on", "kubernetes")
-    problem = run("up", "--home", str(tmp_path / "home"), *options).exception
-    assert str(problem) == "--on kubernetes needs the manifest of a worker's pod"
+    problem = refusal(run("up", "--home", str(tmp_path / "home"), *options))
+    assert problem.message == "--on kubernetes needs the manifest of a worker's pod"

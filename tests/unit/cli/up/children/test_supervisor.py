@@ -8,8 +8,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.small_disk import small_disk
 from tests.support.wait import eventually
-from tests.unit.cli.up.children.programs import ANSWERS, NEVER_READY, STUBBORN, Programs, Recorder, is_running
+from tests.unit.cli.up.children.programs import ANSWERS, NEVER_READY, SERVE, STUBBORN, Programs, Recorder, is_running
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.launchers.launcher import Launcher
 from torchrelay.cli.up.children import supervisor as supervisor_module
@@ -42,6 +42,17 @@ class Life:
         await self.supervisor.run(self._up, self.stop)
 
 
+@asynccontextmanager
+async def living(stack: Stack) -> AsyncIterator[Life]:
+    """A supervisor whose children are ready, and which is stopped in order at the end."""
+    life = Life(stack)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        yield life
+        life.stop.set()
+
+
 def pid_of(spec: ChildSpec) -> int:
     assert spec.ready_file is not None
     return int(json.loads(spec.ready_file.read_text())["pid"])
@@ -53,76 +64,66 @@ def programs(tmp_path: Path) -> Programs:
 
 
 async def test_starts_in_waves_and_stops_group_by_group(programs: Programs) -> None:
+    """Each run has a new log beside the previous one."""
     broker, store, gateway = (programs.spec(name) for name in ("broker", "store", "gateway"))
-    life = Life(programs.stack([broker], [store], [gateway]))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(life.run())
-        await life.up.wait()
+    store.log.write_text("of the last run\n")
+    async with living(programs.stack([broker], [store], [gateway])) as life:
         pids = [pid_of(spec) for spec in (broker, store, gateway)]
         assert all(is_running(pid) for pid in pids)
-        life.stop.set()
     assert not any(is_running(pid) for pid in pids)
     assert life.recorder.said[:2] == [("starting", "broker"), ("ready", "broker")]
     assert programs.trail.read_text().split("\n")[:3] == ["gateway stopped", "store stopped", "broker stopped"]
+    assert store.log.with_name("store.log.1").read_text() == "of the last run\n"
+    assert "of the last run" not in store.log.read_text()
 
 
 async def test_dead_child_is_restarted(programs: Programs) -> None:
     broker, worker = programs.spec("broker"), programs.spec("worker")
-    life = Life(programs.stack([broker], [worker]))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(life.run())
-        await life.up.wait()
+    async with living(programs.stack([broker], [worker])) as life:
         before = pid_of(worker)
         os.kill(before, signal.SIGKILL)
         await eventually(lambda: life.recorder.said.count(("ready", "worker")) == 2)
         after = pid_of(worker)
         assert after != before
         assert is_running(after)
-        life.stop.set()
     assert ("was killed by SIGKILL", "worker") in life.recorder.said
     assert not is_running(after)
 
 
 async def test_hung_child_is_killed_and_restarted(programs: Programs) -> None:
     steady, hung = programs.spec("steady", ANSWERS), programs.spec("hung", ANSWERS)
-    life = Life(programs.stack([steady], [hung]))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(life.run())
-        await life.up.wait()
+    async with living(programs.stack([steady], [hung])) as life:
         steady_pid, hung_pid = pid_of(steady), pid_of(hung)
         os.kill(hung_pid, signal.SIGSTOP)
         await eventually(lambda: life.recorder.said.count(("ready", "hung")) == 2)
         assert pid_of(hung) != hung_pid and not is_running(hung_pid)
         assert pid_of(steady) == steady_pid
-        life.stop.set()
     assert ("did not answer for 5 s; killed", "hung") in life.recorder.said
 
 
-async def test_failed_restart_is_retried_with_backoff(programs: Programs) -> None:
-    """Its program fails for as long as a file is there."""
+def faulty(programs: Programs) -> tuple[ChildSpec, Path]:
+    """A worker whose program fails for as long as the file is there."""
     bad = programs.folder / "bad"
     code = f"import pathlib, sys\nif pathlib.Path({str(bad)!r}).exists(): sys.exit(7)\n"
-    worker = programs.spec("worker", code + programs.spec("x").command[2])
-    life = Life(programs.stack([], [worker]))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(life.run())
-        await life.up.wait()
+    return programs.spec("worker", code + SERVE), bad
+
+
+async def test_failed_restart_is_retried_with_backoff(programs: Programs) -> None:
+    worker, bad = faulty(programs)
+    async with living(programs.stack([], [worker])) as life:
         bad.touch()
         os.kill(pid_of(worker), signal.SIGKILL)
         await eventually(lambda: len(life.recorder.waits_s) >= 3)
         bad.unlink()
         await eventually(lambda: life.recorder.said.count(("ready", "worker")) == 2)
-        life.stop.set()
     assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
     assert ("failed", "worker ended with status 7 while starting") in life.recorder.said
 
 
 async def test_failed_start_of_an_elastic_child_is_retried_with_backoff(programs: Programs) -> None:
-    """Its program fails for as long as a file is there; the driver wants it all the time."""
-    bad = programs.folder / "bad"
+    """The driver wants it all the time."""
+    worker, bad = faulty(programs)
     bad.touch()
-    code = f"import pathlib, sys\nif pathlib.Path({str(bad)!r}).exists(): sys.exit(7)\n"
-    worker = programs.spec("worker", code + programs.spec("x").command[2])
 
     async def drive(launcher: Launcher) -> None:
         while True:
@@ -144,14 +145,10 @@ async def test_vanished_program_is_retried_with_backoff(programs: Programs, monk
     monkeypatch.setattr(supervisor_module, "BACKOFF_RESET_S", 1e-3)  # its first run was a steady one
     worker, program = programs.spec("worker"), programs.folder / "program"
     program.symlink_to(sys.executable)
-    life = Life(programs.stack([], [replace(worker, command=(str(program), *worker.command[1:]))]))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(life.run())
-        await life.up.wait()
+    async with living(programs.stack([], [replace(worker, command=(str(program), *worker.command[1:]))])) as life:
         program.unlink()
         os.kill(pid_of(worker), signal.SIGKILL)
         await eventually(lambda: len(life.recorder.waits_s) >= 3)
-        life.stop.set()
     assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
 
 
@@ -204,17 +201,13 @@ async def test_unstoppable_child_is_killed_with_its_children(programs: Programs)
 
 
 async def test_kill_all_ends_children_at_once(programs: Programs) -> None:
-    spec = replace(programs.spec("stubborn", STUBBORN), stop_s=60.0)
-    life = Life(programs.stack([spec]))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(life.run())
-        await life.up.wait()
+    spec = replace(programs.spec("stubborn", STUBBORN), stop_s=600.0)
+    async with living(programs.stack([spec])) as life:
         child = life.supervisor._children["stubborn"].pid
         life.stop.set()
         await eventually(lambda: ("stopping", "") in life.recorder.said)
         assert is_running(child)
         life.supervisor.kill_all()
-        await eventually(lambda: not tasks._tasks)
     assert not is_running(child)
 
 
@@ -251,18 +244,6 @@ def test_backoff_doubles_and_resets_after_steady_run() -> None:
     assert waits[1:5] == [0.1, 0.2, 0.4, 0.8]
     assert waits[-1] == MAX_BACKOFF_S
     assert backoff_s(MAX_BACKOFF_S, BACKOFF_RESET_S) == 0.1
-
-
-async def test_run_keeps_previous_log(programs: Programs) -> None:
-    worker = programs.spec("worker")
-    worker.log.write_text("of the last run\n")
-    life = Life(programs.stack([worker]))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(life.run())
-        await life.up.wait()
-        life.stop.set()
-    assert worker.log.with_name("worker.log.1").read_text() == "of the last run\n"
-    assert "of the last run" not in worker.log.read_text()
 
 
 async def test_start_error_quotes_childs_reason(programs: Programs) -> None:

@@ -1,14 +1,20 @@
-"""Events as lines."""
+"""Text on a terminal: events as lines, answers between words, and characters that its encoding lacks."""
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from torchrelay.cli.views import console
 from torchrelay.cli.views.event_lines import EventLines, event_text, json_line, parse_duration
+from torchrelay.cli.views.word_wrap import WordWrap
 from torchrelay.control.v1.scheduler_pb2 import Event
 
 NOW = datetime(2026, 11, 21, 12, 30)
@@ -89,3 +95,53 @@ def test_since_parses_durations() -> None:
     for wrong in ("", "10", "m", "-1s", "1.5h", "ten minutes"):
         with pytest.raises(ValueError, match="is not a duration"):
             parse_duration(wrong)
+
+
+def wrapped(pieces: list[str], width: int) -> str:
+    wrap = WordWrap(width)
+    return "".join([wrap.feed(piece) for piece in pieces]) + wrap.rest()
+
+
+def test_lines_end_between_words() -> None:
+    assert wrapped(["A re", "lay brings the wei", "ghts  to many"], 12) == "A relay\nbrings the\nweights  to\nmany"
+    assert wrapped(["one\n  two three\n\nfour "], 11) == "one\n  two three\n\nfour "
+    assert wrapped(["an", " incomprehensibility is"], 8) == "an\nincomprehensibility is"
+    assert wrapped(["日本語 日本"], 9) == "日本語\n日本"  # two cells a letter
+
+
+def test_character_is_shown_when_complete() -> None:
+    wrap = WordWrap(80)
+    assert [wrap.feed(piece) for piece in ("Hel", "lo", " wor", "ld\n")] == ["", "", "Hello", " world\n"]
+
+
+@given(st.lists(st.text("ab \n", max_size=9), max_size=9), st.integers(1, 12))
+def test_wrapping_keeps_words_and_width(pieces: list[str], width: int) -> None:
+    text = "".join(pieces)
+    shown = wrapped(pieces, width)
+    assert shown.split() == text.split()
+    if all(len(word) <= width for word in text.split()):
+        assert all(len(line.rstrip()) <= width or line[0] == " " for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "expected"),
+    [
+        ("ascii", ("acme/mod?le.", "####.. | > * ?", "gr??e")),
+        ("latin-1", ("acme/modèle.", "####.. | > * ?", "größe")),
+        ("utf-8", ("acme/modèle…", "████░░ │ → • Ω", "größe")),
+    ],
+)
+def test_every_encoding_gets_plain_text(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, expected: tuple[str, str, str]
+) -> None:
+    files = {name: io.TextIOWrapper(io.BytesIO(), encoding) for name in ("stdout", "stderr")}
+    for name, file in files.items():
+        monkeypatch.setattr(sys, name, file)
+    console.write_any_text()
+    table = console.ResultTable("model", "size", right=("size",))
+    table.add_line("acme/modèle…", "5 GB")
+    console.out().print(table)
+    console.out().print("████░░ │ → • Ω")
+    console.err().print("fehlt: größe")
+    shown, told = (file.detach().getvalue().decode(encoding) for file in files.values())
+    assert expected[0] in shown and expected[1] in shown and expected[2] in told

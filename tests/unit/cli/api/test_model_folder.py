@@ -1,0 +1,191 @@
+"""Folders of models: faults that are reported before anything is sent, and weights in int8."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import make_checkpoint
+from tests.unit.cli.conftest import CONFIG, Run
+from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
+from torchrelay.cli.api.int8_folder import write_int8_folder
+from torchrelay.cli.api.model_check import check_folder, check_name, is_model_name
+from torchrelay.cli.api.model_folder import model_files
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.home import Home
+from torchrelay.gateway.resource_names import is_name
+from torchrelay.modelspec.quantization import INT8_PER_OUTPUT
+
+NAMES = ["tiny", "a", "qwen2.5-0.5b_it", "9b", "", "-a", ".a", "Tiny", "a b", "a" * 64, "a" * 65, "ä", "tiny\n", "a/b"]
+
+
+def test_name_check_matches_gateway() -> None:
+    assert [is_model_name(name) for name in NAMES] == [is_name(name) for name in NAMES]
+
+
+def test_model_may_include_tenant() -> None:
+    check_name("tiny")
+    check_name("acme/tiny")
+    for wrong in ("Acme/tiny", "acme/", "a/b/c", "/tiny"):
+        with pytest.raises(CliError, match="is not a valid name"):
+            check_name(wrong)
+
+
+def test_valid_model_folder_passes(model_folder: Path) -> None:
+    check_folder(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "not a JSON object"),
+        ("\udcff", "is not valid JSON"),
+        (json.dumps({**CONFIG, "architectures": ["T5Model"]}), "'T5Model' is not supported"),
+        (json.dumps({**CONFIG, "hidden_size": "64"}), "hidden_size"),
+    ],
+)
+def test_unsupported_config_is_refused(model_folder: Path, config: str, said: str) -> None:
+    (model_folder / "config.json").write_bytes(config.encode(errors="surrogateescape"))
+    with pytest.raises(CliError, match=said):
+        check_folder(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "safetensors file: it is empty"),
+        (b"\x02" + bytes(4), "it ends within the length of its header, which takes 8 bytes, after 5"),
+        (b"\xff" * 64, "claims 18,446,744,073,709,551,615 bytes, but 56 follow"),
+        ((100).to_bytes(8, "little") + b"{" * 99, "claims 100 bytes, but 99 follow"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git-LFS pointer, not the weights"),
+        ((2).to_bytes(8, "little") + b"[]", "its header is not that of a safetensors file"),
+        ((9).to_bytes(8, "little") + b'{"w": {}}', "its header is not that of a safetensors file"),
+        (
+            (30).to_bytes(8, "little") + b'{"w":{"data_offsets":[0,400]}}' + bytes(399),
+            "its tensors take 400 bytes, but 399 follow the header",
+        ),
+    ],
+)
+def test_truncated_or_foreign_weights_are_refused(model_folder: Path, content: bytes, said: str) -> None:
+    (model_folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CliError, match=said):
+        check_folder(model_folder)
+
+
+def test_missing_folder_or_nested_model_is_hinted(model_folder: Path) -> None:
+    def refusal(folder: Path) -> tuple[str, str]:
+        with pytest.raises(CliError) as refused:
+            check_folder(folder)
+        return refused.value.message, refused.value.hint
+
+    above, needed = model_folder.parent, "give the folder of a Hugging Face model"
+    assert refusal(above / "Tyni") == (f"{above / 'Tyni'} does not exist", needed)
+    download = "; to download a model first: hf download acme/tiny --local-dir DIR"
+    assert refusal(Path("acme/tiny")) == ("acme/tiny does not exist", needed + download)
+    config = model_folder / "config.json"
+    assert refusal(config) == (f"{config} is not a folder", needed)
+    beneath = f"{model_folder} has one: torchrelay upload {model_folder} --name NAME"
+    assert refusal(above) == (f"{above} has no config.json", beneath)
+    cache = above / "cache"
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    assert refusal(cache) == (f"{cache} has no config.json", needed)
+    (cache / "snapshots" / "abc" / "config.json").write_text("{}")
+    assert refusal(cache)[1].startswith(f"{cache / 'snapshots' / 'abc'} has one: ")
+    (cache / "other").mkdir()
+    (cache / "other" / "config.json").write_text("{}")
+    assert refusal(cache)[1] == needed, "which of two is not for us to say"
+
+
+def test_upload_of_invalid_folder_sends_no_request(
+    run: Run, home: Home, gateway: FakeGateway, model_folder: Path
+) -> None:
+    home.save_key(TENANT_KEY)
+    problems = [run("upload", str(model_folder), "--name", "My Model").exception]
+    (model_folder / "config.json").write_text(json.dumps({**CONFIG, "use_bidirectional_attention": True}))
+    problems.append(run("upload", str(model_folder)).exception)
+    assert all(isinstance(problem, CliError) for problem in problems)
+    assert gateway.asked == []
+
+
+WEIGHTS = "model.safetensors"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def int8_of(source: Path, folder: Path) -> Path:
+    folder.mkdir()
+    write_int8_folder(source, folder, lambda *_: None)
+    check_folder(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_within_half_a_step(tmp_path: Path, dtype: str) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama", dtype=dtype)
+    weights = load_file(source / WEIGHTS)
+    weights[Q_PROJ][3] = 0
+    save_file(weights, source / WEIGHTS, {"format": "pt"})
+    before = load_file(source / WEIGHTS)
+    after = load_file(int8_of(source, tmp_path / "int8") / WEIGHTS)
+    scales = {name for name in after if name.endswith("_scale")}
+    assert set(after) - scales == set(before)
+    assert scales == {f"{name}_scale" for name in before if "_proj." in name}
+    for name, tensor in before.items():
+        if f"{name}_scale" not in scales:
+            assert torch.equal(after[name], tensor)
+            continue
+        scale = after[f"{name}_scale"]
+        assert scale.shape == (len(tensor), 1) and float(scale.min()) > 0
+        step = (after[name].double() * scale - tensor.double()).abs() / scale
+        assert float(step.max()) < 0.5001
+        assert int(after[name].abs().amax()) == 127
+
+
+def test_shards_keep_their_names_and_other_files(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "qwen3-moe", dtype="bfloat16")
+    weights = load_file(source / WEIGHTS)
+    (source / WEIGHTS).unlink()
+    shards = {"a.safetensors": sorted(weights)[::2], "b.safetensors": sorted(weights)[1::2]}
+    for shard, names in shards.items():
+        save_file({name: weights[name] for name in names}, source / shard)
+    index = {"weight_map": {name: shard for shard, names in shards.items() for name in names}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    folder = int8_of(source, tmp_path / "int8")
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    for shard in shards:
+        assert set(load_file(folder / shard)) == {name for name, file in weight_map.items() if file == shard}
+    assert {name: weight_map[name] for name in weights} == index["weight_map"]
+    assert "model.layers.0.mlp.gate.weight_scale" not in weight_map
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quantization_config") == INT8_PER_OUTPUT
+    assert config == json.loads((source / "config.json").read_text())
+    again = int8_of(source, tmp_path / "again")
+    files = model_files(again, lambda *_: None)
+    assert files == model_files(folder, lambda *_: None)
+    assert {file.path for file in files} == {file.path for file in model_files(source, lambda *_: None)}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama", dtype="bfloat16")
+    weights = load_file(source / WEIGHTS)
+    weights[Q_PROJ][5, 7] = value
+    save_file(weights, source / WEIGHTS)
+    with pytest.raises(CliError, match=f"{WEIGHTS}: {Q_PROJ}: some of its values are not finite"):
+        int8_of(source, tmp_path / "int8")
+
+
+def test_quantized_and_unsupported_models_are_refused_by_field(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama")
+    folder = int8_of(source, tmp_path / "int8")
+    with pytest.raises(CliError, match=r"config\.json: quantization_config: the weights are quantized already"):
+        int8_of(folder, tmp_path / "twice")
+    weights = load_file(source / WEIGHTS)
+    save_file(weights | {Q_PROJ: weights[Q_PROJ].to(torch.int32)}, source / WEIGHTS)
+    with pytest.raises(CliError, match=rf"{Q_PROJ}: a weight of I32 and shape \[64, 64\] cannot be quantized"):
+        int8_of(source, tmp_path / "integers")
