@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
-from torchrelay.gateway.inference.answers.parts import Reasoning, joined
-from torchrelay.gateway.inference.answers.syntax import HERMES, AnswerSyntax
+from torchrelay.gateway.inference.answers.parts import (
+    CallArguments,
+    CallBegin,
+    ParsedAnswer,
+    Reasoning,
+    joined,
+    parameter_types,
+)
+from torchrelay.gateway.inference.answers.syntax import (
+    COMMAND,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PHI,
+    QWEN_CODER,
+    AnswerSyntax,
+    CallSyntax,
+)
 
 THINKS = ("<think>", "</think>")
 CALL = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
@@ -72,3 +94,226 @@ def test_answer_without_reasoning_has_no_reasoning_tokens() -> None:
 
 def test_calls_are_content_if_the_request_has_no_tools() -> None:
     assert AnswerParser(AnswerSyntax(HERMES), None).push(CALL) == [CALL]
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": "time"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "number"}}},
+        },
+    },
+]
+TYPES = parameter_types(TOOLS)
+
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln",  "days": 2.0}}\n</tool_call>'
+TIME = '<tool_call>{"arguments": {}, "name": "time"}</tool_call>'
+CITY = '{"city": "Köln",  "days": 2.0}'
+
+HERMES_CASES = [
+    ("plain\n", "plain\n", []),
+    (WEATHER, "", [("weather", CITY)]),
+    (f"I look.\n\n{WEATHER}\n{TIME}\n", "I look.", [("weather", CITY), ("time", "{}")]),
+    (f"{TIME} done", " done", [("time", "{}")]),
+    ('<tool_call>{"name": "a"}</tool_call>', "", [("a", "{}")]),
+    ('<tool_call>{"name": "a", "arguments": "{\\"b\\": 1}"}</tool_call>', "", [("a", '{"b": 1}')]),
+    ("a <tool_cal", "a <tool_cal", []),
+    ("<<tool_call> <tool", "<<tool_call> <tool", []),
+    ('<tool_call>{"name": "a"} \n', "", [("a", "{}")]),
+    ('<tool_call>{"name": "a"}\n</tool_ca', "", [("a", "{}")]),
+    ('<tool_call>{"name": "a", "arguments": {', None, []),
+    ("<tool_call>a</tool_call>", None, []),
+    ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', None, []),
+    ('<tool_call>{"name": 1}</tool_call>', None, []),
+    (f" <tool_call>a</tool_call>{TIME}", " <tool_call>a</tool_call>", [("time", "{}")]),
+    (f"<tool_call>{'[' * 100_000}</tool_call>", None, []),
+    (f'<tool_call>{{"a": {"[" * 100_000}</tool_call>', None, []),
+    # a call of a declared tool is shown as it is written, and stays one
+    ('<tool_call>{"name": "weather", "arguments": {"city": "K', "", [("weather", '{"city": "K')]),
+    ('<tool_call>{"name": "weather", "arguments": {"city": }}</tool_call>', "", [("weather", '{"city": }')]),
+    ('<tool_call>{"name": "time", "arguments": {}, "id": {"a": "}"}}</tool_call>.', ".", [("time", "{}")]),
+    (
+        '<tool_call>{"name": "time", "arguments": {"a": "</tool_call>\\"}"}}',
+        "",
+        [("time", '{"a": "</tool_call>\\"}"}')],
+    ),
+    (f"<tool_call>[{TIME[11:-12]}, {WEATHER[12:-13]}]</tool_call>", "", [("time", "{}"), ("weather", CITY)]),
+]
+LLAMA_CASES = [
+    ('{"name": "weather", "parameters": {"city": "Köln"}}', "", [("weather", '{"city": "Köln"}')]),
+    ('\n<|python_tag|>{"name": "time", "parameters": {}}', "", [("time", "{}")]),
+    ('{"name": "time", "parameters": {}}; {"name": "b", "arguments": {}};', ";", [("time", "{}"), ("b", "{}")]),
+    ('{"type": "function", "name": "time", "parameters": {}}', "", [("time", "{}")]),
+    ('I look. <|python_tag|>{"name": "time", "parameters": {}}', "I look.", [("time", "{}")]),
+    ('{"city": "Köln"}', None, []),
+    ('Text {"name": "time", "parameters": {}}', None, []),
+    ('<|python_tag|>search.call(query="a")', None, []),
+    ('{"name": "time", "parameters": {}}\nDone.', "\nDone.", [("time", "{}")]),
+    (" {", None, []),
+]
+MISTRAL_CASES = [
+    (
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Köln"}}, {"name": "b", "arguments": {}}]',
+        "",
+        [("weather", '{"city": "Köln"}'), ("b", "{}")],
+    ),
+    ('I look. [TOOL_CALLS]weather[ARGS]{"city": "Köln"}', "I look.", [("weather", '{"city": "Köln"}')]),
+    ('[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]b[CALL_ID]a1[ARGS]{"c": 1}', "", [("time", "{}"), ("b", '{"c": 1}')]),
+    ("[TOOL_CALLS]time{}", "", [("time", "{}")]),
+    ('[TOOL_CALLS]time[ARGS]{"a": [1', "", [("time", '{"a": [1')]),
+    ('[TOOL_CALLS]b[ARGS]{"a": [1', None, []),
+    ("[TOOL_CALLS] [1]", None, []),
+    ('[TOOL_CALLS][{"name": "time", "arguments": {}}, 1]', ", 1]", [("time", "{}")]),
+    (f"[TOOL_CALLS]{'a' * 300}{{}}", None, []),
+    ("[TOOL", None, []),
+]
+XML_CASES = [
+    (
+        "I look.\n<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        [("weather", '{"city": "12", "days": 2}')],
+    ),
+    ("<tool_call><function=time></function></tool_call>\n", "", [("time", "{}")]),
+    (
+        "<tool_call><function=b><parameter=c>[1]</parameter><parameter=d>x\ny</parameter></function></tool_call>!",
+        "!",
+        [("b", '{"c": [1], "d": "x\\ny"}')],
+    ),
+    ("<tool_call><function=weather><parameter=city>K", "K", [("weather", "{")]),
+    ("<tool_call><function=b><parameter=city>K", None, []),
+    ("<tool_call><function=b></tool_call>", None, []),
+    ("<tool_call> {}", None, []),
+    ("<tool_call><function=b><parameter=c>NaN</parameter></function>", "", [("b", '{"c": "NaN"}')]),
+]
+COMMAND_CASES = [
+    (
+        '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "time", "parameters": {}},'
+        ' {"tool_name": "weather", "parameters": {"c": 1}}\n]<|END_ACTION|>',
+        "",
+        [("time", "{}"), ("weather", '{"c": 1}')],
+    ),
+    ('<|START_ACTION|>{"name": "time", "parameters": {}}<|END_ACTION|>', None, []),
+]
+PHI_CASES = [
+    ('<|tool_call|>[{"name": "time", "arguments": {}}]', "", [("time", "{}")]),
+    ('<|tool_call|>[{"name": "b", "arguments": {}}]<|/tool_call|>!', "!", [("b", "{}")]),
+]
+CASES = [
+    (syntax, *case)
+    for syntax, cases in (
+        (HERMES, HERMES_CASES),
+        (LLAMA, LLAMA_CASES),
+        (MISTRAL, MISTRAL_CASES),
+        (QWEN_CODER, XML_CASES),
+        (COMMAND, COMMAND_CASES),
+        (PHI, PHI_CASES),
+    )
+    for case in cases
+]
+
+
+def parsed(syntax: AnswerSyntax, pieces: list[str]) -> ParsedAnswer:
+    parser = AnswerParser(syntax, TYPES)
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
+    answer = joined(parts)
+    assert [part.index for part in parts if isinstance(part, CallBegin)] == list(range(parser.num_calls))
+    assert len({call.id for call in answer.calls}) == len(answer.calls) == parser.num_calls
+    return answer
+
+
+def divided(syntax: AnswerSyntax, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    answer = parsed(syntax, pieces)
+    return answer.reasoning, answer.content, [(call.name, call.arguments) for call in answer.calls]
+
+
+@pytest.mark.parametrize(("syntax", "text", "content", "calls"), CASES)
+def test_text_divides_into_content_and_calls(
+    syntax: CallSyntax, text: str, content: str | None, calls: list[tuple[str, str]]
+) -> None:
+    expected = ("", text if content is None else content, calls)
+    assert divided(AnswerSyntax(syntax), [text]) == expected
+    if len(text) < 1000:
+        assert divided(AnswerSyntax(syntax), list(text)) == expected
+
+
+FRAGMENTS = [
+    *(text for _, text, _, _ in CASES if len(text) < 1000),
+    *re.split(r"(\W)", "".join(text for _, text, _, _ in CASES if len(text) < 1000)),
+    *("<think>", "</think>", " \n", "word", '{"name": "time", "arguments": ', "🔥", ";", ", ", "\\", '"'),
+]
+SYNTAXES = [
+    AnswerSyntax(calls, thoughts, is_inside)
+    for calls in (HERMES, LLAMA, MISTRAL, QWEN_CODER, COMMAND, None)
+    for thoughts, is_inside in ((None, False), (("<think>", "</think>"), False), (("<think>", "</think>"), True))
+]
+
+
+@given(st.sampled_from(SYNTAXES), st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join), st.data())
+def test_split_changes_nothing(syntax: AnswerSyntax, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = divided(syntax, [text])
+    assert divided(syntax, pieces) == divided(syntax, list(text)) == whole
+    for name, arguments in whole[2]:
+        assert name in TYPES or isinstance(json.loads(arguments), dict)
+
+
+def test_content_is_shown_at_once() -> None:
+    parser = AnswerParser(AnswerSyntax(HERMES), TYPES)
+    assert [parser.push(piece) for piece in ("a", " b <", "c ", "<tool_call>")] == [["a"], [" b"], [" <c"], []]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "head", "end"),
+    [
+        (HERMES, '<tool_call>{"name": "weather", "arguments": ', "}</tool_call>"),
+        (LLAMA, '<|python_tag|>{"name": "weather", "parameters": ', "}"),
+        (MISTRAL, "[TOOL_CALLS]weather[ARGS]", ""),
+    ],
+)
+def test_arguments_are_shown_as_they_arrive(syntax: CallSyntax, head: str, end: str) -> None:
+    parser = AnswerParser(AnswerSyntax(syntax), TYPES)
+    assert parser.push(head) == []
+    begin, opened = parser.push("{")
+    assert isinstance(begin, CallBegin) and (begin.index, begin.name) == (0, "weather")
+    assert opened == CallArguments(0, "{")
+    assert parser.push('"city": "K') == [CallArguments(0, '"city": "K')]
+    assert parser.push(f'öln"}}{end}') == [CallArguments(0, 'öln"}')]
+    assert parser.flush() == []
+
+
+def test_xml_arguments_are_shown_as_each_ends() -> None:
+    parser = AnswerParser(AnswerSyntax(QWEN_CODER), TYPES)
+    begin, opened = parser.push("<tool_call><function=weather><parameter=city>K")
+    assert isinstance(begin, CallBegin) and opened == CallArguments(0, "{")
+    assert parser.push("öln</parameter><para") == [CallArguments(0, '"city": "Köln"')]
+    assert parser.push("meter=days>2</parameter>") == [CallArguments(0, ', "days": 2')]
+    assert parser.push("</function></tool_call>") == [CallArguments(0, "}")]
+
+
+def test_ids_of_mistrals_calls_are_as_its_templates_demand() -> None:
+    [call] = parsed(AnswerSyntax(MISTRAL), ["[TOOL_CALLS]time[ARGS]{}"]).calls
+    assert re.fullmatch(r"[a-zA-Z0-9]{9}", call.id)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HERMES, "<tool_call>{" * 4000),
+        (HERMES, "<tool_call>{" * 4000 + "}" * 4000),
+        (MISTRAL, '[TOOL_CALLS][{"name": "b"}, {' * 4000),
+        (MISTRAL, '[TOOL_CALLS][{"name": "b"}, {' * 4000 + "}" * 4000),
+        (LLAMA, '<|python_tag|>{"name": "b"}; {' * 4000 + "}" * 4000),
+        (QWEN_CODER, "<tool_call><function=weather><parameter=a>" * 4000),
+        (QWEN_CODER, "<tool_call><function=b><parameter=a>" * 4000),
+    ],
+)
+def test_calls_within_calls_are_not_searched_again(syntax: CallSyntax, text: str) -> None:
+    """A search from each of them took seconds."""
+    began_s = time.process_time()
+    whole = divided(AnswerSyntax(syntax), [text])
+    assert time.process_time() - began_s < 1.0
+    assert divided(AnswerSyntax(syntax), [text[:100], text[100:]]) == whole

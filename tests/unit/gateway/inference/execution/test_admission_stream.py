@@ -1,21 +1,32 @@
-"""The stream to the scheduler: timeouts, late placements, queued releases."""
+"""The stream to the scheduler: timeouts, late placements, queued releases, notices of loads, minimums of instances."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from tests.support.brokers import free_port
 from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoModel, EchoWorker
+from tests.support.gateway_ports import published_model
 from tests.support.wait import eventually
+from tests.unit.gateway.conftest import Clock
+from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.background import background
+from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent
 from torchrelay.gateway.inference.execution.admission_stream import MAX_UNSENT, AdmissionStream
+from torchrelay.gateway.inference.execution.load_notices import VALID_S, LoadNotices
+from torchrelay.gateway.inference.execution.minimums import announce_minimums
 
 
 def key(request_id: str, attempt: int = 1) -> types_pb2.AttemptKey:
@@ -24,10 +35,13 @@ def key(request_id: str, attempt: int = 1) -> types_pb2.AttemptKey:
 
 @asynccontextmanager
 async def admissions_to(
-    address: str, unreachable_after_s: float = 10.0, max_unsent: int = MAX_UNSENT
+    address: str,
+    unreachable_after_s: float = 10.0,
+    max_unsent: int = MAX_UNSENT,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[AdmissionStream]:
     async with open_channel(address) as channel:
-        admissions = AdmissionStream(SchedulerStub(channel), "gw", address, unreachable_after_s, max_unsent)
+        admissions = AdmissionStream(SchedulerStub(channel), "gw", address, unreachable_after_s, max_unsent, clock)
         async with background(admissions.run()):
             yield admissions
 
@@ -173,16 +187,17 @@ async def test_listeners_get_their_own_events() -> None:
 
 async def test_resumed_scheduler_gets_open_admissions_again() -> None:
     events: list[RequestEvent] = []
-    async with scheduler() as there, admissions_to(there.address) as admissions:
+    clock = Clock()
+    async with scheduler() as there, admissions_to(there.address, clock=clock) as admissions:
         await eventually(lambda: len(there.hellos) == 1)
         there.answers.clear()
         admissions.admit(pb.AdmitRequest(key=key("r"), age_ms=5000), events.append)
+        await eventually(lambda: len(there.admits) == 1)
+        clock.now += 7.0
         await eventually(lambda: len(there.hellos) == 2)
         there.answers.set()
         await eventually(lambda: any(isinstance(event, pb.Placement) for event in events))
-        # Its age is that of the moment, also on the first stream if that has only begun.
-        assert 5000 <= there.admits[0].age_ms < there.admits[-1].age_ms
-        assert [admit.key.request_id for admit in there.admits] == ["r"] * len(there.admits)
+        assert [(admit.key.request_id, admit.age_ms) for admit in there.admits] == [("r", 5000), ("r", 12_000)]
 
 
 async def test_hung_scheduler_fails_only_waiting_requests() -> None:
@@ -206,3 +221,71 @@ async def test_deleted_model_is_sent_to_the_scheduler() -> None:
     async with scheduler() as made, admissions_to(made.address) as admissions:
         admissions.model_deleted("acme/m")
         await eventually(lambda: made.deleted == ["acme/m"])
+
+
+LOADING: dict[str, Any] = {"has_slot": True, "num_layers_ready": 12, "num_layers": 32, "left_s": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("after_s", "fields", "text"),
+    [
+        (0.0, LOADING, "loading acme/tiny, 12 of 32 layers, about 3.0 s left"),
+        (1.5, LOADING, "loading acme/tiny, 12 of 32 layers, about 1.5 s left"),
+        (1.0, {"has_slot": True, "left_s": 0.5}, "loading acme/tiny"),  # the predicted end has passed
+        (1.0, {"left_s": 14.6}, "acme/tiny waits for a slot, and then about 15 s to load"),
+        (VALID_S + 0.1, {"has_slot": True, "left_s": 60.0}, ""),  # it is not repeated
+    ],
+)
+def test_notice_of_a_load_is_shown_while_it_is_confirmed(after_s: float, fields: dict[str, Any], text: str) -> None:
+    notices = LoadNotices()
+    notices.note(pb.Loading(version_id="v", **fields), 100.0)
+    assert notices.text("v", "acme/tiny", 100.0 + after_s) == text
+    assert notices.text("another", "acme/tiny", 100.0) == ""
+
+
+async def test_schedule_sends_two_windows_and_skips_unknown_zones() -> None:
+    noon = 1_795_608_000.0  # a Wednesday, in UTC
+    entries = ("daily 08:00-18:00 UTC = 3", "mon 08:00-18:00 Atlantis/Poseidonis = 1")
+    kept = [replace(published_model("acme/m", file_digests={}), schedule=entries)]
+
+    async def with_minimum() -> Sequence[PublishedModel]:
+        return kept
+
+    async with (
+        scheduler() as made,
+        admissions_to(made.address) as admissions,
+        background(announce_minimums(with_minimum, admissions, every_s=60.0, unix_s=lambda: noon)),
+    ):
+        await eventually(lambda: bool(made.minimums))
+    (version,) = made.minimums[-1].versions
+    told = [(each.begin_unix_s, each.end_unix_s, each.num_instances) for each in version.scaling.scheduled]
+    begin, day_s = int(noon) - 4 * 3600, 24 * 3600
+    assert told == [(begin, begin + 36_000, 3), (begin + day_s, begin + day_s + 36_000, 3)]
+    assert {each.entry for each in version.scaling.scheduled} == {entries[0]}
+
+
+async def test_minimums_are_sent_on_change_and_to_each_scheduler() -> None:
+    kept, num_reads = [replace(published_model("acme/m", file_digests={}), min_instances=2)], 0
+
+    async def with_minimum() -> Sequence[PublishedModel]:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 2:
+            raise Unavailable("no database")
+        return kept
+
+    def told() -> list[list[tuple[str, int]]]:
+        return [[(version.model, version.scaling.min_instances) for version in each.versions] for each in made.minimums]
+
+    async with scheduler() as made, admissions_to(made.address) as admissions:
+        async with background(announce_minimums(with_minimum, admissions, every_s=0.01)):
+            await eventually(lambda: num_reads > 5)
+            await eventually(lambda: bool(made.minimums))
+            assert set(map(str, told())) == {"[('acme/m', 2)]"}, "by the hello, or after it"
+            kept = []
+            await eventually(lambda: told()[-1] == [])
+        num_told = len(made.minimums)
+        await made.kill()
+        await made.revive()
+        await eventually(lambda: len(made.minimums) > num_told)
+        assert told()[-1] == []

@@ -39,12 +39,8 @@ def test_tokens_in_order_are_accepted_until_the_finish() -> None:
     assert generation.is_finished and generation.is_over(1)
     assert generation.accept(output(1, 0, 3, 8)) is None
     assert generation.choices[0].tokens == [5, 6, 7]
-
-
-def test_choice_has_at_most_max_tokens() -> None:
-    generation = Generation(1, 3)
-    delivery = generation.accept(output(1, 0, 0, 1, 2, 3, 4, 5))
-    assert delivery is not None and (delivery.token_ids, delivery.finish) == ((1, 2, 3), FinishCause.LENGTH)
+    cut = Generation(1, 3).accept(output(1, 0, 0, 1, 2, 3, 4, 5))
+    assert cut is not None and (cut.token_ids, cut.finish) == ((1, 2, 3), FinishCause.LENGTH)
 
 
 def test_unknown_choices_and_stale_attempts_are_dropped() -> None:
@@ -58,14 +54,6 @@ def test_unknown_choices_and_stale_attempts_are_dropped() -> None:
     assert generation.accept(output(3, 0, 2, 3)) is None  # another choice's attempt
     assert generation.choices[0].tokens == [1, 2]
     assert generation.num_attempts(2) == 2
-
-
-def test_early_tokens_of_a_lost_attempt_are_dropped() -> None:
-    generation = Generation(1, 10)
-    assert generation.accept(output(1, 0, 1, 99)) is None
-    generation.resume(1)
-    delivery = generation.accept(output(2, 0, 0, 5))
-    assert delivery is not None and delivery.token_ids == (5,)
 
 
 def with_logprobs(attempt: int, position: int, *tokens: int, finish: pb.FinishReason | int = 0) -> pb.ChoiceOutput:

@@ -1,6 +1,8 @@
-"""Failed releases of reservations are retried, off the request path and within bounds."""
+"""Failed releases of reservations are retried, off the request path and within bounds; consumers are notified."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
@@ -8,6 +10,7 @@ from tests.support.gateway_ports import InMemoryPorts
 from tests.support.wait import eventually
 from torchrelay.gateway.core import OpenedRequest, Reservation
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
+from torchrelay.gateway.inference.execution.notifier import Notifier
 
 OPENED = OpenedRequest("r", "t", "k", "m", "v", "p", 1, 1, 1, "g", 0)
 RESERVATION = Reservation("rsv", "t", 5, 100)
@@ -58,3 +61,50 @@ async def test_close_retries_releases_once_at_once(limits: Limits, num_lost: int
         await settle(writer)
     assert limits.num_asked == 2  # a retry after its delay would be cancelled by then
     assert bool(limits.released) == (num_lost == 1)
+
+
+async def test_notifications_are_coalesced_and_none_is_lost() -> None:
+    notifier = Notifier(10, lambda: 10)
+    notifier.notify()
+    notifier.notify()
+    assert await notifier.wait()
+    waiting = asyncio.ensure_future(notifier.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    notifier.notify()
+    assert await waiting
+    notifier.close()
+
+
+async def test_notifier_ticks_without_notifications_until_closed() -> None:
+    notifier = Notifier(0.01, lambda: 0.02)
+    assert not await notifier.wait()
+    assert not await notifier.wait()
+    notifier.close()
+    assert notifier._timer.cancelled()
+
+
+async def test_cancelled_wait_loses_no_notification() -> None:
+    notifier = Notifier(10, lambda: 10)
+    waiting = asyncio.ensure_future(notifier.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    notifier.notify()
+    assert await notifier.wait()
+    notifier.close()
+
+
+async def test_pause_ignores_notifications_and_can_be_ended() -> None:
+    notifier = Notifier(10, lambda: 10)
+    await notifier.pause(0.01)
+    notifier.end_pause()  # nobody pauses
+    pausing = asyncio.ensure_future(notifier.pause(10))
+    await asyncio.sleep(0)
+    notifier.notify()
+    await asyncio.sleep(0)
+    assert not pausing.done()
+    notifier.end_pause()
+    await pausing
+    assert await notifier.wait()
+    notifier.close()

@@ -77,31 +77,9 @@ async def test_dead_worker_does_not_change_the_tokens(rig: TokenPathRig) -> None
 
 
 @pytest.mark.parametrize("keeps_prompt", [True, False])
-async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPathRig, keeps_prompt: bool) -> None:
-    first, second = rig.workers
-    first.prefill_delay_s, first.pause_at = 60.0, 1
-    asking = asyncio.ensure_future(ask(rig, 25))
-    await eventually(lambda: len(first.starts) == 2)
-    rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
-    rig.scheduler.prompt_source = types_pb2.PromptSource(key=first.starts[0][1].key, worker=first.ref)
-    await rig.scheduler.recall(first.starts[0][1].key, keeps_prompt)
-    assert await asking == [rig.echoed(PROMPT, 25)]
-    assert {start.key.attempt for _, start in second.starts} == {2}
-    # The prefill role is still busy with the attempt. The cancel is for workers that do not know recalls.
-    await eventually(lambda: [role for role, _ in first.cancelled] == ["decode"])
-    assert [role for role, _ in first.recalled] == (["decode"] if keeps_prompt else [])
-    source_of = {role: start.prompt_source for role, start in second.starts}
-    assert source_of == {"prefill": rig.scheduler.prompt_source, "decode": types_pb2.PromptSource()}
-    assert second.starts[0][1].sampling.seed == first.starts[0][1].sampling.seed
-    assert list(rig.scheduler.admits[1].lost_workers) == []
-    await eventually(lambda: len(rig.scheduler.releases) == 2)
-    assert [(release.is_recalled, release.ttft_s > 0) for release in rig.scheduler.releases] == [
-        (True, False),
-        (False, True),
-    ]
-
-
-async def test_prefill_worker_is_told_of_recall_first(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(
+    rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch, keeps_prompt: bool
+) -> None:
     told: list[str] = []
     recall = RunStream.recall
 
@@ -115,9 +93,23 @@ async def test_prefill_worker_is_told_of_recall_first(rig: TokenPathRig, monkeyp
     asking = asyncio.ensure_future(ask(rig, 25))
     await eventually(lambda: len(first.starts) == 2)
     rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
-    await rig.scheduler.recall(first.starts[0][1].key, keeps_prompt=True)
+    rig.scheduler.prompt_source = types_pb2.PromptSource(key=first.starts[0][1].key, worker=first.ref)
+    await rig.scheduler.recall(first.starts[0][1].key, keeps_prompt)
     assert await asking == [rig.echoed(PROMPT, 25)]
-    assert told == ["prefill", "decode"]
+    assert {start.key.attempt for _, start in second.starts} == {2}
+    # The prefill role is still busy with the attempt. The cancel is for workers that do not know recalls.
+    await eventually(lambda: [role for role, _ in first.cancelled] == ["decode"])
+    assert [role for role, _ in first.recalled] == (["decode"] if keeps_prompt else [])
+    assert told == (["prefill", "decode"] if keeps_prompt else []), "the prefill worker first"
+    source_of = {role: start.prompt_source for role, start in second.starts}
+    assert source_of == {"prefill": rig.scheduler.prompt_source, "decode": types_pb2.PromptSource()}
+    assert second.starts[0][1].sampling.seed == first.starts[0][1].sampling.seed
+    assert list(rig.scheduler.admits[1].lost_workers) == []
+    await eventually(lambda: len(rig.scheduler.releases) == 2)
+    assert [(release.is_recalled, release.ttft_s > 0) for release in rig.scheduler.releases] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 async def test_recalled_attempt_that_has_begun_goes_on(rig: TokenPathRig) -> None:
@@ -210,14 +202,10 @@ async def test_final_error_ends_the_request_at_both_workers(rig: TokenPathRig) -
     assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.ERROR
 
 
-async def test_limits_count_one_request_with_tokens_of_all_choices(rig: TokenPathRig) -> None:
-    await ask(rig, 5, n=3)
-    assert rig.ports.admitted == [(len(PROMPT), 15)]
-
-
-async def test_decoded_tokens_wait_for_the_first_token(rig: TokenPathRig) -> None:
+async def test_decoded_tokens_wait_for_the_first_token_and_limits_count_one_request(rig: TokenPathRig) -> None:
     rig.workers[0].prefill_delay_s = 0.1
     assert await ask(rig, 6, n=2) == [rig.echoed(PROMPT, 6, choice) for choice in range(2)]
+    assert rig.ports.admitted == [(len(PROMPT), 12)], "the tokens of all choices"
 
 
 async def test_prefill_worker_may_leave_after_the_first_token(rig: TokenPathRig) -> None:
@@ -334,7 +322,7 @@ async def test_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
     assert sent.count(b'"finish_reason":null') == 4 * 500
 
 
-def test_errors_of_scheduler_and_worker_are_mapped() -> None:
+def test_errors_are_mapped_and_retry_delays_grow() -> None:
     reasons = scheduler_pb2.Refusal
     full = refusal_error(reasons(reason=reasons.REASON_QUEUE_FULL, message="m", retry_after_s=2))
     assert isinstance(full, QueueFull) and full.retry_after_s == 2
@@ -345,33 +333,21 @@ def test_errors_of_scheduler_and_worker_are_mapped() -> None:
         assert isinstance(untimed, Unavailable) and untimed.retry_after_s is None
     assert type(run_error(pb.RunError(code=pb.RunError.CODE_INTERNAL))) is TorchrelayError
     assert isinstance(run_error(pb.RunError(code=pb.RunError.CODE_DEADLINE)), DeadlineExceeded)
-
-
-def test_retry_delays_grow() -> None:
     delays = [retry_delay_s(attempt) for attempt in range(2, 8)]
-    assert delays[0] == 0
-    assert delays == sorted(delays)
-    assert delays[-1] == 2.0
+    assert (delays[0], delays[-1]) == (0, 2.0) and delays == sorted(delays)
 
 
-async def leave(rig: TokenPathRig) -> None:
-    """Disconnects a client before its first token."""
+@pytest.mark.parametrize("is_cold", [False, True])
+async def test_client_that_leaves_pays_the_computed_prompt(rig: TokenPathRig, is_cold: bool) -> None:
+    if is_cold:
+        rig.scheduler.open_gate.clear()
+    else:
+        rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     body = {"model": "echo", "prompt": PROMPT, "stream": True}
     async with rig.http.stream("POST", "/v1/completions", json=body) as reply:
         await anext(reply.aiter_lines())  # a keep-alive, after the worker's progress
     await eventually(lambda: bool(rig.ports.settled))
-
-
-async def test_client_that_leaves_pays_the_computed_prompt(rig: TokenPathRig) -> None:
-    rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
-    await leave(rig)
-    assert settled_of(rig) == [(6, 2, 0, FinishCause.CANCELLED)]
-
-
-async def test_client_that_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
-    rig.scheduler.open_gate.clear()
-    await leave(rig)
-    assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED)]
+    assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED) if is_cold else (6, 2, 0, FinishCause.CANCELLED)]
 
 
 # At the caller's deadline its own timer may cancel the call before the gateway's timer ends it.

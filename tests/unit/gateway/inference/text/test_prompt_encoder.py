@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -26,9 +27,10 @@ from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
 from torchrelay.gateway.inference.text.model_files import ModelFiles
 from torchrelay.gateway.inference.text.processes.frames import TextLimits
-from torchrelay.gateway.inference.text.processes.text_pool import PoolSettings
+from torchrelay.gateway.inference.text.processes.text_pool import PoolSettings, PromptKilled
 from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
+from torchrelay.gateway.inference.text.refusals import kill_error
 
 TEXT = GenerateParams("echo", text="hello")
 CHAT = GenerateParams("echo", messages=MESSAGES)
@@ -102,9 +104,9 @@ def with_bos() -> bytes:
     return tokenizer.to_str().encode()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "adds", "expected"),
-    [
+async def test_bos_is_added_once_if_asked_for(rig: EncoderRig) -> None:
+    model = rig.model(tokenizer=with_bos())
+    for prompt, adds, expected in (
         ("hello", None, "<s>hello"),
         ("hello", False, "hello"),
         ("<s>hello", None, "<s>hello"),
@@ -114,27 +116,16 @@ def with_bos() -> bytes:
         ("h<s>", None, "<s>h<s>"),
         ("<s>", None, "<s>"),
         ("", None, "<s>"),
-    ],
-)
-async def test_bos_is_added_once_if_asked_for(rig: EncoderRig, prompt: str, adds: bool | None, expected: str) -> None:
-    model = rig.model(tokenizer=with_bos())
-    assert await rig.text(model, replace(TEXT, text=prompt, add_special_tokens=adds)) == expected
-
-
-@pytest.mark.parametrize(
-    ("template", "adds", "expected"),
-    [
+    ):
+        assert await rig.text(model, replace(TEXT, text=prompt, add_special_tokens=adds)) == expected
+    for template, adds, expected in (
         (b"<s>{{ messages[0].content }}", None, "<s>Be <brief>."),
         (b"<s>{{ messages[0].content }}", True, "<s>Be <brief>."),
         (b"{{ messages[0].content }}", None, "Be <brief>."),
         (b"{{ messages[0].content }}", True, "<s>Be <brief>."),
-    ],
-)
-async def test_template_writes_bos_unless_asked_for(
-    rig: EncoderRig, template: bytes, adds: bool | None, expected: str
-) -> None:
-    model = rig.model(tokenizer=with_bos(), template=template)
-    assert await rig.text(model, replace(CHAT, add_special_tokens=adds)) == expected
+    ):
+        model = rig.model(tokenizer=with_bos(), template=template)
+        assert await rig.text(model, replace(CHAT, add_special_tokens=adds)) == expected
 
 
 async def test_decoder_is_loaded_without_a_prompt(rig: EncoderRig) -> None:
@@ -166,21 +157,38 @@ async def test_refused_prompts_name_the_cause(rig: EncoderRig) -> None:
         await rig.prompts.token_ids(PRINCIPAL, published_model(file_digests={}), TEXT)
 
 
-async def test_panicking_tokenizer_refuses_the_prompt(rig: EncoderRig) -> None:
-    tokenizer = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
-    tokenizer.pre_tokenizer = Split(Regex("(a+)+!"), "isolated")
-    model = rig.model(tokenizer=tokenizer.to_str().encode())
-    error = await rig.error(model, replace(TEXT, text="a" * 30 + "c"))
+async def test_files_that_fail_are_named(rig: EncoderRig) -> None:
+    panics = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
+    panics.pre_tokenizer = Split(Regex("(a+)+!"), "isolated")
+    error = await rig.error(rig.model(tokenizer=panics.to_str().encode()), replace(TEXT, text="a" * 30 + "c"))
     assert (error.field, error.message) == ("prompt", "the tokenizer of acme/echo cannot encode this text")
-
-
-async def test_unreadable_files_are_named(rig: EncoderRig) -> None:
     error = await rig.error(rig.model(config=b"{"), CHAT)
     assert (type(error), error.field) == (DataCorrupted, "tokenizer_config.json")
     error = await rig.error(rig.model(tokenizer=b'{"model": {}}'), TEXT)
     assert (type(error), error.field) == (InvalidRequest, "tokenizer.json")
-
-
-async def test_killed_prompt_names_its_part_and_the_limit(rig: EncoderRig) -> None:
     error = await rig.error(rig.model(template=LOOP.encode()), CHAT)
     assert (error.field, error.message) == ("messages", "the model's chat template failed: it took longer than 0.5 s")
+
+
+@pytest.mark.parametrize(
+    ("end", "loading", "field", "words"),
+    [
+        (signal.SIGPROF, None, "messages", "chat template failed: it took longer than 2 s"),
+        (signal.SIGVTALRM, None, "messages", "tokenizer took longer than 2 s for this text"),
+        (signal.SIGPROF, "tokenizer.json", "tokenizer.json", "takes more than 10 s of CPU to load"),
+        (
+            signal.SIGABRT,
+            None,
+            "messages",
+            "chat template, tokenizer or format of the answer exceeded the limit of 1024 MB of memory",
+        ),
+        (signal.SIGSEGV, "tokenizer.json", "tokenizer.json", "tokenizer.json exceeded the limit of 1024 MB of memory"),
+        (signal.SIGKILL, None, None, "the process that tokenized the prompt was killed"),
+    ],
+)
+def test_kill_error_names_the_exceeded_limit(
+    end: signal.Signals, loading: str | None, field: str | None, words: str
+) -> None:
+    error = kill_error(PromptKilled(-end, loading), TextLimits(), "messages")
+    assert words in error.message and error.field == field
+    assert error.http_status == (503 if end == signal.SIGKILL else 400)

@@ -8,6 +8,7 @@ or hangs.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -50,7 +51,7 @@ def attempt_id_of(key: types_pb2.AttemptKey) -> AttemptId:
 class _Admission:
     request: pb.AdmitRequest
     listener: Listener
-    arrived_at: float  # by the event loop's clock
+    arrived_at: float  # by the clock of ages
     is_placed: bool = False
 
 
@@ -64,11 +65,14 @@ class AdmissionStream:
         address: str,
         unreachable_after_s: float = 10.0,
         max_unsent: int = MAX_UNSENT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``clock``: seconds, for the ages of requests."""
         self._scheduler = scheduler
         self._gateway_id = gateway_id
         self._endpoint = scheduler_endpoint(address)
         self._unreachable_after_s = unreachable_after_s
+        self._clock = clock
         self._open: dict[AttemptId, _Admission] = {}
         self._call: Any = None  # the present stream, or the last one
         self._load_notices = LoadNotices()
@@ -101,7 +105,7 @@ class AdmissionStream:
 
     def admit(self, request: pb.AdmitRequest, listener: Listener) -> None:
         """Requests a placement; ``listener`` receives it or a failure."""
-        arrived_at = asyncio.get_running_loop().time() - request.age_ms / 1000
+        arrived_at = self._clock() - request.age_ms / 1000
         self._open[attempt_id_of(request.key)] = _Admission(request, listener, arrived_at)
         self._send(pb.AdmitCommand(admit=request))
 
@@ -203,7 +207,7 @@ class AdmissionStream:
     def _admit_again(self) -> None:
         others = [command for command in self._unsent if not command.HasField("admit")]
         self._unsent.clear()
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         for admission in self._open.values():
             admission.request.age_ms = round((now - admission.arrived_at) * 1000)
         self._unsent.extend(pb.AdmitCommand(admit=admission.request) for admission in self._open.values())
