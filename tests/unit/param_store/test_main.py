@@ -13,6 +13,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,19 +94,18 @@ def test_arena_must_fit_file_system_of_its_folder(tmp_path: Path) -> None:
         assert settings.model_copy(update={"arena_bytes": 32 << 20}).arena_capacity_bytes() == 32 << 20
 
 
-async def test_activity_changes_with_received_bytes(tmp_path: Path) -> None:
-    stores: list[Store] = []
-
-    async def keep(store: Store) -> None:
-        stores.append(store)
-
-    async with running_store(tmp_path, (keep,)) as running:
-        await running.report()  # by now its tasks have begun
-        (store,) = stores
+async def test_activity_changes_with_growing_arena(tmp_path: Path) -> None:
+    places: dict[str, Any] = {"data_dir": tmp_path / "data", "arena_path": tmp_path / "arena", "arena_bytes": 32 << 20}
+    remote_url = f"file://{tmp_path / 'remote'}"
+    settings = StoreSettings(store_id=new_id("sto"), node_key="ab" * 32, remote_url=remote_url, **places)
+    store = Store(settings, asyncio.get_running_loop())
+    try:
         before = store.activity()
         assert store.activity() == before
         store.arena.grow(1 << 20)
         assert store.activity() != before
+    finally:
+        store.close()
 
 
 def shared_memory() -> set[str]:

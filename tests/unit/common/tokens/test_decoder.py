@@ -239,7 +239,7 @@ def with_many_added_tokens() -> bytes:
 ARENA_KB = 1024  # the interpreter gives memory back only in pieces of this size
 HOSTILE = {
     "far ids": lambda: with_far_ids(NUM_TOKENS),
-    "empty tokens": lambda: with_empty_tokens(MAX_VOCABULARY_ENTRIES),  # of the fewest bytes
+    "empty tokens": lambda: with_empty_tokens(NUM_TOKENS),  # of the fewest bytes
     "added tokens": with_many_added_tokens,
 }
 
@@ -251,7 +251,7 @@ def test_decoder_memory_matches_count_and_file(name: str, tmp_path: Path) -> Non
     path = tmp_path / "tokenizer.json"
     path.write_bytes(encoded)
     each_kb = held_kb("load_decoder", path)
-    assert each_kb < 1.2 * len(encoded) / 1024
+    assert each_kb < 1.2 * len(encoded) / 1024 + ARENA_KB
     assert each_kb < 1.2 * load_decoder(encoded).num_bytes / 1024 + ARENA_KB
 
 
@@ -298,10 +298,10 @@ def test_decoder_compiles_no_pattern() -> None:
     assert load_decoder(json.dumps(fields).encode()).decode([12, tool, 12]) == "|<Tool>|"
 
 
-def test_decoder_takes_less_memory_than_tokenizer(tmp_path: Path) -> None:
+def test_peaks_of_memory_are_low_and_that_of_the_decoder_lower(tmp_path: Path) -> None:
     """Each in a process of its own."""
     path = tmp_path / "tokenizer.json"
     path.write_bytes(large_tokenizer())
     decoder_kb, whole_kb = (peak_kb(load, path) for load in ("load_decoder", "load_tokenizer"))
-    assert decoder_kb < 0.8 * whole_kb
-    assert decoder_kb < 40 * 1024
+    assert 20 * 1024 < whole_kb < 65 * 1024
+    assert decoder_kb < min(0.8 * whole_kb, 40 * 1024)

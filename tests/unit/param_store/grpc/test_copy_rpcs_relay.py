@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,7 +172,7 @@ async def test_bad_relays_are_refused_at_once(tmp_path: Path, pack: StoredPack) 
 async def test_relay_between_tls_stores(tmp_path: Path, pack: StoredPack) -> None:
     """A store without TLS gets nothing."""
     authority = Authority(tmp_path / "authority")
-    first, other = ({**authority.node(name, *Caller).as_settings()} for name in ("one", "other"))
+    first, other = (dict[str, Any](authority.node(name, *Caller).as_settings()) for name in ("one", "other"))
     async with (
         running_store(tmp_path, **first) as source,
         running_store(tmp_path / "2", **other) as target,

@@ -255,7 +255,7 @@ async def test_upload_and_commit_continue_after_full_disk(tmp_path: Path) -> Non
 
 
 async def until_committed(store: RunningStore, upload_id: str) -> list[pb.CommitProgress]:
-    """The progress of the first commit that succeeds: an earlier one that was given up may still be ending."""
+    """The progress of the first commit that succeeds; a commit that was given up may still be ending."""
     async with asyncio.timeout(HANG_S):
         while True:
             try:
