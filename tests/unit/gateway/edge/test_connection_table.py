@@ -90,7 +90,7 @@ def test_new_connection_is_closed_when_tenants_fill_their_halves() -> None:
 
 
 @given(
-    limits=st.sampled_from([LIMITS, GRPC_LIMITS]),
+    limits=st.sampled_from([LIMITS, GRPC_LIMITS, ConnectionLimits(total=3, keyless=2)]),
     steps=st.lists(
         st.tuples(
             st.sampled_from(["add", "key", "begin", "end", "remove"]), st.integers(0, 30), st.sampled_from("abc")

@@ -3,55 +3,90 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.support.gateway_ports import published_model
+from tests.support.gateway_ports import KEY, published_model
+from tests.unit.gateway.token_path_rig import TokenPathRig
 from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
+from torchrelay.inference.v1 import inference_pb2 as pb
+from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
 MODEL = published_model(file_digests={}, context=100, eos_token_ids=(2, 3))
 BOUNDS = GenerationBounds(default_max_tokens=40, max_choices=4)
 
 
-def test_only_default_max_tokens_is_cut_to_the_context() -> None:
-    params = GenerateParams("m", text="x")
-    assert sampling_of(params, MODEL, 10, BOUNDS).max_tokens == 40
-    assert sampling_of(params, MODEL, 90, BOUNDS).max_tokens == 10
-    assert sampling_of(GenerateParams("m", text="x", max_tokens=90), MODEL, 10, BOUNDS).max_tokens == 90
-    with pytest.raises(ContextLengthExceeded) as caught:
-        sampling_of(GenerateParams("m", text="x", max_tokens=91), MODEL, 10, BOUNDS)
-    assert caught.value.field == "max_tokens"
+BEYOND = "token 1048576; the model's token ids are 0 to 1048575"
+TEXT = GenerateParams("m", text="x")
+EXCEEDED = ContextLengthExceeded
 
 
 @pytest.mark.parametrize(
-    ("params", "field"), [(GenerateParams("m", text="x"), "prompt"), (GenerateParams("m", messages=()), "messages")]
+    ("params", "num_prompt", "error", "field", "said"),
+    [
+        (TEXT, 100, EXCEEDED, "prompt", "has 100 tokens; the model"),
+        (GenerateParams("m", messages=()), 100, EXCEEDED, "messages", "has 100 tokens; the model"),
+        (replace(TEXT, max_tokens=91), 10, EXCEEDED, "max_tokens", "exceed the context"),
+        (replace(TEXT, max_tokens=2), 99, EXCEEDED, "max_tokens", "99 prompt and 2 output tokens exceed the context "),
+        (
+            replace(TEXT, min_tokens=9, max_tokens=8),
+            10,
+            InvalidRequest,
+            "min_tokens",
+            "must be at most max_tokens .8., ",
+        ),
+        (replace(TEXT, min_tokens=91), 10, InvalidRequest, "min_tokens", "10 prompt and 91 output tokens .min_tokens."),
+        (replace(TEXT, logit_bias=((1 << 20, 1.0),)), 1, InvalidRequest, "logit_bias", BEYOND),
+        (replace(TEXT, stop_token_ids=(1 << 20,)), 1, InvalidRequest, "stop_token_ids", BEYOND),
+        (replace(TEXT, num_choices=5), 1, InvalidRequest, "n", "must be at most 4, not 5"),
+    ],
 )
-def test_prompt_that_fills_the_context_is_refused(params: GenerateParams, field: str) -> None:
-    with pytest.raises(ContextLengthExceeded) as caught:
-        sampling_of(params, MODEL, 100, BOUNDS)
+def test_request_beyond_a_limit_is_refused(
+    params: GenerateParams, num_prompt: int, error: type[InvalidRequest], field: str, said: str
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        sampling_of(params, MODEL, num_prompt, BOUNDS)
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("params", "num_prompt", "max_tokens"),
+    [
+        (TEXT, 10, 40),  # the default
+        (TEXT, 90, 10),  # which alone is cut to the context
+        (TEXT, 99, 1),
+        (replace(TEXT, max_tokens=90), 10, 90),
+        (replace(TEXT, max_tokens=99), 1, 99),
+        (replace(TEXT, max_tokens=1), 99, 1),
+        (replace(TEXT, min_tokens=60), 10, 60),
+        (replace(TEXT, min_tokens=8, max_tokens=8), 10, 8),
+    ],
+)
+def test_max_tokens_is_given_or_default(params: GenerateParams, num_prompt: int, max_tokens: int) -> None:
+    assert sampling_of(params, MODEL, num_prompt, BOUNDS).max_tokens == max_tokens
+
+
 def test_seeds_are_kept_or_drawn() -> None:
-    assert sampling_of(GenerateParams("m", text="x", seed=7), MODEL, 1, BOUNDS).seed == 7
-    assert sampling_of(GenerateParams("m", text="x", seed=0), MODEL, 1, BOUNDS).seed == 0
-    drawn = {sampling_of(GenerateParams("m", text="x"), MODEL, 1, BOUNDS).seed for _ in range(8)}
+    assert sampling_of(replace(TEXT, seed=7), MODEL, 1, BOUNDS).seed == 7
+    assert sampling_of(replace(TEXT, seed=0), MODEL, 1, BOUNDS).seed == 0
+    drawn = {sampling_of(TEXT, MODEL, 1, BOUNDS).seed for _ in range(8)}
     assert len(drawn) == 8
 
 
 def test_stops_are_those_of_model_and_request() -> None:
-    sampling = sampling_of(GenerateParams("m", text="x", stop=("a", "b")), MODEL, 1, BOUNDS)
+    sampling = sampling_of(replace(TEXT, stop=("a", "b")), MODEL, 1, BOUNDS)
     assert (list(sampling.stop_token_ids), list(sampling.stop_strings)) == ([2, 3], ["a", "b"])
-    ignoring = sampling_of(GenerateParams("m", text="x", ignore_eos=True), MODEL, 1, BOUNDS)
+    ignoring = sampling_of(replace(TEXT, ignore_eos=True), MODEL, 1, BOUNDS)
     assert (list(ignoring.stop_token_ids), ignoring.ignore_eos) == ([], True)
 
 
 def test_sampling_parameters_reach_the_workers() -> None:
-    params = GenerateParams(
-        "m",
-        text="x",
+    params = replace(
+        TEXT,
         min_p=0.1,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
@@ -68,43 +103,37 @@ def test_sampling_parameters_reach_the_workers() -> None:
     assert sampling.HasField("top_logprobs") and sampling.top_logprobs == 0
     assert list(sampling.stop_token_ids) == [2, 3, 9]
     assert list(sampling_of(replace(params, ignore_eos=True), MODEL, 1, BOUNDS).stop_token_ids) == [9]
-    assert not sampling_of(GenerateParams("m", text="x"), MODEL, 1, BOUNDS).HasField("top_logprobs")
+    assert not sampling_of(TEXT, MODEL, 1, BOUNDS).HasField("top_logprobs")
 
 
-def test_min_tokens_raise_the_default_and_stay_below_max_tokens() -> None:
-    assert sampling_of(GenerateParams("m", text="x", min_tokens=60), MODEL, 10, BOUNDS).max_tokens == 60
-    assert sampling_of(GenerateParams("m", text="x", min_tokens=8, max_tokens=8), MODEL, 10, BOUNDS).max_tokens == 8
-    for params, said in (
-        (GenerateParams("m", text="x", min_tokens=9, max_tokens=8), "must be at most max_tokens .8., not 9"),
-        (GenerateParams("m", text="x", min_tokens=91), "10 prompt and 91 output tokens .min_tokens. exceed"),
-    ):
-        with pytest.raises(InvalidRequest, match=said) as caught:
-            sampling_of(params, MODEL, 10, BOUNDS)
-        assert caught.value.field == "min_tokens"
+PROMPT = [44, 41, 44, 50, 41, 41]
 
 
-@pytest.mark.parametrize(
-    ("params", "field"),
-    [
-        (GenerateParams("m", text="x", logit_bias=((1 << 20, 1.0),)), "logit_bias"),
-        (GenerateParams("m", text="x", stop_token_ids=(1 << 20,)), "stop_token_ids"),
-    ],
-)
-def test_token_ids_beyond_the_vocabulary_are_refused(params: GenerateParams, field: str) -> None:
-    with pytest.raises(InvalidRequest, match="token 1048576; the model's token ids are 0 to 1048575") as caught:
-        sampling_of(params, MODEL, 1, BOUNDS)
-    assert caught.value.field == field
+@pytest.mark.parametrize("penalty", [None, 1.0, 1.3])
+async def test_distinct_prompt_tokens_are_sent_only_for_the_penalty(rig: TokenPathRig, penalty: float | None) -> None:
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 3, "min_tokens": 2, "repetition_penalty": penalty}
+    assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
+    starts = dict(start for worker in rig.workers for start in worker.starts)
+    assert starts.keys() == {"prefill", "decode"} and not starts["decode"].prompt
+    for start in starts.values():
+        assert (start.sampling.repetition_penalty, start.sampling.min_tokens) == (penalty or 1.0, 2)
+        assert list(start.distinct_prompt_tokens) == ([41, 44, 50] if penalty == 1.3 else [])
 
 
-def test_max_tokens_at_the_bounds_of_the_context() -> None:
-    assert sampling_of(GenerateParams("m", text="x", max_tokens=99), MODEL, 1, BOUNDS).max_tokens == 99
-    assert sampling_of(GenerateParams("m", text="x", max_tokens=1), MODEL, 99, BOUNDS).max_tokens == 1
-    assert sampling_of(GenerateParams("m", text="x"), MODEL, 99, BOUNDS).max_tokens == 1
-    with pytest.raises(ContextLengthExceeded, match="99 prompt and 2 output tokens exceed the context length of 100"):
-        sampling_of(GenerateParams("m", text="x", max_tokens=2), MODEL, 99, BOUNDS)
+async def test_grpc_requests_have_the_fields(rig: TokenPathRig) -> None:
+    channel = open_channel(rig.grpc_address)
+    ids = pb.TokenIds(ids=PROMPT)
+    request = pb.GenerateRequest(model="echo", prompt_token_ids=ids, max_tokens=3, min_tokens=2, repetition_penalty=1.3)
+    call: Any = InferenceStub(channel).Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
+    assert [event async for event in call]
+    await channel.close()
+    for _, start in (start for worker in rig.workers for start in worker.starts):
+        assert (start.sampling.repetition_penalty, start.sampling.min_tokens) == (1.3, 2)
+        assert list(start.distinct_prompt_tokens) == [41, 44, 50]
 
 
-def test_number_of_choices_is_bounded() -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        sampling_of(GenerateParams("m", text="x", num_choices=5), MODEL, 1, BOUNDS)
-    assert caught.value.field == "n"
+@pytest.mark.parametrize(("min_tokens", "answer"), [(0, ""), (11, "hello hello hello hello ")])
+async def test_stop_strings_are_searched_after_min_tokens(rig: TokenPathRig, min_tokens: int, answer: str) -> None:
+    body = {"model": "echo", "prompt": "hello ", "max_tokens": 40, "stop": "hello ", "min_tokens": min_tokens}
+    reply = (await rig.http.post("/v1/completions", json=body)).json()
+    assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == (answer, "stop")

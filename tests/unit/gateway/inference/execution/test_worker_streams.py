@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
 
 from tests.support.brokers import free_port
 from tests.support.echo_worker import EchoModel, EchoWorker
 from tests.support.wait import eventually
-from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.inference.core import RequestEvent, WorkerLost
+from torchrelay.gateway.inference.execution.stream_watch import WATCH_EVERY_S
 from torchrelay.gateway.inference.execution.worker_streams import WorkerStreams
 
 
@@ -66,13 +67,15 @@ async def test_unused_stream_closes_and_opens_again(worker: EchoWorker) -> None:
 
 
 async def test_idle_stream_with_an_attempt_stays_open(worker: EchoWorker) -> None:
-    events: list[RequestEvent] = []
     worker.pause_at = 0
     async with WorkerStreams("gw", idle_s=0.05) as streams:
-        streams.stream("decode", worker.ref).start(start("r"), events.append)
+        busy = streams.stream("decode", worker.ref)
+        busy.start(start("r"), lambda _: None)
         await eventually(lambda: worker.num_running == 1)
-        await asyncio.sleep(0.2)  # four times the limit on idle streams
-        assert streams.num_open == 1
+        for _ in range(2):  # another stream, opened later, closes for its idleness meanwhile
+            streams.stream("prefill", worker.ref)
+            await eventually(lambda: streams.num_open == 1)
+        assert streams.stream("decode", worker.ref) is busy
 
 
 async def test_broken_stream_reports_the_loss_to_every_attempt(worker: EchoWorker) -> None:
@@ -132,37 +135,28 @@ async def test_silent_worker_is_lost_and_its_attempts_cancelled(worker: EchoWork
         assert len(events) == 5
 
 
-async def test_worker_silent_from_the_start_is_lost(worker: EchoWorker) -> None:
-    """It hung before the stream was opened, over a connection that others keep."""
-    events: list[RequestEvent] = []
-    async with open_channel(worker.ref.grpc_address) as channel:
-        await channel.channel_ready()
-        worker.is_silent = True
-        async with WorkerStreams("gw") as streams:
-            streams.stream("decode", worker.ref).start(start("r"), events.append)
-            await eventually(lambda: bool(events))
-            await eventually(lambda: not streams.num_open)
-        assert events == [WorkerLost(1, "w0")]
-
-
-async def test_worker_that_beats_without_progress_is_lost(worker: EchoWorker) -> None:
-    events: list[RequestEvent] = []
-    worker.pause_at = 0
-    worker.progress = types_pb2.EngineProgress(num_advances=5, has_work=True)
-    async with WorkerStreams("gw") as streams:
-        streams.stream("decode", worker.ref).start(start("r"), events.append)
-        await eventually(lambda: bool(events))
-        await eventually(lambda: not streams.num_open)
-    assert events == [WorkerLost(1, "w0")]
-
-
-async def test_attempt_waiting_at_a_live_worker_stays(worker: EchoWorker) -> None:
-    events: list[RequestEvent] = []
-    worker.pause_at = 0
-    async with WorkerStreams("gw") as streams:
-        streams.stream("decode", worker.ref).start(start("r"), events.append)
-        await eventually(lambda: worker.num_running == 1)
-        for progress in (None, types_pb2.EngineProgress(num_advances=5, has_work=False)):
-            worker.progress = progress
-            await asyncio.sleep(1.2 * SILENT_S)
-            assert not events
+async def test_only_hung_workers_lose_their_attempts() -> None:
+    """At once, as each takes as long as a worker may be silent."""
+    engines = {
+        "reports no engine": None,
+        "has no work": types_pb2.EngineProgress(num_advances=5, has_work=False),
+        "makes no step": types_pb2.EngineProgress(num_advances=5, has_work=True),
+        "hangs": None,  # before the stream is opened, over a connection that others keep
+    }
+    events: dict[str, list[RequestEvent]] = {name: [] for name in engines}
+    async with AsyncExitStack() as stack:
+        workers = [EchoWorker(name, EchoModel()) for name in engines]
+        for worker in workers:
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+            channel = await stack.enter_async_context(open_channel(worker.ref.grpc_address))
+            await channel.channel_ready()
+            worker.pause_at, worker.progress = 0, engines[worker.worker_id]
+            worker.is_silent = worker.worker_id == "hangs"
+        streams = await stack.enter_async_context(WorkerStreams("gw"))
+        for worker in workers:
+            streams.stream("decode", worker.ref).start(start("r"), events[worker.worker_id].append)
+        await eventually(lambda: streams.num_open == 2)
+        await asyncio.sleep(WATCH_EVERY_S)  # until the watches of the others have looked as well
+        lost = {name: [WorkerLost(1, name)] if name in ("makes no step", "hangs") else [] for name in engines}
+        assert events == lost

@@ -77,38 +77,32 @@ async def test_template_renders_as_in_transformers(rig: TextRig) -> None:
     expected = rendered[0][0]
     assert await rig.rendered(CHATML) == expected
     assert "<|user|>" in expected and "<brief>" in expected
-
-
-async def test_strftime_now_gives_the_time(rig: TextRig) -> None:
     assert await rig.rendered("{{ strftime_now('%Y') }}") == time.strftime("%Y")
 
 
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ nothing.at.all }}", "undefined"),
-        ("{% for %}", "Expected"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ messages.__init__.__globals__ }}", "unsafe"),
-        ("{{ messages[0].update(x=1) }}", "unsafe"),
-        ("{{ raise_exception.__globals__['sys'] }}", "unsafe"),
-        ("{{ namespace(__class__=1) }}", "underscore"),
-        ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
-        ("{{ 'x' * 10000000000 }}", "memory"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "deeply"),
-        ("{% include '/etc/passwd' %}", "loader"),
-        ("{{ '\\ud800' }}", "its output is not valid text"),
-    ],
-)
-async def test_template_faults_are_named(rig: TextRig, template: str, why: str) -> None:
-    fault, detail = await cause(rig.answer(template))
-    assert fault == "template" and why in detail
-    assert await rig.rendered("{{ bos_token }}") == "<s>"
+TEMPLATE_FAULTS = [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ nothing.at.all }}", "undefined"),
+    ("{% for %}", "Expected"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ("{{ messages.__init__.__globals__ }}", "unsafe"),
+    ("{{ messages[0].update(x=1) }}", "unsafe"),
+    ("{{ messages.append(1) }}", ""),  # they are read-only
+    ("{{ raise_exception.__globals__['sys'] }}", "unsafe"),
+    ("{{ namespace(__class__=1) }}", "underscore"),
+    ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
+    ("{{ 'x' * 10000000000 }}", "memory"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "deeply"),
+    ("{% include '/etc/passwd' %}", "loader"),
+    ("{{ '\\ud800' }}", "its output is not valid text"),
+]
 
 
-async def test_messages_are_read_only(rig: TextRig) -> None:
-    assert (await cause(rig.answer("{{ messages.append(1) }}")))[0] == "template"
+async def test_template_faults_are_named(rig: TextRig) -> None:
+    for template, why in TEMPLATE_FAULTS:
+        fault, detail = await cause(rig.answer(template))
+        assert fault == "template" and why in detail, template
+        assert await rig.rendered("{{ bos_token }}") == "<s>"
 
 
 async def test_overlong_texts_and_prompts_are_refused(rig: TextRig) -> None:
@@ -138,21 +132,20 @@ async def test_unreadable_files_are_refused_and_the_process_stays(rig: TextRig, 
     assert rig.processes.pids == pids
 
 
-async def test_endless_template_is_killed_and_named(rig: TextRig) -> None:
+async def test_endless_templates_and_slow_patterns_are_killed_and_named(rig: TextRig) -> None:
     assert await rig.rendered("fine") == "fine"
-    pids = rig.processes.pids
-    with pytest.raises(PromptKilled) as caught:
-        await rig.answer(LOOP)
-    assert (caught.value.status, caught.value.loading) == (-signal.SIGPROF, None)
-    assert await rig.rendered("fine") == "fine"
-    assert not set(pids) & set(rig.processes.pids)
-
-
-async def test_slow_tokenizer_pattern_is_killed_and_named(rig: TextRig) -> None:
-    with pytest.raises(PromptKilled) as caught:
-        await rig.answer(text=SLOW_TEXT, tokenizer=SLOW_TOKENIZER)
-    assert (caught.value.status, caught.value.loading) == (-signal.SIGVTALRM, None)
-    assert rig.text(await rig.answer(text="hello")) == "hello"
+    endless: list[tuple[dict[str, Any], int | None]] = [
+        ({"template": LOOP}, -signal.SIGPROF),
+        ({"template": "{{ 9 ** (9 ** 9) }}"}, None),  # a power that no signal of Python interrupts
+        ({"text": SLOW_TEXT, "tokenizer": SLOW_TOKENIZER}, -signal.SIGVTALRM),
+    ]
+    for asked, status in endless:
+        pids = rig.processes.pids
+        with pytest.raises(PromptKilled) as caught:
+            await rig.answer(**asked)
+        assert status is None or (caught.value.status, caught.value.loading) == (status, None)
+        assert await rig.rendered("fine") == "fine"
+        assert not set(pids) <= set(rig.processes.pids)
 
 
 async def test_slow_tokenizer_load_is_killed_and_named(tmp_path: Path) -> None:
@@ -167,12 +160,6 @@ async def test_panicking_tokenizer_is_refused(rig: TextRig) -> None:
     tokenizer.pre_tokenizer = Split(Regex("(a+)+!"), "isolated")
     answer = await rig.answer(text="a" * 30 + "c", tokenizer=tokenizer.to_str().encode())
     assert answer == Refusal("tokenizer")
-
-
-async def test_huge_power_cannot_block_a_process(rig: TextRig) -> None:
-    with pytest.raises(PromptKilled):
-        await rig.answer("{{ 9 ** (9 ** 9) }}")
-    assert await rig.rendered("fine") == "fine"
 
 
 async def test_process_memory_is_bounded(tmp_path: Path) -> None:
