@@ -64,47 +64,19 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-# The modules that take longest, in seconds on two cores: they begin first, so that none is left alone at the end.
-LONG_MODULES: dict[str, float] = {
-    "tests/fleet/test_slurm.py": 75,
-    "tests/fleet/test_ray.py": 75,
-    "tests/console/test_console.py": 65,
-    "tests/e2e/test_faults.py": 60,
-    "tests/e2e/test_hangs.py": 50,
-    "tests/unit/common/tokens/test_decoder.py": 50,
-    "tests/e2e/test_exactness.py": 45,
-    "tests/hostile/test_prompts.py": 45,
-    "tests/hostile/test_rest_bytes.py": 45,
-    "tests/hostile/test_ports.py": 40,
-    "tests/hostile/test_disks.py": 40,
-    "tests/e2e/test_supervision.py": 40,
-    "tests/integration/test_roles.py": 40,
-    "tests/hostile/test_wrong_starts.py": 35,
-    "tests/hostile/test_grpc_bytes.py": 35,
-    "tests/e2e/test_tls.py": 35,
-    "tests/unit/engine/execution/test_decode_graphs.py": 30,
-    "tests/hostile/test_uploads.py": 25,
-    "tests/lab/test_chain.py": 25,
-    "tests/hostile/test_shared_memory.py": 25,
-    "tests/unit/engine/kernels/triton/test_attention.py": 20,
-    "tests/unit/engine/batching/test_preemption.py": 20,
-    "tests/integration/test_arena_full.py": 20,
-    "tests/e2e/test_demo.py": 20,
-    "tests/e2e/test_targets.py": 20,
-    "tests/e2e/test_wheels.py": 20,
-    "tests/integration/test_text_isolation.py": 15,
-    "tests/integration/test_hung_engine.py": 15,
-    "tests/unit/engine/test_cancels.py": 15,
-}
-CLIENTS = "tests/clients/"
-PLATFORM_PACKAGES = (CLIENTS, "tests/fleet/", "tests/console/", "tests/hostile/", "tests/e2e/")
+# Folders whose modules share a platform, the longest first. Each goes to one process as a whole.
+SHARED_PLATFORMS = ("tests/hostile/attacks/", "tests/e2e/faults/", "tests/console/", "tests/clients/", "tests/e2e/shared/")
+# Tests of processes come next: they wait for much of their time, while others compute.
+PROCESSES = ("tests/fleet/", "tests/hostile/", "tests/e2e/", "tests/lab/", "tests/integration/", "tests/structure/")
+# The modules of other folders that take longest, in seconds of CPU: they begin first, so that none is left alone.
+LONG_MODULES: dict[str, float] = {}
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Shares out whole modules, in the order of the collection; those of the clients together, for one platform."""
+    """Shares out whole modules, or whole folders that share a platform, in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return CLIENTS if nodeid.startswith(CLIENTS) else nodeid.partition("::")[0]
+        return next(filter(nodeid.startswith, SHARED_PLATFORMS), nodeid.partition("::")[0])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedule:
@@ -112,16 +84,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts by module, the longest first; the order within a module stays.
-
-    The packages whose modules share a platform come first, one after the other: an idle platform takes 8% of a core,
-    and ends with its package.
-    """
+    """Sorts by module, the longest first; the order within a module stays."""
 
     def place(item: pytest.Item) -> tuple[float, ...]:
-        module = item.nodeid.partition("::")[0]
-        later = (not module.startswith(package) for package in PLATFORM_PACKAGES)
-        return *later, -LONG_MODULES.get(module, 0)
+        first = (not item.nodeid.startswith(folder) for folder in (*SHARED_PLATFORMS, *PROCESSES))
+        return *first, -LONG_MODULES.get(item.nodeid.partition("::")[0], 0)
 
     items.sort(key=place)
 

@@ -13,6 +13,8 @@ from tests.support.completions import headers
 from tests.support.http import http
 from tests.support.platform import Platform
 
+NO_WORKERS = ("--prefill-workers", "0", "--decode-workers", "0")
+ONE_WORKER = (*NO_WORKERS, "--both-workers", "1")
 SMALL = ("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1")
 
 

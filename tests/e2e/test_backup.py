@@ -16,7 +16,7 @@ import obstore
 import pytest
 from obstore.store import from_url
 
-from tests.e2e.tenants import SMALL
+from tests.e2e.tenants import ONE_WORKER, SMALL
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
 from tests.support.platform import Platform, running_platform
@@ -25,6 +25,7 @@ from tests.unit.gateway.postgres_server import postgres_program, postgres_server
 from torchrelay.cli.api.client import GatewayClient
 
 pytestmark = pytest.mark.e2e
+OPTIONS = (*SMALL, *ONE_WORKER)
 SECRETS = ("admin.key", "cluster.key")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "dummy", "AWS_SECRET_ACCESS_KEY": "dummy", "AWS_REGION": "us-east-1"}
 PACKS, REPLICA = "s3://packs/torchrelay", "s3://replica/torchrelay"
@@ -84,12 +85,12 @@ def back_up(home: Path, backup: Path) -> None:
 
 
 def test_backup_becomes_a_platform_with_the_same_keys_models_and_bill(tmp_path: Path) -> None:
-    with running_platform(tmp_path / "home", SMALL) as platform:
+    with running_platform(tmp_path / "home", OPTIONS) as platform:
         tenant = payer(platform, tmp_path)
         before = contents(platform, tenant.key)
         back_up(platform.home.path, tmp_path / "backup")
         platform.upload(tenant.key, make_checkpoint(tmp_path / "later", "qwen2"), "later")
-    with running_platform(tmp_path / "backup", SMALL) as restored:
+    with running_platform(tmp_path / "backup", OPTIONS) as restored:
         check_restored(restored, tenant, before)
 
 
@@ -117,7 +118,7 @@ def test_backup_of_postgresql_and_object_store_becomes_such_a_platform(tmp_path:
         env = {**CREDENTIALS, "TORCHRELAY_REMOTE_ENDPOINT": endpoint}
         with postgres_server() as url:
             env |= {"TORCHRELAY_DATABASE_URL": url}
-            with running_platform(tmp_path / "home", (*SMALL, "--remote", PACKS), env) as platform:
+            with running_platform(tmp_path / "home", (*OPTIONS, "--remote", PACKS), env) as platform:
                 tenant = payer(platform, tmp_path)
                 before = contents(platform, tenant.key)
                 run("pg_dump", "--format=custom", f"--dbname={url}", f"--file={dump}")
@@ -127,5 +128,5 @@ def test_backup_of_postgresql_and_object_store_becomes_such_a_platform(tmp_path:
         with postgres_server() as url:
             run("pg_restore", "--exit-on-error", f"--dbname={url}", dump)
             env |= {"TORCHRELAY_DATABASE_URL": url}
-            with running_platform(backup, (*SMALL, "--remote", REPLICA), env) as restored:
+            with running_platform(backup, (*OPTIONS, "--remote", REPLICA), env) as restored:
                 check_restored(restored, tenant, before)

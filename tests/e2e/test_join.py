@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.tenants import SMALL, reference
+from tests.e2e.tenants import NO_WORKERS, SMALL, reference
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import Streamed, complete, headers, stream
 from tests.support.http import http
@@ -23,14 +23,13 @@ pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 42))
 NUM_TOKENS = 8
 NUM_STREAMS, NUM_LONG = 4, 400
-NO_WORKERS = ("--prefill-workers", "0", "--decode-workers", "0")
 
 
-@pytest.fixture
-def joinable(tmp_path: Path) -> Iterator[Platform]:
+@pytest.fixture(scope="module")
+def joinable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     """A platform without workers that machines may join."""
     options = (*SMALL, *NO_WORKERS, "--cluster-host", "127.0.0.1", "--idle-timeout-s", "600")
-    with running_platform(tmp_path / "home", options) as platform:
+    with running_platform(tmp_path_factory.mktemp("joinable") / "home", options) as platform:
         yield platform
 
 
@@ -71,7 +70,7 @@ def test_machines_answer_take_over_their_store_and_leave(joinable: Platform, tmp
 
 
 def test_answers_that_outlast_grace_resume_on_another_machine(joinable: Platform, tmp_path: Path) -> None:
-    key = joinable.tenant("acme")
+    key = joinable.tenant("patient")
     model = joinable.upload(key, make_checkpoint(tmp_path / "llama", "llama"), "llama")
     prompts = [[token + number for token in PROMPT] for number in range(NUM_STREAMS)]
     options: dict[str, Any] = {"max_tokens": NUM_LONG, "ignore_eos": True}

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.e2e.tenants import SMALL
+from tests.e2e.tenants import ONE_WORKER, SMALL
 from tests.e2e.test_tls import shows_issued
 from tests.support.checkpoints import make_checkpoint
 from tests.support.clients import Clients
@@ -161,7 +161,7 @@ async def test_no_call_fails_while_keys_and_certificates_are_replaced(tmp_path: 
 def test_tenants_keys_and_models_outlive_the_admin_and_the_cluster_key(tmp_path: Path) -> None:
     """The platform is stopped meanwhile, as docs/recovery.md says."""
     prompt = [5, 6, 7]
-    with running_platform(tmp_path / "home", SMALL) as platform:
+    with running_platform(tmp_path / "home", (*SMALL, *ONE_WORKER)) as platform:
         key = platform.tenant("acme")
         model = platform.upload(key, make_checkpoint(tmp_path / "checkpoint", "llama"), "tiny")
         expected = complete(platform, key, model, prompt, max_tokens=8)["choices"]
@@ -169,7 +169,7 @@ def test_tenants_keys_and_models_outlive_the_admin_and_the_cluster_key(tmp_path:
         cluster_key = platform.home.cluster_key()
     for name in ("admin.key", "cluster.key"):
         (platform.home.path / name).unlink()
-    with running_platform(tmp_path / "home", SMALL) as platform:
+    with running_platform(tmp_path / "home", (*SMALL, *ONE_WORKER)) as platform:
         assert platform.home.cluster_key() != cluster_key
         assert complete(platform, key, model, prompt, max_tokens=8)["choices"] == expected
         assert status(platform, admin_key, "/v1/tenants") == 401

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.calibration.padding import padded_workers
-from tests.e2e.tenants import SMALL
+from tests.e2e.tenants import ONE_WORKER, SMALL
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import wake
 from tests.support.platform import running_platform
@@ -15,7 +15,6 @@ from torchrelay.common.latency.latency_model import LatencyModel
 
 pytestmark = pytest.mark.e2e
 NUM_LAYERS, LAYER_LOAD_S = 10, 0.6
-ONE_WORKER = ("--prefill-workers", "0", "--decode-workers", "0", "--both-workers", "1")
 
 
 def test_comments_count_down_to_the_first_token(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ class CpuTimes:
     def pytest_runtest_makereport(self) -> Generator[None, Report, Report]:
         report = yield
         own_s, child_s = time.process_time(), descendants_cpu_s()
-        report.own_cpu_s, report.child_cpu_s = own_s - self._own_s, child_s - self._child_s
+        # The time of a killed process is lost, unless its parent waited for it: the sum may decrease.
+        report.own_cpu_s, report.child_cpu_s = own_s - self._own_s, max(0.0, child_s - self._child_s)
         self._own_s, self._child_s = own_s, child_s
         return report
 
