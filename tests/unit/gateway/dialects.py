@@ -267,7 +267,7 @@ class OpenInference(Dialect):
     has_cached_tokens = False
 
     async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
-        given = {"max_tokens": wish.max_tokens, "stop": json.dumps([*wish.stop]), "stream": is_streamed}
+        given: dict[str, Any] = {"max_tokens": wish.max_tokens, "stop": json.dumps([*wish.stop]), "stream": is_streamed}
         given |= {} if wish.tier is None else {"service_tier": wish.tier}
         request = infer_request(wish.prompt, wish.model, **given)
         async with open_inference_stub(rig) as stub:
@@ -307,7 +307,7 @@ def infer_request(text: str, model: str = "echo", inputs: Sequence[Any] = (), **
 def infer_tensor(name: str, value: str | bool) -> Any:
     is_bool = isinstance(value, bool)
     content = {"bool_contents": [value]} if isinstance(value, bool) else {"bytes_contents": [value.encode()]}
-    contents = open_inference_pb2.InferTensorContents(**content)  # type: ignore[arg-type]
+    contents = open_inference_pb2.InferTensorContents(**content)
     return open_inference_pb2.ModelInferRequest.InferInputTensor(
         name=name, datatype="BOOL" if is_bool else "BYTES", shape=[1], contents=contents
     )

@@ -255,14 +255,15 @@ async def freed(rig: TokenPathRig, request_id: str, cause: FinishCause) -> None:
 
 
 async def test_waiting_client_that_leaves_is_withdrawn(rig: TokenPathRig, subtests: pytest.Subtests) -> None:
-    rig.scheduler.open_gate.clear()
-    for number, (dialect, is_streamed) in enumerate(WAYS, 1):
+    scheduler = rig.scheduler
+    scheduler.open_gate.clear()
+    for dialect, is_streamed in WAYS:
         with subtests.test(dialect.name, is_streamed=is_streamed):
             asking = asyncio.ensure_future(dialect.ask(rig, Wish("a"), is_streamed=is_streamed))
-            await eventually(lambda number=number: len(rig.scheduler.admits) == number)
+            await eventually(lambda: len(scheduler.admits) == len(scheduler.withdrawals) + 1)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            await eventually(lambda number=number: len(rig.scheduler.withdrawals) == number and not rig.ports.reserved)
+            await eventually(lambda: len(scheduler.withdrawals) == len(scheduler.admits) and not rig.ports.reserved)
     assert [usage.num_output_tokens for [usage] in rig.ports.settled.values()] == [0] * len(WAYS)
 
 

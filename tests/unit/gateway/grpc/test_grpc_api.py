@@ -171,7 +171,8 @@ async def test_string_that_is_no_text_is_named(channel: grpc.aio.Channel) -> Non
 
 async def test_malformed_messages_are_invalid(channel: grpc.aio.Channel) -> None:
     for method in (GENERATE, LIST):
-        error = await refusal_of(channel.unary_stream(method)(b"\xff\xff\xff", metadata=METADATA))  # type: ignore[call-arg]
+        call: Any = channel.unary_stream(method)
+        error = await refusal_of(call(b"\xff\xff\xff", metadata=METADATA))
         assert (type(error), error.field) == (InvalidRequest, None)
 
 
@@ -276,7 +277,7 @@ async def reflected(channel: grpc.aio.Channel, service: str, *symbols: str, meta
         request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
         response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
     )
-    asked = [{"list_services": ""}, *({"file_containing_symbol": symbol} for symbol in symbols)]
+    asked: list[dict[str, Any]] = [{"list_services": ""}, *({"file_containing_symbol": symbol} for symbol in symbols)]
     requests = [reflection_pb2.ServerReflectionRequest(**fields) for fields in asked]
     return [reply async for reply in call(iter(requests), metadata=metadata)]
 

@@ -36,19 +36,16 @@ BODY: dict[str, Any] = {"model": "echo", "prompt": PROMPT, "max_tokens": 3}
 STREAM = {**BODY, "stream": True}
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "code"),
-    [
+def test_errors_have_openais_shape() -> None:
+    for error, kind, code in (
         (InvalidRequest("no", field="n"), "invalid_request_error", "invalid_request"),
         (ContextLengthExceeded("no", field="n"), "invalid_request_error", "context_length_exceeded"),
         (UploadRefused("no", field="n"), "invalid_request_error", "upload_refused"),
         (NotFound("no", field="n"), "not_found_error", "not_found"),
         (QueueFull("no", field="n"), "rate_limit_error", "queue_full"),
         (TorchrelayError("no", field="n"), "api_error", "internal"),
-    ],
-)
-def test_errors_have_openais_shape(error: TorchrelayError, kind: str, code: str) -> None:
-    assert error_body(error) == {"error": {"message": "no", "type": kind, "param": "n", "code": code}}
+    ):
+        assert error_body(error) == {"error": {"message": "no", "type": kind, "param": "n", "code": code}}
 
 
 def test_errors_have_retry_authenticate_and_rate_headers() -> None:

@@ -38,11 +38,11 @@ def chat(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": "c"}], **fields}).encode()
 
 
-def of_completion(body: bytes | None = None, **fields: Any) -> GenerateParams:
+def of_completion(body: Any = None, **fields: Any) -> GenerateParams:
     return params_of_completion(decode_completion(completion(**fields) if body is None else body))
 
 
-def of_chat(body: bytes | None = None, **fields: Any) -> GenerateParams:
+def of_chat(body: Any = None, **fields: Any) -> GenerateParams:
     return params_of_chat(decode_chat(chat(**fields) if body is None else body))
 
 
