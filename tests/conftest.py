@@ -65,7 +65,13 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 # Folders whose modules share a platform, the longest first. Each goes to one process as a whole.
-SHARED_PLATFORMS = ("tests/hostile/attacks/", "tests/e2e/faults/", "tests/console/", "tests/clients/", "tests/e2e/shared/")
+SHARED_PLATFORMS = (
+    "tests/hostile/attacks/",
+    "tests/e2e/faults/",
+    "tests/console/",
+    "tests/clients/",
+    "tests/e2e/shared/",
+)
 # Tests of processes come next: they wait for much of their time, while others compute.
 PROCESSES = ("tests/fleet/", "tests/hostile/", "tests/e2e/", "tests/lab/", "tests/integration/", "tests/structure/")
 # The modules of other folders that take longest, in seconds of CPU: they begin first, so that none is left alone.
