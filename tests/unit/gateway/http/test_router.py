@@ -51,11 +51,11 @@ async def early_answer(rig: RestRig, method: str, path: str, **headers: str | in
 @pytest.mark.parametrize("key", ["", "Bearer tr-nobody", "Basic abc"])
 async def test_missing_key_is_refused_before_the_body(rig: RestRig, key: str, subtests: pytest.Subtests) -> None:
     authorization = {"authorization": key} if key else {}
-    framings = (
+    framings: list[dict[str, str | int]] = [
         {"content_length": HUGE},
         {"transfer_encoding": "chunked"},
         {"content_length": 9, "expect": "100-continue"},
-    )
+    ]
     for (method, path), framing in product([*ROUTES, FILE, *ODD_TARGETS], framings):
         with subtests.test(f"{method} {path} {framing}"):
             answer = await early_answer(rig, method, path, **authorization, **framing)
