@@ -1,7 +1,8 @@
-"""The site of the documentation: it builds without a warning, with every link checked, and has the references."""
+"""The documentation: its site builds without a warning and has the references; the tests that it names exist."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,3 +19,13 @@ def test_site_builds_with_the_references_of_both_apis(tmp_path: Path) -> None:
     rest = (tmp_path / "api" / "rest-reference.html").read_text()
     assert all(f"POST {path}" in rest for path in TOKEN_PATHS)
     assert "rpc Generate(GenerateRequest)" in (tmp_path / "search" / "search_index.json").read_text()
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = {
+        (document, path)
+        for document in listed.splitlines()
+        for path in re.findall(r"tests/[\w/-]+\.py\b", (ROOT / document).read_text())
+    }
+    assert named and [pair for pair in sorted(named) if not (ROOT / pair[1]).is_file()] == []
