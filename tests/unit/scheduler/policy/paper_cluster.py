@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from msgspec import structs
 
@@ -188,13 +188,13 @@ class PaperCluster:
         self.apply(Admit(admission, model, current))
         return admission
 
-    def serve(self, model: Model, request_id: str, attempt: int = 1, **changes: object) -> Placement:
+    def serve(self, model: Model, request_id: str, attempt: int = 1, **changes: Any) -> Placement:
         """Admits a request, and finishes the loads that it needs."""
         self.admit(model, request_id, attempt, **changes)
         self.finish_loads()
         return self.placed(request_id, attempt)
 
-    def warm_up(self, model: Model, **changes: object) -> None:
+    def warm_up(self, model: Model, **changes: Any) -> None:
         """Loads the model by a request that ends."""
         admission = self.admit(model, "cold", **changes)
         self.finish_loads()
