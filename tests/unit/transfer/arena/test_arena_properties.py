@@ -173,6 +173,8 @@ def test_least_recently_used_evicted_only_if_in_range() -> None:
     assert find_space(taken, 0, 20, 20, 15) == Allocation(0, ("pack-0", "pack-5"))
     apart = [used(0, 5, last_used=1), used(5, 10, last_used=9, pinned=True), used(10, 20, last_used=2)]
     assert find_space(apart, 0, 20, 20, 8) == Allocation(10, ("pack-10",))
+    beside = [used(0, 6, last_used=2), used(6, 9, last_used=1), used(9, 20, pinned=True)]
+    assert find_space(beside, 0, 20, 20, 6) == Allocation(0, ("pack-0",)), "the older pack lies behind the range"
 
 
 def test_pinned_packs_never_leave() -> None:
