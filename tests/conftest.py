@@ -64,9 +64,9 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-# Folders whose modules share a platform, the longest first. Each goes to one process as a whole.
+# Beginnings of the paths of modules that share a platform, the longest first. They go to one process together.
 SHARED_PLATFORMS = (
-    "tests/hostile/attacks/",
+    "tests/hostile/test_",
     "tests/e2e/faults/",
     "tests/console/",
     "tests/clients/",

@@ -19,7 +19,7 @@ NUM_STARTS = int(os.environ.get("TORCHRELAY_TEST_STARTS", "3"))
 def test_starts_survive_three_hundred_port_changes_a_second(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     assert unshare is not None, "unshare is not installed: run `make setup`"
-    module = (sys.executable, "-m", "tests.hostile.port_changes", str(tmp_path), str(NUM_STARTS))
+    module = (sys.executable, "-m", "tests.hostile.platforms.port_changes", str(tmp_path), str(NUM_STARTS))
     ran = subprocess.run((unshare, "--net", *module), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])

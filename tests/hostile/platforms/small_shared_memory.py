@@ -1,6 +1,6 @@
 """A platform on a machine with little shared memory, in a mount namespace of its own.
 
-unshare --mount .venv/bin/python -m tests.hostile.small_shared_memory FOLDER NUM_MIB
+unshare --mount .venv/bin/python -m tests.hostile.platforms.small_shared_memory FOLDER NUM_MIB
 """
 
 from __future__ import annotations

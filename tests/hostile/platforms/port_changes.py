@@ -1,6 +1,6 @@
 """Starts of the platform while other programs of the machine open and close ports all the time.
 
-    unshare --net .venv/bin/python -m tests.hostile.port_changes FOLDER NUM_STARTS
+    unshare --net .venv/bin/python -m tests.hostile.platforms.port_changes FOLDER NUM_STARTS
 
 In a network namespace of its own, with few ports to choose from: there, every free port is soon somebody's.
 """
