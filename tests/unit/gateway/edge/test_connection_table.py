@@ -47,7 +47,7 @@ def test_tenant_with_most_idle_loses_its_longest_idle() -> None:
         connections.end_request(name)
     assert connections.add("new", "y") == "a2"
     connections.show_key("new", "zoo")
-    connections.begin_request("z1")
+    connections.show_key("z1", "zoo")  # again, by its next request
     assert connections.add("newer", "y") == "a3"
     connections.show_key("newer", "zoo")
     assert connections.add("last", "y") == "last", "all others are in use"
