@@ -64,6 +64,7 @@ CASES: dict[str, Documents] = {
     "few flags": {CONFIG: {"added_tokens_decoder": {"259": {"content": "<x>"}}}},
     "other flags": {CONFIG: {"added_tokens_decoder": {"256": {**X, "content": "<s>", "lstrip": True}, "259": X}}},
     "of the vocabulary": {CONFIG: {"unk_token": "a"}},
+    "named in another order": {CONFIG: {"unk_token": "<y>", "eos_token": "<x>"}},
     "named": {CONFIG: {"unk_token": "<x>", "image_token": "<y>", "add_bos_token": True, "sep_token": None}},
     "extra object": {CONFIG: {"extra_special_tokens": {"image_token": "<x>"}}},
     "additional": {CONFIG: {"additional_special_tokens": ["<x>"]}},
@@ -121,7 +122,7 @@ SPELLINGS = TEXTS | OBJECTS.map(lambda token: token["content"])
         {}, optional={"bos_token": TEXTS, "sep_token": TEXTS, "additional_special_tokens": st.lists(TEXTS)}
     ),
 )
-@settings(max_examples=60)
+@settings(max_examples=200)
 def test_any_declarations_give_transformers_tokenizer(
     tmp_path_factory: pytest.TempPathFactory,
     config: dict[str, Any],

@@ -243,7 +243,7 @@ def test_model_of_exact_slot_size_is_accepted(tmp_path: Path) -> None:
     assert f"need {manifest.num_bytes:,} bytes and the largest slot has {manifest.num_bytes - 1:,}" in str(refused)
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_header_parses_or_is_refused(data: st.DataObject) -> None:
     header = bytearray(json.dumps(tensors_of(config_of(num_hidden_layers=1)).header()).encode())
