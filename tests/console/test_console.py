@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -96,7 +97,16 @@ def assert_accessible_and_fits(page: Page) -> None:
     page.set_viewport_size(DESKTOP)
 
 
-def test_upload_key_chat_and_a_bill_that_equals_the_ledger(console: Console) -> None:
+def other_weights(folder: Path) -> Path:
+    """The model with a bit of its weights changed: no host has its pack."""
+    shutil.copytree(MODEL, folder)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-2] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def test_upload_key_chat_and_a_bill_that_equals_the_ledger(console: Console, tmp_path: Path) -> None:
     admin_page = console.open(console.platform.home.admin_key())
     turn_to(admin_page, "Keys and limits")
     new_tenant = admin_page.locator("form", has=admin_page.get_by_role("button", name="Create tenant"))
@@ -107,7 +117,7 @@ def test_upload_key_chat_and_a_bill_that_equals_the_ledger(console: Console) -> 
     admin_page.get_by_label("Tenant").first.select_option("payer")
     admin_page.get_by_role("button", name="Create key").click()
     key = admin_page.locator("#new-key").inner_text()
-    console.platform.upload(key, MODEL, "terms")
+    console.platform.upload(key, other_weights(tmp_path / "terms"), "terms")
     watching = console.open(key)
     watching.evaluate(NOTE_RELAYS)
     page = console.open(key)

@@ -1,0 +1,1 @@
+"""Tests that kill and stop the processes of a platform."""

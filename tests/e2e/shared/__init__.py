@@ -1,0 +1,1 @@
+"""Tests on a platform that they leave as it is."""
