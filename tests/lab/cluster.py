@@ -19,6 +19,7 @@ from typing import Self
 from tests.lab.child import Child, end_waves, start_waves, unix_proxy
 from tests.lab.host import Host
 from tests.lab.network import Lab
+from tests.support.guard import shared_memory_path
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
@@ -43,7 +44,7 @@ class Cluster:
         self.http = f"http://{self.control.address}:{_HTTP}"
         self.scheduler_address = f"{self.control.address}:{_SCHEDULER}"
         self.store_addresses = {name: f"{lab[name].address}:{_STORE}" for name in ("source", *TARGETS)}
-        self.arenas = {name: Path(f"/dev/shm/{lab.name}-{name}") for name in self.store_addresses}
+        self.arenas = {name: shared_memory_path(f"{lab.name}-{name}") for name in self.store_addresses}
         self.stores = {name: self._store(lab[name]) for name in self.store_addresses}
         scheduler = self._service("scheduler", self.control, self._scheduler_env(settings))
         workers = self._workers([lab[name] for name in TARGETS])

@@ -26,6 +26,7 @@ from tests.lab.host import Host
 from tests.lab.network import Lab
 from tests.lab.raw_pack import RawPack
 from tests.support.callers import every_token
+from tests.support.guard import shared_memory_path
 from torchrelay.common.net.rpc.channels import with_token
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, types_pb2
@@ -50,7 +51,7 @@ class Stores:
         self._folder, self._settings = folder, {"ARENA_BYTES": str(arena_bytes), **settings}
         # Every namespace has its own ports, but several stores may share one.
         self._grpc_ports = {name: _FIRST_PORT + 2 * index for index, name in enumerate(self.places)}
-        self.arenas = {name: Path(f"/dev/shm/{lab.name}-{name}") for name in self.places}
+        self.arenas = {name: shared_memory_path(f"{lab.name}-{name}") for name in self.places}
         self.children = {name: self._store(name, host) for name, host in self.places.items()}
         addresses = {name: f"{host.address}:{self._grpc_ports[name]}" for name, host in self.places.items()}
         self._waves = [[self._nats()], [*self.children.values(), unix_proxy(self.control, folder, addresses)]]

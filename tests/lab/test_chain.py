@@ -66,7 +66,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             operator = Operator(cluster)
             yield Scene(lab, cluster, operator, operator.publish(folder), expected)
         assert pids_in([host.namespace for host in lab]) == []
-    assert not list(Path("/dev/shm").glob(f"{lab.name}*"))
+    assert not list(Path("/dev/shm").glob(f"*{lab.name}*"))
     assert not any(Path("/run/netns", namespace).exists() for namespace in lab.namespaces)
 
 

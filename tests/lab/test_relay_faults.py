@@ -78,7 +78,7 @@ def stores_in_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[La
         places = {name: lab[name] for name in _NAMES}
         with Stores(lab, tmp_path_factory.mktemp("stores"), places, _ARENA_BYTES, RECOVERY_GRACE_S="0.2") as stores:
             yield lab, stores
-    assert not list(Path("/dev/shm").glob(f"{lab.name}*"))
+    assert not list(Path("/dev/shm").glob(f"*{lab.name}*"))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,16 @@ def test_waiting(redis_url):
 """
 
 
+def servers_in(folder: Path) -> list[str]:
+    """Processes that run in the folder, as Redis does, whose environment cannot be read."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):  # it has ended
+            if path.readlink().is_relative_to(folder):
+                pids.append(path.parent.name)
+    return pids
+
+
 @pytest.mark.lab
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_interrupted_run_leaves_nothing(name: str, tmp_path: Path) -> None:
@@ -45,7 +56,14 @@ def test_interrupted_run_leaves_nothing(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "tests.conftest", "-n", "2"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, "--rootdir", str(ROOT), str(tmp_path / "test_waiting.py")],
+            [
+                *command,
+                "--rootdir",
+                str(ROOT),
+                "--basetemp",
+                str(tmp_path / "inner"),
+                str(tmp_path / "test_waiting.py"),
+            ],
             cwd=ROOT,
             stdout=log,
             stderr=log,
@@ -54,7 +72,7 @@ def test_interrupted_run_leaves_nothing(name: str, tmp_path: Path) -> None:
     try:
         wait_until(waiting.exists, "the start of the platform and the lab")
         run, *namespaces = waiting.read_text().split()
-        assert living_processes(run) and shared_memory_of(run) and pids_in(namespaces)
+        assert living_processes(run) and servers_in(tmp_path) and shared_memory_of(run) and pids_in(namespaces)
         if name == "SIGINT":  # Ctrl-C reaches all processes of the terminal's group
             os.killpg(process.pid, signal.SIGINT)
         else:
@@ -64,7 +82,7 @@ def test_interrupted_run_leaves_nothing(name: str, tmp_path: Path) -> None:
         raise
     finally:
         process.wait()
-    wait_until(lambda: not living_processes(run), "the end of all processes")
+    wait_until(lambda: not living_processes(run) and not servers_in(tmp_path), "the end of all processes")
     wait_until(lambda: not shared_memory_of(run), "the release of the shared memory")
     assert not pids_in(namespaces)
     assert not [name for name in namespaces if (Path("/run/netns") / name).exists()]

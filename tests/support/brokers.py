@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from tests.support.wait import wait_until
+from torchrelay.common.process.parent_death import tied_to_this_process
 
 
 def free_port() -> int:
@@ -41,12 +42,12 @@ class EndedEarly(RuntimeError):
 def running(
     command: Sequence[str], log: Path, port: int, host: str = "127.0.0.1", limit_s: float = 20.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a server until the block ends; enters once it accepts connections on ``port``, within ``limit_s``.
+    """Runs a server until the block or this thread ends; enters once it accepts connections, within ``limit_s``.
 
     Raises ``EndedEarly``.
     """
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(tied_to_this_process(command), stdout=output, stderr=subprocess.STDOUT)
     try:
         _await_port(process, host, port, log, limit_s)
         yield process

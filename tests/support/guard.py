@@ -36,11 +36,14 @@ def start_guard() -> subprocess.Popen[bytes]:
 
 def shared_memory_path(name: str) -> Path:
     """A path in shared memory that belongs to this run; ``name`` tells the run's files apart."""
-    return _SHARED_MEMORY / f"{os.environ[RUN]}-{name}"
+    return _SHARED_MEMORY / f"{os.environ.get(RUN, 'torchrelay-test')}-{name}"  # benches have no run
 
 
 def living_processes(run: str) -> list[int]:
-    """The processes whose environment names ``run``, without this process."""
+    """The processes whose environment names ``run``, without this process.
+
+    Redis overwrites its environment: the tests' own servers end with the process that has started them.
+    """
     marker = f"{RUN}={run}".encode()
     pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
     return [pid for pid in pids if pid != os.getpid() and marker in _environment(pid)]

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from tests.support.callers import every_token
+from tests.support.guard import shared_memory_path
 from tests.support.wait import HANG_S
 from tests.unit.param_store.model_folders import sha256_of
 from torchrelay.common.errors import TorchrelayError
@@ -191,6 +192,7 @@ async def running_store(folder: Path, background: tuple[Work, ...] = (), **chang
         "node_key": derive_node_key(CLUSTER_KEY, store_id).hex(),
         "data_dir": folder / "data",
         "remote_url": f"file://{folder / 'remote'}",
+        "arena_path": shared_memory_path(store_id),
         "arena_bytes": 32 << 20,
         **changes,
     }

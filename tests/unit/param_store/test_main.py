@@ -196,7 +196,7 @@ async def test_killed_store_restarts_with_packs(tmp_path: Path, nats_url: str, p
         await fetch_in_process(tmp_path, store_id, pack)
         process.kill()
         await process.communicate()
-    async with running_store(tmp_path, store_id=store_id) as store:
+    async with running_store(tmp_path, store_id=store_id, arena_path=None) as store:  # where the killed process had it
         await store.until_complete(pack.pack_id)
         assert await store.relay(pack.pack_id, REMOTE) is True
         assert await store.bytes_in(pack.pack_id) == pack.data

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from tests.support.guard import shared_memory_path
 from tests.support.wait import HANG_S, wait_until
 from tests.unit.param_store.model_folders import StoredPack
 from tests.unit.transfer.loopback_holders import SamplePack, receiver, serving, tampering_proxy
@@ -35,7 +36,7 @@ from torchrelay.transfer.transport.tcp import TcpConnection
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena.create(Path("/dev/shm") / new_id("torchrelay-test"), 16 << 20)
+    made = Arena.create(shared_memory_path(new_id("arena")), 16 << 20)
     yield made
     made.close(unlink=True)
 

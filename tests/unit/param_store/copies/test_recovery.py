@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.guard import shared_memory_path
 from tests.support.wait import HANG_S
 from tests.unit.param_store.model_folders import write_folder
 from torchrelay.common.ids import new_id
@@ -44,7 +45,7 @@ for path in sys.argv[3:]:
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    path = Path("/dev/shm") / new_id("torchrelay-test")
+    path = shared_memory_path(new_id("arena"))
     yield path
     path.unlink(missing_ok=True)
 

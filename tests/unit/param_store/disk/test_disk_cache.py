@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.disk_limits import files_end_at
+from tests.support.guard import shared_memory_path
 from tests.unit.param_store.model_folders import LARGER, write_folder
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.disk import disk_cache
@@ -172,7 +173,7 @@ def test_default_limit_is_half_of_free_space(tmp_path: Path) -> None:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena.create(Path("/dev/shm") / new_id("torchrelay-test"), 16 << 20)
+    made = Arena.create(shared_memory_path(new_id("arena")), 16 << 20)
     yield made
     made.close(unlink=True)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.guard import shared_memory_path
 from tests.support.wait import HANG_S
 from tests.unit.param_store.holders import slow_holder
 from tests.unit.param_store.model_folders import StoredPack, config_of, put_pack
@@ -175,7 +176,7 @@ async def test_pack_larger_than_arena_evicts_nothing(tmp_path: Path, pack: Store
 
 @pytest.fixture
 def arena_path() -> Iterator[Path]:
-    path = Path("/dev/shm") / new_id("torchrelay-test")
+    path = shared_memory_path(new_id("arena"))
     yield path
     path.unlink(missing_ok=True)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.guard import shared_memory_path
 from tests.support.s3_server import Fault, FaultyProxy
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, Unavailable
 from torchrelay.common.ids import new_id
@@ -83,7 +84,7 @@ def test_ranges_read_at_any_alignment_up_to_end(store: RemoteStore) -> None:
 
 
 def test_file_of_other_file_system_copied(folder_store: FolderStore) -> None:
-    source = Path("/dev/shm") / new_id("torchrelay-test")
+    source = shared_memory_path(new_id("arena"))
     try:
         source.write_bytes(b"elsewhere")
         folder_store.put_file("files/x", source)
