@@ -46,8 +46,10 @@ def running(
 
     Raises ``EndedEarly``.
     """
+    program, *arguments = command
+    tied = tied_to_this_process([shutil.which(program) or program, *arguments])
     with log.open("wb") as output:
-        process = subprocess.Popen(tied_to_this_process(command), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(tied, stdout=output, stderr=subprocess.STDOUT)
     try:
         _await_port(process, host, port, log, limit_s)
         yield process
