@@ -185,7 +185,7 @@ async def test_bodies_of_a_tenant_are_bounded_together(rest: Address, mallory: s
     size = 8 << 20
     sent = head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=size) + bytes(size - 1)
     statuses = Counter(map(status_of, await asyncio.gather(*(exchange(rest, sent) for _ in range(60)))))
-    assert statuses[429] and statuses.keys() <= {408, 429}, statuses
+    assert statuses[429] >= 20 and statuses.keys() <= {408, 429}, statuses
 
 
 def test_open_requests_of_a_tenant_are_bounded(rest: Address, mallory: str) -> None:
