@@ -52,8 +52,7 @@ class Calls:
             elif response.status_code == 507:
                 self.refusals.append(response.json()["error"]["message"])
                 self.num_refused[threading.get_ident()] += 1
-            elif response.status_code != 503 or "TORCHRELAY_SCHEDULER_ADDRESS" not in response.text:
-                # A call that a freed page admits waits 10 s for a scheduler that starts anew, and then names it.
+            else:
                 self.others.append(response.text)
 
     def await_refusals(self) -> None:

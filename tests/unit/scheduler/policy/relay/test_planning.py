@@ -164,7 +164,7 @@ def test_seven_hosts_fill_nearly_as_fast_as_one() -> None:
 
 def test_random_networks_fill_near_bound_as_predicted() -> None:
     over_bound, over_greedy = [], []
-    for seed in range(5000, 5012):
+    for seed in range(5000, 5030):
         network = random_network(seed)
         edges = planned(network, PACK_BYTES)
         outcome = simulate(network, feeds_of(edges), PACK_BYTES)
@@ -173,4 +173,4 @@ def test_random_networks_fill_near_bound_as_predicted() -> None:
         greedy = simulate(network, nominal_chain(network), PACK_BYTES)
         over_greedy.append(outcome.mean_ready_s / greedy.mean_ready_s)
         assert over_bound[-1] > 0.999  # nothing is faster than the bound
-    assert sorted(over_bound)[-2] < 1.1 and statistics.mean(over_greedy) < 0.9
+    assert sorted(over_bound)[-3] < 1.1 and statistics.mean(over_greedy) < 0.9
