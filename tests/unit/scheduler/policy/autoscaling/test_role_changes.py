@@ -439,7 +439,7 @@ def test_short_role_of_a_running_model_is_filled_by_set_roles() -> None:
 @example(  # the worker of the change has another instance by then
     [("time", 0.3), ("gateway", 0), ("calls", 13), ("time", 2.0), ("gateway", 0), ("time", 2.0), ("change", 0)]
 )
-@settings(max_examples=25)
+@settings(max_examples=60)
 def test_no_call_is_lost_by_role_changes(steps: list[tuple[str, float]]) -> None:
     """Whenever an instance changes its role while another one plays the role that it gives up."""
     scene = RunningCluster(tokens_per_s=1000.0, load_s=0.5)

@@ -113,7 +113,7 @@ def _commands(seed: int, losses: LeastLosses | None) -> list[str]:
 
 def test_search_with_bounds_decides_as_without() -> None:
     num_drains = 0
-    for seed in range(2):
+    for seed in range(4):
         commands = _commands(seed, None)
         assert commands == _commands(seed, _NothingKnown(10.0)), seed
         num_drains += sum("Unload" in command for command in commands)
