@@ -507,7 +507,8 @@ async def test_prompt_is_exported_to_the_receiver_of_its_ticket_alone(cluster: M
             assert role.attempts and cluster.boundaries == [2]
         first, *parts = await export()
     assert first.prompt.boundary == 2 and parts
-    assert not role.attempts and not cluster.boundaries
+    assert not role.attempts
+    await eventually(lambda: not cluster.boundaries, "the end of the prompt in the engine's thread")
     await cluster.scheduler.recall_prompt(answer.request_id)
     await assert_ends_well(cluster, answer, num_imports=0)
 

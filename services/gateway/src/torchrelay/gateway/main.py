@@ -40,6 +40,7 @@ from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, divide_descriptors
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
 from torchrelay.gateway.edge.grpc_server import PublicGrpcServer
+from torchrelay.gateway.edge.http_protocol import LAST_REQUEST_S
 from torchrelay.gateway.edge.http_server import HttpLimits, http_server
 from torchrelay.gateway.edge.read_limits import ReadLimits
 from torchrelay.gateway.http.cors import CorsApp
@@ -150,8 +151,11 @@ async def _servers(
             services.health.leave("gateway")
             feed.close()
             http.stop_accepting()
-            drain_s = max(grace_s - END_S, 0.0)
-            await all_ended(rpc.stop(grace_s), token_path.pipeline.drain(drain_s, END_S))
+            await all_ended(rpc.stop(grace_s), drain(max(grace_s - END_S, 0.0)))
+
+        async def drain(drain_s: float) -> None:
+            await http.last_requests()
+            await token_path.pipeline.drain(drain_s - LAST_REQUEST_S, END_S)
 
         try:
             host = settings.advertised_host

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from torchrelay.common.host.addresses import client_network
-from torchrelay.gateway.edge.http_protocol import BoundedProtocol, Edge
+from torchrelay.gateway.edge.http_protocol import LAST_REQUEST_S, BoundedProtocol, Edge
 from torchrelay.gateway.edge.turns import ClientGroup
 
 _FIRST_READ_BYTES, _HEAD_READ_BYTES, _BODY_READ_BYTES = 4 << 10, 16 << 10, 64 << 10
@@ -41,6 +41,8 @@ class Connection(asyncio.BufferedProtocol):
         self._connections.add(self)
         if (victim := self._edge.table.add(transport, self._group.name)) is not None:
             victim.abort()
+        if self._edge.ending.is_set():
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._protocol is not None:
@@ -89,10 +91,13 @@ class Connection(asyncio.BufferedProtocol):
         self._protocol.resume_writing()
 
     def shutdown(self) -> None:
-        """The server stops. A request that has arrived is still answered."""
-        if self._first:
-            self._is_ending = True
-        else:
+        """The server stops. A request that has arrived, or arrives within ``LAST_REQUEST_S``, is still answered."""
+        self._is_ending = True
+        if not self._first:
+            asyncio.get_running_loop().call_later(LAST_REQUEST_S, self._close_unless_begun)
+
+    def _close_unless_begun(self) -> None:
+        if self._protocol is None and not self._first:
             self._transport.close()
 
     def check(self, now: float) -> None:

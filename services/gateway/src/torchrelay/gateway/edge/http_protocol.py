@@ -23,6 +23,7 @@ from torchrelay.gateway.edge.read_limits import BodyProgress, ReadLimits
 from torchrelay.gateway.edge.turns import ClientGroup, Turns
 from torchrelay.gateway.openai.errors import body
 
+LAST_REQUEST_S = 0.25  # for a request that is on its way when the server stops
 MAX_PIPELINED = 4  # requests on one connection that wait for the answer to an earlier one
 # Bytes discarded after an answer that was sent before the end of a body.
 _TENANT_LINGER_BYTES, _KEYLESS_LINGER_BYTES = 8 << 20, 64 << 10
@@ -48,6 +49,7 @@ class Edge:
     stall_s: float  # after which a client that reads nothing of its answer is disconnected
     group_of: GroupOf  # the group that takes the turn of a request; None: it needs no turn
     group_of_key: GroupOfKey  # the group of an Authorization header, if it is known
+    ending: asyncio.Event = field(default_factory=asyncio.Event)  # the server accepts no more connections
     lingering: LingeringSockets = field(default_factory=LingeringSockets)
     first_reads: Turns = field(default_factory=Turns)
     first_reads_of_tenants: Turns = field(default_factory=Turns)
@@ -83,6 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._progress = BodyProgress()
         self._checked_at = 0.0
         self._write_paused_at: float | None = None
+        self._is_ending = False  # the server stops
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -188,6 +191,8 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"more than {MAX_PIPELINED} requests were sent before the answer to an earlier one"
             self._refuse_by_parser(400, message)
         super().on_headers_complete()
+        if self._is_ending:
+            self.cycle.keep_alive = False
         self._is_in_head, self.is_in_body = False, True
         self._num_heads += 1
         self._edge.table.begin_request(self.transport)
@@ -247,6 +252,21 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.headers.clear()
                 self.cycle.body = bytearray()
                 self._turn = None
+
+    def shutdown(self) -> None:
+        """The server stops. A request that has begun, or begins within ``LAST_REQUEST_S``, is answered as the last."""
+        self._is_ending = True
+        if self._is_idle():
+            self.loop.call_later(LAST_REQUEST_S, self._close_if_idle)
+        elif self.cycle is not None:
+            super().shutdown()
+
+    def _is_idle(self) -> bool:
+        return not self._is_in_head and (self.cycle is None or self.cycle.response_complete)
+
+    def _close_if_idle(self) -> None:
+        if self._is_idle():
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from torchrelay.common.host.addresses import listening_socket
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.edge.http_connection import Connection
-from torchrelay.gateway.edge.http_protocol import BoundedProtocol, Edge, GroupOf, GroupOfKey
+from torchrelay.gateway.edge.http_protocol import LAST_REQUEST_S, BoundedProtocol, Edge, GroupOf, GroupOfKey
 from torchrelay.gateway.edge.read_limits import ReadLimits
 
 CHECK_INTERVAL_S = 0.5
@@ -38,13 +38,29 @@ DEFAULT_LIMITS = HttpLimits()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server. ``port`` is the port it listens on."""
+    """uvicorn's server. ``port`` is the port it listens on; ``ending`` is set once it accepts no more connections."""
 
     port: int
+
+    def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
+        super().__init__(config)
+        self.ending = ending
 
     def stop_accepting(self) -> None:
         """Starts the shutdown; leaving the block of ``http_server`` waits for it."""
         self.should_exit = True
+
+    async def last_requests(self) -> None:
+        """Waits until no connection may begin a request any more. Call it after ``stop_accepting``."""
+        await self.ending.wait()
+        await asyncio.sleep(LAST_REQUEST_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves what has arrived by now: the kernel resets connections that a closed socket has not accepted."""
+        for _ in range(2):  # the first turn of the event loop may have looked for connections before this call
+            await asyncio.sleep(0)
+        self.ending.set()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -85,7 +101,7 @@ async def http_server(
         timeout_graceful_shutdown=math.ceil(drain_s),
         backlog=BACKLOG,
     )
-    server = HttpServer(config)
+    server = HttpServer(config, edge.ending)
     server.port = listening.getsockname()[1]
     async with asyncio.TaskGroup() as group:
         checking = group.create_task(_check(server), name="http-checks")
