@@ -319,6 +319,7 @@ class ProcessRights:
 
 
 async def test_process_has_no_secrets_and_no_rights(rig: TextRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # a process of its own, not forked from the template of the tests
     monkeypatch.setenv("TORCHRELAY_ADMIN_KEY", "tra-secret")
     await rig.rendered("fine")
     (pid,) = rig.processes.pids
