@@ -51,7 +51,7 @@ def test_machines_answer_take_over_their_store_and_leave(joinable: Platform, tmp
     machine = tmp_path / "machine"
     with joined(joinable, machine, "node-a") as first:
         await_workers(joinable, "node-a_0")
-        assert stores(joinable) == {"store-local", "node-a"}
+        wait_until(lambda: stores(joinable) == {"store-local", "node-a"}, "the store of the machine")
         assert answer() == expected
         with joined(joinable, machine, "node-a", "--worker-id", "node-a_1") as second:
             await_workers(joinable, "node-a_0", "node-a_1")

@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tests.support.platform import running_platform
+from tests.support.programs import fork_programs
 
 CHANGES_PER_S = 300
 NUM_HELD = 400
@@ -72,6 +73,7 @@ def leave_few_ports() -> None:
 def main() -> None:
     folder, num_starts = Path(sys.argv[1]), int(sys.argv[2])
     leave_few_ports()
+    fork_programs()
     changes, num_up = PortChanges(), 0
     with changes.running():
         for number in range(num_starts):
