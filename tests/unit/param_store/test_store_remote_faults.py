@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.s3_server import Fault, ProxiedRequest, always, first
-from tests.support.wait import HANG_S
+from tests.support.s3_server import Fault, first
 from tests.unit.param_store.holders import RemoteScene
-from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import REMOTE, refusal
 from torchrelay.common.errors import Unavailable
-from torchrelay.control.v1 import param_store_pb2 as pb
-from torchrelay.param_store.remote.remote_store import RemoteOptions, open_remote
 
 
 @pytest.mark.parametrize(
@@ -47,26 +43,3 @@ async def test_unreachable_remote_replaced_by_peers(remote: RemoteScene) -> None
         error = await refusal(store.relay(pack_id, REMOTE))
         assert isinstance(error, Unavailable) and "503 Service Unavailable" in error.message
         assert (await store.fetch(pack_id, REMOTE, holder.source(pack_id, store))).source == holder.store_id
-
-
-async def test_failed_publication_can_be_retried(remote: RemoteScene, bucket_url: str) -> None:
-    def refuse_versions(asked: ProxiedRequest) -> Fault | None:
-        return Fault(status=500) if asked.method == "PUT" and "/versions/" in asked.path else None
-
-    async with remote.store(remote_url=bucket_url) as store:
-        await store.send(write_folder(remote.folder / "model"), "u1")
-        remote.proxy.decide = refuse_versions
-        assert "the remote store does not serve versions/" in (await refusal(store.commit("u1"))).message
-        remote.proxy.decide = lambda asked: None
-        bucket = open_remote(bucket_url, RemoteOptions(remote.proxy.endpoint))
-        assert [key for place in ("packs/", "files/", "versions/") for key in bucket.objects(place)] == []
-        version = (await store.commit("u1"))[-1].version
-        assert [stored.key for stored in bucket.objects("versions/")] == [f"versions/{version.version_id}.json"]
-
-
-async def test_drop_ends_download_from_broken_remote(remote: RemoteScene) -> None:
-    remote.proxy.decide = always(Fault(status=500))
-    async with remote.store(remote_give_up_s=300.0) as store:
-        await store.relay(remote.pack.pack_id, REMOTE)
-        assert (await store.stub.Drop(pb.DropRequest(pack_id=remote.pack.pack_id), timeout=HANG_S)).dropped
-        assert (await store.report()).copies == []

@@ -125,7 +125,7 @@ async def test_deleted_version_removed_from_disk(scene: Scene, bucket_url: str) 
 async def test_folder_remote_has_disk_tier_only_by_setting(scene: Scene) -> None:
     remote_url = (scene.folder / "remote").as_uri()
     async with scene.store(remote_url=remote_url) as store:
-        assert store.settings.disk_cache_limit_bytes() == 0
+        assert store.settings.disk_cache_limit_bytes() == 0 and not (await store.report()).HasField("disk")
         await publish(store, write_folder(scene.folder / "model", LARGER))
         await scene.fill(store)
     assert not scene.kept.parent.exists()

@@ -19,8 +19,6 @@ from tests.unit.param_store.running_store import REMOTE, RunningStore, refusal, 
 from torchrelay.common.errors import InvalidRequest, NotFound, Overloaded, StaleEpoch, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.control.v1 import param_store_pb2 as pb
-from torchrelay.control.v1 import reports_pb2
-from torchrelay.param_store.background_tasks import fill_disk_cache
 from torchrelay.param_store.grpc import copy_rpcs
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.arena import Arena
@@ -227,23 +225,6 @@ async def test_report_has_retained_packs_and_failure_domain(tmp_path: Path, pack
         await store.until(lambda report: not report.copies[0].retained)
     async with running_store(tmp_path, host_id="host-3") as store:
         assert (await store.report()).failure_domain == "host-3"
-
-
-async def test_stream_reports_disk_packs_first_and_on_change(tmp_path: Path, pack: StoredPack) -> None:
-    on_disk: list[list[str]] = []
-
-    def is_written(report: reports_pb2.StoreReport) -> bool:
-        if report.HasField("disk"):
-            on_disk.append(list(report.disk.pack_ids))
-        return len(on_disk) == 2
-
-    async with running_store(tmp_path, (fill_disk_cache,), disk_cache_bytes=1 << 30) as store:
-        async with asyncio.TaskGroup() as tasks:
-            told = tasks.create_task(store.until(is_written))
-            await store.relay(pack.pack_id, REMOTE)
-        assert on_disk == [[], [pack.pack_id]] and told.result().copies
-    async with running_store(tmp_path, disk_cache_bytes=0) as store:
-        assert not (await store.report()).HasField("disk")
 
 
 async def test_disk_order_kept_without_new_order(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from tests.unit.param_store.model_folders import config_of, tensors_of, write_folder
 from tests.unit.param_store.running_store import RunningStore, contents, publish, refusal, running_store
-from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound
+from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, Unavailable
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.remote.file_reader import FileReader
 from torchrelay.param_store.remote.folder_store import FolderStore
@@ -98,13 +98,20 @@ async def test_deletion_counts_references_of_shared_objects(tmp_path: Path) -> N
         assert stored(tmp_path / "remote") == set()
 
 
-async def test_publication_on_full_disk_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [OSError(errno.ENOSPC, "No space left on device"), Unavailable("it does not answer")],
+    ids=["full", "away"],
+)
+async def test_failed_publication_can_be_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
     folder = write_folder(tmp_path / "model")
     put_bytes = FolderStore.put_bytes
 
-    def full(remote: FolderStore, key: str, data: bytes) -> None:
+    def fail(remote: FolderStore, key: str, data: bytes) -> None:
         if key.startswith("versions/"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise failure
         put_bytes(remote, key, data)
 
     async with running_store(tmp_path) as store:
@@ -112,9 +119,10 @@ async def test_publication_on_full_disk_can_be_retried(tmp_path: Path, monkeypat
         before = stored(tmp_path / "remote")
         other = write_folder(tmp_path / "other", seed=1)
         await store.send(other, "u1")
-        monkeypatch.setattr(FolderStore, "put_bytes", full)
+        monkeypatch.setattr(FolderStore, "put_bytes", fail)
         error = await refusal(store.commit("u1"))
-        assert (error.code, str(tmp_path) in error.message) == ("disk_full", True)
+        is_full = isinstance(failure, OSError)
+        assert (error.code == "disk_full", str(tmp_path) in error.message) == (is_full, is_full)
         assert stored(tmp_path / "remote") == before
         assert await describe(store, kept.version_id) == kept
         monkeypatch.undo()
