@@ -1,4 +1,4 @@
-"""The gateway process: starts alone, keeps what it committed through kill -9, and shuts down in order."""
+"""The gateway process: starts alone, keeps what it committed through kill -9, shuts down in order, and forks."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_idle_keyless_connections_do_not_block_a_tenant(home: Path, nats_url: st
             host, _, port = ports[number % 2].partition(":")
             stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
         for _ in range(40):  # each over a new connection
-            assert httpx.get(f"{addresses['http']}/v1/tenants", headers=admin).status_code == 200
+            assert httpx.get(f"{addresses['http']}/v1/tenants", headers=admin, verify=False).status_code == 200
             with http2_client(addresses["grpc"]) as late:
                 late.greet()
                 assert lists_models(late, 1, key)
@@ -147,3 +147,34 @@ def lists_models(client: Http2Client, stream: int, key: str) -> bool:
     except OSError:
         return False
     return bytes(5) in client.end_of(stream)
+
+
+_PROGRAM = """
+import asyncio
+import torchrelay.gateway.main
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.server import RpcServer
+
+async def main():
+    server = RpcServer("127.0.0.1", 0)
+    await server.start()
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(10):
+            calls = asyncio.gather(*(stub.Check(health_pb2.HealthCheckRequest()) for _ in range(20)))
+            child = await asyncio.create_subprocess_exec("true")
+            assert await child.wait() == 0
+            await calls
+    await server.stop()
+
+uvloop.run(main())
+"""
+
+
+def test_grpc_leaves_children_of_the_event_loop_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "fork() handlers" not in done.stderr
+    assert "experiment" not in done.stderr.lower()  # gRPC warns about unknown names

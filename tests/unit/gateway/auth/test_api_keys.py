@@ -163,8 +163,8 @@ class LimitedDatabase(Database):
             self.num_waiting -= 1
 
 
-async def test_silent_database_costs_each_caller_one_time_limit(postgres_url: str) -> None:
-    async with SilentProxy(postgres_url).serving() as proxy:
+async def test_silent_database_costs_each_caller_one_time_limit(postgresql_url: str) -> None:
+    async with SilentProxy(postgresql_url).serving() as proxy:
         database, clock = LimitedDatabase(proxy.url), Clock()
         versions = TableVersions(database, confirm_s=0.5, clock=clock)
         keys, tenants = ApiKeys(database, versions, PEPPER), Tenants(database, versions)

@@ -1,4 +1,4 @@
-"""A param-store that hangs during an upload or a commit is named; a refusal keeps its cause."""
+"""A param-store that hangs during an upload, a commit or a read is named; a refusal keeps its cause."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from blake3 import blake3
 from grpc.aio import AioRpcError, Metadata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.wait import HANG_S
+from tests.support.echo_services import EchoStore
+from tests.support.wait import HANG_S, eventually
 from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
 from torchrelay.common.errors import DiskFull, InvalidRequest, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import status_of
 from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.control.v1 import param_store_pb2
-from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
+from torchrelay.control.v1.param_store_pb2_grpc import (
+    ParamStoreServicer,
+    ParamStoreStub,
+    add_ParamStoreServicer_to_server,
+)
 from torchrelay.gateway.clients.endpoint import param_store_endpoint
+from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.rechunk import CHUNK_BYTES, rechunk
 from torchrelay.gateway.clients.scheduler import SchedulerClient, Slots
@@ -266,3 +274,53 @@ async def test_no_slots_are_known_without_a_scheduler() -> None:
         slots.check_engine("vllm")
         with pytest.raises(Unavailable, match=r"the scheduler at 127.0.0.1:1 \(TORCHRELAY_SCHEDULER_ADDRESS\)"):
             await client.explain(request_id="req-1", timeout_s=1)
+
+
+DATA = bytes(3 << 20)
+DIGEST = blake3(DATA).hexdigest()
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[EchoStore]:
+    store = EchoStore({DIGEST: DATA})
+    await store.start()
+    yield store
+    store.answers.set()
+    await store.stop()
+
+
+async def test_hung_store_is_named(store: EchoStore, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    async with open_channel(store.address) as channel:
+        stub = ParamStoreStub(channel)
+        slow, quick = (StoreFileReader(stub, store.address, part_timeout_s) for part_timeout_s in (60.0, 0.2))
+        for _ in range(2):
+            assert await slow.save(DIGEST, "tokenizer.json", 4 << 20, path) == len(DATA)
+            assert path.read_bytes() == DATA
+            store.answers.clear()
+            with pytest.raises(
+                Unavailable, match=r"the param-store at .* \(TORCHRELAY_STORE_ADDRESS\) does not answer"
+            ):
+                await quick.save(DIGEST, "tokenizer.json", 4 << 20, path)
+            store.answers.set()
+
+
+async def test_read_waits_for_store_that_restarts(store: EchoStore, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    async with open_channel(store.address) as channel:
+        reader = StoreFileReader(ParamStoreStub(channel), store.address, restart_s=60.0)
+        await store.stop()
+        reading = asyncio.create_task(reader.save(DIGEST, "tokenizer.json", 4 << 20, path))
+        await eventually(lambda: channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+        assert not reading.done()
+        await store.revive()
+        assert await reading == len(DATA)
+    assert path.read_bytes() == DATA
+
+
+async def test_store_that_stays_away_is_named(store: EchoStore, tmp_path: Path) -> None:
+    async with open_channel(store.address) as channel:
+        reader = StoreFileReader(ParamStoreStub(channel), store.address, restart_s=0.2)
+        await store.stop()
+        with pytest.raises(Unavailable, match=r"\(TORCHRELAY_STORE_ADDRESS\) cannot be reached"):
+            await reader.save(DIGEST, "tokenizer.json", 4 << 20, tmp_path / "file")

@@ -80,6 +80,7 @@ async def test_chat_is_that_over_rest(rig: TokenPathRig, stub: Any) -> None:
 
 async def test_logprobs_are_sent_and_sampling_is_passed_on(rig: TokenPathRig, stub: Any) -> None:
     sampling: dict[str, Any] = {"min_p": 0.1, "top_k": 5, "presence_penalty": 1, "frequency_penalty": -1}
+    sampling |= {"min_tokens": 2, "repetition_penalty": 1.3}
     asked = request(max_tokens=6, top_logprobs=2, logit_bias={3: 1.5}, stop_token_ids=[4], **sampling)
     logprobs = [entry for event in await events_of(stub, asked) for delta in event.choices for entry in delta.logprobs]
     tokens = TokenBytes(decoder_of(rig.tokenizer))
@@ -90,6 +91,8 @@ async def test_logprobs_are_sent_and_sampling_is_passed_on(rig: TokenPathRig, st
     sent = rig.workers[0].starts[0][1].sampling
     assert {name: getattr(sent, name) for name in sampling} == sampling and sent.top_logprobs == 2
     assert dict(sent.logit_bias) == {3: 1.5} and 4 in sent.stop_token_ids
+    for _, start in (start for worker in rig.workers for start in worker.starts):
+        assert list(start.distinct_prompt_tokens) == sorted(PROMPT), "for the penalty"
 
 
 @pytest.mark.parametrize(("fields", "num_prompt_tokens"), [({}, 2), ({"add_special_tokens": False}, 1)])

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from shutil import copyfile
 
 import httpx
 import pytest
@@ -40,9 +41,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 @pytest.fixture
 def database_url(sqlite_template: Path, tmp_path: Path) -> str:
     """SQLite only: differences between databases are tested in sql/ and billing/."""
-    path = tmp_path / "ledger.db"
-    path.write_bytes(sqlite_template.read_bytes())
-    return f"sqlite:///{path}"
+    return f"sqlite:///{copyfile(sqlite_template, tmp_path / 'ledger.db')}"
 
 
 @dataclass

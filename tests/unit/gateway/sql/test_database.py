@@ -106,8 +106,8 @@ async def raise_version(database: Database) -> None:
 
 
 @pytest.mark.parametrize("used_before", [True, False])
-async def test_silent_server_is_unavailable_until_it_answers(postgres_url: str, used_before: bool) -> None:
-    async with SilentProxy(postgres_url).serving() as proxy:
+async def test_silent_server_is_unavailable_until_it_answers(postgresql_url: str, used_before: bool) -> None:
+    async with SilentProxy(postgresql_url).serving() as proxy:
         database = Database(proxy.url, time_limit_s=0.5)
         if used_before:  # a connection in the pool, and one that has yet to be made, fail differently
             await asyncio.gather(*(read_version(database) for _ in range(3)))
@@ -144,9 +144,9 @@ async def until_it_answers(database: Database) -> int:
     return await read_version(database)
 
 
-async def test_silence_within_a_transaction_commits_nothing(postgres_url: str) -> None:
-    async with SilentProxy(postgres_url).serving() as proxy:
-        database, direct = Database(proxy.url, time_limit_s=0.5), Database(postgres_url)
+async def test_silence_within_a_transaction_commits_nothing(postgresql_url: str) -> None:
+    async with SilentProxy(postgresql_url).serving() as proxy:
+        database, direct = Database(proxy.url, time_limit_s=0.5), Database(postgresql_url)
         with pytest.raises(Unavailable, match="the database does not answer"):
             async with database.write() as connection:
                 await connection.execute(update(table_versions).values(version=99))
@@ -217,11 +217,11 @@ async def test_only_connection_faults_are_unavailable(database: Database) -> Non
             await connection.execute(balances.insert().values(tenant_id="nobody", spent_nano=0))
 
 
-async def test_server_without_free_connections_is_unavailable(postgres_url: str) -> None:
-    owner = Database(postgres_url)
+async def test_server_without_free_connections_is_unavailable(postgresql_url: str) -> None:
+    owner = Database(postgresql_url)
     async with owner.write() as connection:
         await connection.execute(text("CREATE ROLE crowd LOGIN PASSWORD 'x' CONNECTION LIMIT 0"))
-    url = make_url(postgres_url).set(username="crowd", password="x")
+    url = make_url(postgresql_url).set(username="crowd", password="x")
     database = Database(url.render_as_string(hide_password=False))
     with pytest.raises(Unavailable, match="the database is unavailable"):  # SQLSTATE 53300
         async with database.read() as away:
@@ -339,8 +339,8 @@ class CountingDatabase(Database):
         return await super().transact(work)
 
 
-async def test_queued_writes_fail_with_a_silent_database(postgres_url: str) -> None:
-    async with SilentProxy(postgres_url).serving() as proxy:
+async def test_queued_writes_fail_with_a_silent_database(postgresql_url: str) -> None:
+    async with SilentProxy(postgresql_url).serving() as proxy:
         database = CountingDatabase(proxy.url, time_limit_s=1.0)
         async with GroupCommit[int](database, lambda _, writes: dict.fromkeys(range(len(writes)), 0)) as commits:
             assert await commits.do(1) == 0

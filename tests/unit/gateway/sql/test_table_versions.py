@@ -57,7 +57,7 @@ async def test_invalidation_during_a_query_causes_another(parts: AccountingRig) 
     assert num_asked == 2
 
 
-async def test_abandoned_query_ends_before_the_database_closes(postgres_url: str) -> None:
+async def test_abandoned_query_ends_before_the_database_closes(postgresql_url: str) -> None:
     has_ended = False
 
     class Noted(TableVersions):
@@ -68,7 +68,7 @@ async def test_abandoned_query_ends_before_the_database_closes(postgres_url: str
             finally:
                 has_ended = True
 
-    async with SilentProxy(postgres_url).serving() as proxy:
+    async with SilentProxy(postgresql_url).serving() as proxy:
         database = Database(proxy.url)
         versions = Noted(database, 0.5)
         await versions.confirmed("keys")

@@ -1,3 +1,5 @@
+"""Lists of requests, explanations of requests and models, and the history of events."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -5,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.gateway.http.conftest import RestRig
+from tests.unit.gateway.http.routes.test_uploads import published
 from torchrelay.common.clock import now_unix_us
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
 
@@ -108,3 +111,38 @@ async def test_wrong_parameter_is_named(used: RestRig) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     short = await used.admin.get("/v1/requests?model=glossary")  # of which tenant?
     assert (short.status_code, short.json()["error"]["param"]) == (400, "model")
+
+
+async def test_only_a_tenants_own_requests_are_explained(rig: RestRig) -> None:
+    await rig.parts.ledger.open(rig.parts.request("req-1"))
+    await rig.parts.ledger.open(rig.parts.request("req-old"))
+    said = (await rig.acme.get("/v1/requests/req-1/explain")).json()
+    assert said["phases"] == [
+        {"name": "queue", "begin_unix_us": 1, "end_unix_us": 2, "where": "scheduler", "detail": "cold"}
+    ]
+    assert said["decisions"][0]["reason"] == "first request"
+    assert (await rig.admin.get("/v1/requests/req-1/explain")).json() == said
+    assert (await rig.acme.get("/v1/requests/req-old/explain")).status_code == 404
+    async with await rig.client_of("zoo") as zoo:
+        theirs, absent = [await zoo.get(f"/v1/requests/req-{name}/explain") for name in ("1", "x")]
+        assert (theirs.status_code, absent.status_code) == (404, 404)
+        assert theirs.text.replace("req-1", "req-x") == absent.text
+
+
+async def test_only_a_tenants_own_models_are_explained(rig: RestRig) -> None:
+    await published(rig.acme)
+    explained = (await rig.acme.get("/v1/explain?model=glossary")).json()
+    assert (explained["id"], explained["worth"]) == ("acme/glossary", [{"label": "bid", "text": "of acme/glossary"}])
+    assert explained["decisions"][0]["reason"] == "first request"
+    assert (await rig.admin.get("/v1/explain?model=acme/glossary")).json() == explained
+    async with await rig.client_of("zoo") as zoo:
+        assert (await zoo.get("/v1/explain?model=acme/glossary")).status_code == 404
+
+
+async def test_admin_alone_gets_the_newest_events_since_a_time(rig: RestRig) -> None:
+    listed = (await rig.admin.get("/v1/events?since=1970-01-02&limit=2")).json()["data"]
+    assert [event["sequence"] for event in listed] == [2, 3]
+    event = {"sequence": 3, "at_unix_us": 3, "kind": "relay.started", "model": "", "reason": ""}
+    assert listed[-1] == {**event, "urgency": "event 3 since 86400000000"}
+    assert (await rig.acme.get("/v1/events?since=2026-01-01")).status_code == 403
+    assert (await rig.admin.get("/v1/events?since=yesterday")).status_code == 400
