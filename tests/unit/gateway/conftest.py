@@ -12,6 +12,8 @@ from shutil import copyfile
 
 import asyncpg
 import pytest
+from alembic import command
+from alembic.config import Config
 
 from tests.unit.gateway.postgres_server import postgres_server
 from tests.unit.gateway.text_programs import TextProgram
@@ -23,7 +25,7 @@ from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.core import OpenedRequest
 from torchrelay.gateway.sql.database import Database, SqlConnection
-from torchrelay.gateway.sql.schema import ensure_schema
+from torchrelay.gateway.sql.schema import MIGRATIONS
 from torchrelay.gateway.sql.table_versions import TableVersions
 from torchrelay.gateway.sql.tables import metadata
 
@@ -46,7 +48,7 @@ def postgres_template() -> Iterator[str]:
     with postgres_server() as url:
         asyncio.run(_execute(url, "CREATE DATABASE migrated"))
         tests_url = url.replace("/postgres", "/migrated")
-        asyncio.run(_migrate(tests_url))
+        _migrate(tests_url)
         copies = "".join(f"CREATE TABLE pristine.{table} AS TABLE {table};" for table in TABLES)
         asyncio.run(_execute(tests_url, f"CREATE SCHEMA pristine; {copies}"))
         yield url
@@ -56,14 +58,16 @@ def postgres_template() -> Iterator[str]:
 def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migrated SQLite file, copied for each test."""
     path = tmp_path_factory.mktemp("sql") / "template.db"
-    asyncio.run(_migrate(f"sqlite:///{path}"))
+    _migrate(f"sqlite:///{path}")
     return path
 
 
-async def _migrate(url: str) -> None:
-    database = Database(url)
-    await ensure_schema(database, url)
-    await database.close()
+def _migrate(url: str) -> None:
+    """In this process: the child that a gateway starts for it takes a second to import Alembic."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["url"] = url
+    command.upgrade(config, "head")
 
 
 async def _execute(url: str, statement: str) -> None:

@@ -75,7 +75,7 @@ async def rig() -> AsyncIterator[EncoderRig]:
         stack.push_async_callback(store.stop)
         channel = open_channel(store.address)
         stack.push_async_callback(channel.close)
-        limits = TextLimits(prompt_cpu_s=0.5)
+        limits = TextLimits(prompt_cpu_s=0.2)
         files = await stack.enter_async_context(ModelFiles(StoreFileReader(ParamStoreStub(channel), store.address)))
         decoders = DecoderCache(1 << 30)
         stack.callback(decoders.close)
@@ -167,7 +167,7 @@ async def test_files_that_fail_are_named(rig: EncoderRig) -> None:
     error = await rig.error(rig.model(tokenizer=b'{"model": {}}'), TEXT)
     assert (type(error), error.field) == (InvalidRequest, "tokenizer.json")
     error = await rig.error(rig.model(template=LOOP.encode()), CHAT)
-    assert (error.field, error.message) == ("messages", "the model's chat template failed: it took longer than 0.5 s")
+    assert (error.field, error.message) == ("messages", "the model's chat template failed: it took longer than 0.2 s")
 
 
 @pytest.mark.parametrize(

@@ -265,9 +265,10 @@ async def test_full_queue_refuses_only_its_tenant(tmp_path: Path) -> None:
 
 
 async def test_expired_wait_names_its_cause(tmp_path: Path) -> None:
-    async with text_rig(tmp_path, num_processes=1, prompt_cpu_s=30, max_wait_s=5) as rig:
+    async with text_rig(tmp_path, num_processes=1, max_wait_s=5) as rig:
         await rig.rendered("fine")
-        slow = asyncio.ensure_future(rig.answer(LOOP))
+        os.kill(rig.processes.pids[0], signal.SIGSTOP)
+        slow = asyncio.ensure_future(rig.answer("slow"))
         await asyncio.sleep(0)
         own = asyncio.ensure_future(rig.answer("fine"))
         others = asyncio.ensure_future(rig.answer("fine", tenant="beta"))

@@ -92,7 +92,7 @@ async def text_rig(
     folder: Path,
     *,
     num_processes: int = 2,
-    prompt_cpu_s: float = 0.5,
+    prompt_cpu_s: float = 0.2,
     load_cpu_s: float = 5.0,
     max_memory_bytes: int = 1 << 30,
     max_cached_bytes: int = 96 << 20,
