@@ -1,4 +1,4 @@
-"""Pods of workers, through the API of a server that keeps objects in memory. No real API server is available."""
+"""Pods of workers, by a server that keeps objects in memory, and batch scripts: `tests/fleet` runs them on a cluster."""
 
 from __future__ import annotations
 

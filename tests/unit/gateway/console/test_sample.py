@@ -1,8 +1,9 @@
-"""Each caller's part of the live figures, and conditions that need an operator."""
+"""What each caller sees of the live figures, conditions that need an operator, and the files of the console."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.gateway.console.alerts import KV_HOLD_S, WAIT_HOLD_S, alerts, held
 from torchrelay.gateway.console.core import Alert, Listed
 from torchrelay.gateway.console.sample import Sample, seen_by
+from torchrelay.gateway.console.static_files import static_files
 from torchrelay.gateway.core import FirstToken, Principal
 
 ACME = Principal("t-1", "acme", "k-1")
@@ -202,3 +204,22 @@ def test_overload() -> None:
 def test_alert_is_shown_once_it_has_held(age_s: float, num_shown: int) -> None:
     found = [Alert("now", "", ""), Alert("wait", "", "", hold_s=WAIT_HOLD_S), Alert("kv", "", "", hold_s=KV_HOLD_S)]
     assert len(held(found, {alert.key: 100.0 for alert in found}, 100.0 + age_s)) == num_shown
+
+
+def test_files_are_small_and_their_policy_allows_files_of_the_gateway_only() -> None:
+    assert sum(len(content) for content, _ in static_files().values()) <= 250_000
+    for path, (_, headers) in static_files().items():
+        policy = dict(headers)[b"content-security-policy"]
+        assert b"default-src 'none'" in policy, path
+        assert b"unsafe" not in policy, path
+        assert b"http" not in policy, path
+
+
+def test_page_has_no_inline_code_and_modules_import_existing_files() -> None:
+    page = static_files()["/console"][0].decode()
+    assert re.search(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", page) is None
+    imported = re.findall(r'(?:src|href)="(/[^"]+)"', page)
+    for path, (content, _) in static_files().items():
+        if path.endswith(".js"):
+            imported += re.findall(r'from "([^"]+)"', content.decode())
+    assert set(imported) <= static_files().keys()

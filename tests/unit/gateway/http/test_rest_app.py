@@ -1,7 +1,9 @@
-"""Health, refusals and bodies of the REST routes, and the values of their fields."""
+"""Health, refusals and bodies of the REST routes, values of fields, pages of other origins, and the schema."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -10,6 +12,12 @@ import pytest
 from tests.support.wait import eventually
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
+from torchrelay.gateway.edge.http_server import http_server
+from torchrelay.gateway.http.cors import CorsApp
+from torchrelay.gateway.http.openapi import TOKEN_PATHS
+from torchrelay.gateway.http.router import _TOKEN_PATHS
+from torchrelay.gateway.openai.requests import ChatBody
+from torchrelay.gateway.settings import GatewaySettings
 
 
 def fault(reply: httpx.Response) -> dict[str, Any]:
@@ -172,3 +180,169 @@ async def test_nul_in_path_or_query_is_refused(rig: RestRig) -> None:
     for path in ("/v1/usage?model=a%00b", "/v1/models/a%00b", "/v1/requests/req-%00/explain"):
         answer = await rig.acme.get(path)
         assert answer.status_code in (400, 404), answer.text
+
+
+PAGE, OTHER = "https://app.example", "https://other.example"
+# What the JavaScript client of OpenAI sends from a browser.
+SDK_HEADERS = (
+    "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+    "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout"
+)
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/acme/glossary", "/v1/none"]
+Allowing = Callable[[str], AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture
+def allowing(rig: RestRig) -> Allowing:
+    """A client, without a key, of a gateway with this setting."""
+
+    @asynccontextmanager
+    async def allow(cors_origins: str) -> AsyncIterator[httpx.AsyncClient]:
+        app = CorsApp(rig.router, GatewaySettings(cors_origins=cors_origins).allowed_origins)
+        async with (
+            http_server(app, "127.0.0.1", 0, 1, group_of=rig.router.group_of) as server,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client,
+        ):
+            yield client
+
+    return allow
+
+
+def preflight(origin: str) -> dict[str, str]:
+    return {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": SDK_HEADERS,
+    }
+
+
+@pytest.mark.parametrize(("setting", "allowed"), [(f"{PAGE}, http://localhost:3000", PAGE), ("*", "*")])
+async def test_page_of_an_allowed_origin_may_call(rig: RestRig, allowing: Allowing, setting: str, allowed: str) -> None:
+    async with allowing(setting) as client:
+        for path in PATHS:
+            asked = await client.options(path, headers=preflight(PAGE))
+            assert (asked.status_code, asked.content) == (204, b"")
+            assert asked.headers["access-control-allow-origin"] == allowed
+            assert asked.headers["access-control-allow-headers"] == SDK_HEADERS
+            methods = asked.headers["access-control-allow-methods"].split(", ")
+            assert {"GET", "POST", "PUT", "PATCH", "DELETE"} <= set(methods)
+            assert "access-control-allow-credentials" not in asked.headers
+        key = {"origin": PAGE, "authorization": rig.acme.headers["authorization"]}
+        for headers, status in ((key, 200), ({"origin": PAGE}, 401)):
+            answer = await client.get("/v1/models", headers=headers)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, allowed)
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            assert answer.headers["vary"] == "origin"
+        streamed = await client.post("/v1/chat/completions", headers=key, json={})
+        assert (streamed.content, streamed.headers["access-control-allow-origin"]) == (b"tokens", allowed)
+
+
+async def test_other_origins_and_other_clients_get_no_such_headers(rig: RestRig, allowing: Allowing) -> None:
+    key = {"authorization": rig.acme.headers["authorization"]}
+    async with allowing(PAGE) as client:
+        for origin in (OTHER, PAGE + ".evil.example", "null", "http://app.example"):
+            asked = await client.options("/v1/models", headers=preflight(origin))
+            assert asked.status_code == 401
+            answer = await client.get("/v1/models", headers={**key, "origin": origin})
+            assert answer.status_code == 200
+            for reply in (asked, answer):
+                assert not [name for name in reply.headers if name.startswith("access-control-")]
+        assert "access-control-allow-origin" not in (await client.get("/v1/models", headers=key)).headers
+
+
+async def test_options_without_a_preflight_is_an_ordinary_request(rig: RestRig, allowing: Allowing) -> None:
+    async with allowing("*") as client:
+        key = {"authorization": rig.acme.headers["authorization"], "origin": PAGE}
+        answer = await client.options("/v1/models", headers=key)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (405, "*")
+
+
+async def schema_of(rig: RestRig) -> dict[str, Any]:
+    schema: dict[str, Any] = (await rig.acme.get("/openapi.json")).json()
+    return schema
+
+
+async def test_token_paths_are_described(rig: RestRig) -> None:
+    schema = await schema_of(rig)
+    assert TOKEN_PATHS.keys() == _TOKEN_PATHS
+    chat = schema["paths"]["/v1/chat/completions"]["post"]
+    assert chat["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatBody"}
+    body = schema["components"]["schemas"]["ChatBody"]
+    assert body["properties"].keys() == set(ChatBody.__struct_fields__) and body["required"] == ["model", "messages"]
+    assert {"type": "number", "minimum": 0, "maximum": 2} in body["properties"]["temperature"]["anyOf"]
+    assert {"HTTPBearer": []} in schema["paths"]["/v1/messages"]["post"]["security"]
+
+
+async def test_streams_are_described_by_their_events(rig: RestRig) -> None:
+    paths = (await schema_of(rig))["paths"]
+    streams = {
+        path: paths[path]["post"]["responses"]["200"]["content"].get("text/event-stream") for path in TOKEN_PATHS
+    }
+    assert streams.pop("/v1/embeddings") is streams.pop("/v1/messages/count_tokens") is None
+    for event in streams.values():
+        assert event["schema"]["type"] == "object" and event["schema"]["required"] == ["data"]
+        assert event["schema"]["properties"].keys() == {"event", "data"}
+
+
+async def test_every_operation_has_a_key_and_true_errors(rig: RestRig) -> None:
+    schema = await schema_of(rig)
+    operations = [
+        (path, method, operation) for path, each in schema["paths"].items() for method, operation in each.items()
+    ]
+    assert len(operations) > 24
+    for path, method, operation in operations:
+        assert {"HTTPBearer": []} in operation["security"], (path, method)
+        statuses = operation["responses"].keys()
+        assert statuses >= {"400", "401", "403", "404", "405", "413", "429", "500", "503"}
+        assert ("422" in statuses) == path.startswith("/v1/uploads")
+        error = "AnthropicError" if path.startswith("/v1/messages") else "ErrorBody"
+        for status, response in operation["responses"].items():
+            if status >= "400":
+                shape = response["content"]["application/json"]["schema"]
+                assert shape == {"$ref": f"#/components/schemas/{error}"}
+
+
+async def test_every_reference_has_its_schema(rig: RestRig) -> None:
+    schema = await schema_of(rig)
+
+    def references(value: Any) -> set[str]:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        own = {value["$ref"]} if isinstance(value, dict) and "$ref" in value else set()
+        return own.union(*map(references, inner))
+
+    known = {f"#/components/schemas/{name}" for name in schema["components"]["schemas"]}
+    assert references(schema) <= known
+    assert not {name for name in known if "ValidationError" in name}
+
+
+async def test_errors_have_the_described_shape(rig: RestRig) -> None:
+    shape = (await schema_of(rig))["components"]["schemas"]
+    for response in (
+        await rig.acme.get("/v1/bill?period=x"),
+        await rig.acme.get("/v1/models/absent"),
+        await rig.acme.get("/v1/reconcile"),
+        await rig.acme.get("/v1/usage", headers={"authorization": ""}),
+    ):
+        assert response.status_code >= 400
+        assert response.json().keys() == shape["ErrorBody"]["properties"].keys()
+        assert response.json()["error"].keys() == shape["ErrorObject"]["properties"].keys()
+
+
+async def test_unknown_and_repeated_query_parameters_are_refused(rig: RestRig) -> None:
+    for method, path, name, known in (
+        ("GET", "/v1/bill?month=2026-01", "month", "; known are period, tenant"),
+        (
+            "GET",
+            "/v1/usage?from=2026-01-01&until=2026-02-01",
+            "until",
+            "; known are from, group_by, key, model, tenant, to",
+        ),
+        ("GET", "/v1/models?page=2", "page", "; known are after_id, before_id, limit"),
+        ("GET", "/v1/prices?model=x", "model", ""),
+        ("DELETE", "/v1/keys/x?force=1", "force", ""),
+    ):
+        refused = await rig.acme.request(method, path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        assert refused.json()["error"]["message"] == f"unknown query parameter '{name}'{known}"
+    repeated = await rig.acme.get("/v1/bill?period=2026-01&period=2026-02")
+    assert (repeated.status_code, repeated.json()["error"]["param"]) == (400, "period")
