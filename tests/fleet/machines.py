@@ -11,6 +11,8 @@ from typing import Protocol
 
 from tests.support.wait import wait_until
 
+_ARENA = b"TORCHRELAY_ARENA_PATH="
+
 
 class Fleet(Protocol):
     """A running engine with two machines, which has room for a worker on each."""
@@ -43,17 +45,27 @@ def programs(worker_id: str) -> list[int]:
 
 
 def kill_all(*variables: str) -> None:
-    """Kills the processes whose environment has all of these, as ``NAME=VALUE``, until none is left."""
+    """Kills the processes whose environment has all of these, as ``NAME=VALUE``, until none is left.
+
+    Their arenas are removed, as the memory of a machine that loses power.
+    """
     wanted = {variable.encode() for variable in variables}
+    arenas: set[bytes] = set()
 
     def are_gone() -> bool:
-        living = [pid for pid, path in _processes() if wanted <= _parts(path / "environ")]
-        for pid in living:  # they may have started others meanwhile
+        is_left = False
+        for pid, path in _processes():
+            if not wanted <= (parts := _parts(path / "environ")):
+                continue
+            is_left = True
+            arenas.update(part.removeprefix(_ARENA) for part in parts if part.startswith(_ARENA))
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return not living
+        return not is_left
 
     wait_until(are_gone, f"the end of all processes of {variables}")
+    for arena in arenas:
+        Path(arena.decode()).unlink(missing_ok=True)
 
 
 def _processes() -> Iterator[tuple[int, Path]]:

@@ -46,17 +46,6 @@ def test_concurrent_streams_of_many_lengths_are_exact(platform: Platform, tenant
         assert state.token_ids == reference(tenant.checkpoint("llama"), PROMPT[:length], NUM_TOKENS)
 
 
-def test_seed_repeats_the_tokens(platform: Platform, tenant: Tenant) -> None:
-    model = tenant.model("llama")
-    options = {"max_tokens": 16, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
-    first, again, other = (
-        complete(platform, tenant.key, model, PROMPT[:20], seed=seed, **options)["choices"][0]["token_ids"]
-        for seed in (7, 7, 8)
-    )
-    assert first == again
-    assert first != other
-
-
 def test_choices_differ_and_share_the_prompt(platform: Platform, tenant: Tenant) -> None:
     answer = complete(
         platform,

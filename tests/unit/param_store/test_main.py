@@ -139,6 +139,7 @@ async def store_process(folder: Path, store_id: str, nats_url: str, *flags: str)
         if process.returncode is None:
             process.kill()
             await process.communicate()
+            os.unlink(f"/dev/shm/torchrelay-{store_id}")
 
 
 async def fetch_in_process(folder: Path, store_id: str, pack: StoredPack) -> None:
