@@ -7,11 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import typer.main
+import typer.testing
 from google.protobuf import message_factory
 from typer.testing import CliRunner, Result
 
@@ -53,9 +56,14 @@ def home(tmp_path: Path, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) 
     return home
 
 
+# Typer makes the commands of an application anew for each command line, which takes 0.04 s.
+commands_of = cache(typer.main.get_command)
+
+
 @pytest.fixture
-def run() -> Run:
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line; its result has ``stdout``, ``stderr``, ``exit_code`` and ``exception``."""
+    monkeypatch.setattr(typer.testing, "_get_command", commands_of)
 
     def run(*arguments: str, said: str | bytes | None = None) -> Result:
         return CliRunner().invoke(app, arguments, input=said)

@@ -14,35 +14,13 @@ from urllib.parse import urlsplit
 
 TENANT_KEY = "tr-8x2kq0v3m1c9d7fz-secret"
 ADMIN_KEY = "tra-admin"
-MODEL = {
-    "id": "acme/tiny",
-    "version": "0123456789abcdef",
-    "architecture": "LlamaForCausalLM",
-    "dtype": "F32",
-    "size_bytes": 1_500_000,
-    "context_length": 512,
-    "idle_timeout_s": 0,
-    "max_instances": 2,
-    "effective_idle_timeout_s": 60.0,
-    "effective_max_instances": 2,
-    "created": 1_790_000_000,
-    "min_instances": 0,
-    "engine": "auto",
-    "schedule": [],
-    "aliases": [],
-    "interactive_ttft_s": 0.0,
-    "standard_ttft_s": 0.0,
-    "batch_ttft_s": 0.0,
-    "tbt_target_s": 0.0,
-}
-PRICE = {
-    "model": None,
-    "prompt_nano": 100,
-    "cached_nano": 25,
-    "output_nano": 400,
-    "valid_from": "1970-01-01T00:00:00+00:00",
-    "valid_to": None,
-}
+MODEL: dict[str, Any] = {"id": "acme/tiny", "version": "0123456789abcdef", "architecture": "LlamaForCausalLM"}
+MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "created": 1_790_000_000}
+MODEL |= {"idle_timeout_s": 0, "effective_idle_timeout_s": 60.0, "max_instances": 2, "effective_max_instances": 2}
+MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": []}
+MODEL |= dict.fromkeys(("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"), 0.0)
+PRICE: dict[str, Any] = {"model": None, "prompt_nano": 100, "cached_nano": 25, "output_nano": 400}
+PRICE |= {"valid_from": "1970-01-01T00:00:00+00:00", "valid_to": None}
 
 
 @dataclass
@@ -119,9 +97,8 @@ class _Answering(BaseHTTPRequestHandler):
             case "GET", ["keys"] if not self.gateway.lists_keys:
                 self._error(503, "the database cannot be reached", "unavailable")
             case "GET", ["keys"]:
-                self._json(
-                    {"data": [{"id": key_id, "tenant": tenant} for key_id, tenant in self.gateway.owners.items()]}
-                )
+                owners = self.gateway.owners.items()
+                self._json({"data": [{"id": key_id, "tenant": tenant} for key_id, tenant in owners]})
             case "GET", ["tenants"]:
                 self._json({"data": [{"name": name} for name in self.gateway.tenants]})
             case "PATCH", ["tenants", name]:
@@ -147,13 +124,8 @@ class _Answering(BaseHTTPRequestHandler):
             case "GET", ["usage"] if "model=" in self.path or "key=" in self.path:
                 self._json({"data": [], "total": {}})
             case "GET", ["usage"]:
-                quantities: dict[str, Any] = {
-                    "prompt_tokens": 1200,
-                    "cached_tokens": 0,
-                    "completion_tokens": 34,
-                    "requests": 2,
-                }
-                quantities |= {"cost_nano": 15_000, "cost": "0.000015000"}
+                quantities: dict[str, Any] = {"prompt_tokens": 1200, "cached_tokens": 0, "completion_tokens": 34}
+                quantities |= {"requests": 2, "cost_nano": 15_000, "cost": "0.000015000"}
                 self._json({"data": [{"model": "acme/tiny", **quantities}], "total": quantities})
             case "POST", ["uploads"]:
                 self.gateway.declared = {file["path"]: file for file in body["files"]}
@@ -205,11 +177,7 @@ class _Answering(BaseHTTPRequestHandler):
         if self.gateway.refuse_commit:
             message, self.gateway.declared = "config.json: no such architecture", {}  # the upload has ended
             last = {"error": {"message": message, "param": "config.json", "code": "upload_refused"}}
-        lines: list[Any] = [
-            {"stage": "validate", "done": 1, "total": 1},
-            {"stage": "pack", "done": 5, "total": 10},
-            last,
-        ]
+        lines = [{"stage": "validate", "done": 1, "total": 1}, {"stage": "pack", "done": 5, "total": 10}, last]
         self._send(200, b"".join(json.dumps(line).encode() + b"\n" for line in lines), "application/x-ndjson")
 
     def _chat(self, body: Any) -> None:
@@ -219,23 +187,19 @@ class _Answering(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b": waiting\n\n")
         for piece in self.gateway.pieces:
-            chunk = {"id": "req-1", "choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
-            self.wfile.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
-            self.wfile.flush()
+            self._chunk([{"index": 0, "delta": {"content": piece}, "finish_reason": None}])
         if self.gateway.hang_after_pieces:
             self.gateway.released.wait(20)
-            self.close_connection = True
-            return
-        end: dict[str, Any] = {
-            "id": "req-1",
-            "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}],
-            "usage": None,
-        }
-        usage: dict[str, Any] = {"id": "req-1", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
-        for last in (end, usage):
-            self.wfile.write(b"data: " + json.dumps(last).encode() + b"\n\n")
-        self.wfile.write(b"data: [DONE]\n\n")
+        else:
+            self._chunk([{"index": 0, "delta": {}, "finish_reason": "stop"}])
+            self._chunk([], {"prompt_tokens": 5, "completion_tokens": 3})
+            self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
+
+    def _chunk(self, choices: list[Any], usage: dict[str, int] | None = None) -> None:
+        chunk = {"id": "req-1", "choices": choices, "usage": usage}
+        self.wfile.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
+        self.wfile.flush()
 
     def _json(self, value: Any, status: int = 200) -> None:
         self._send(status, json.dumps(value).encode())

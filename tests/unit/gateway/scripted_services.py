@@ -165,19 +165,14 @@ class ScriptedScheduler(SchedulerServicer):
 
 
 @asynccontextmanager
-async def serving_store(store: ScriptedStore) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(*services: ScriptedStore | ScriptedScheduler) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server of these."""
     server = RpcServer("127.0.0.1")
-    add_ParamStoreServicer_to_server(store, server.server)
-    await server.start()
-    async with open_channel(f"127.0.0.1:{server.port}") as channel:
-        yield channel
-    await server.stop(0)
-
-
-@asynccontextmanager
-async def serving_scheduler() -> AsyncIterator[grpc.aio.Channel]:
-    server = RpcServer("127.0.0.1")
-    add_SchedulerServicer_to_server(ScriptedScheduler(), server.server)  # type: ignore[abstract]
+    for service in services:
+        if isinstance(service, ScriptedStore):
+            add_ParamStoreServicer_to_server(service, server.server)
+        else:
+            add_SchedulerServicer_to_server(service, server.server)
     await server.start()
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel

@@ -1,4 +1,4 @@
-"""Pods of workers, by a server that keeps objects in memory, and batch scripts: `tests/fleet` runs them on a cluster."""
+"""Pods of workers, by a server that keeps objects in memory; batch scripts, which `tests/fleet` runs on a cluster."""
 
 from __future__ import annotations
 

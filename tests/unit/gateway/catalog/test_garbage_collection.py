@@ -11,7 +11,7 @@ from sqlalchemy import insert, select, update
 from tests.support.wait import eventually
 from tests.unit.gateway.catalog.test_catalog import publish, version
 from tests.unit.gateway.conftest import AccountingRig
-from tests.unit.gateway.scripted_services import ScriptedStore, serving_store
+from tests.unit.gateway.scripted_services import ScriptedStore, serving
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2
@@ -77,14 +77,14 @@ class GarbageRig:
     @asynccontextmanager
     async def with_client(self, kind: type[Client]) -> AsyncIterator[GarbageRig]:
         """The rig with another client of the same store."""
-        async with serving_store(self.store) as channel:
+        async with serving(self.store) as channel:
             yield replace(self, client=kind(channel, "store:1"))
 
 
 @pytest.fixture
 async def rig(parts: AccountingRig) -> AsyncIterator[GarbageRig]:
     store = ScriptedStore()  # type: ignore[abstract]
-    async with serving_store(store) as channel:
+    async with serving(store) as channel:
         yield GarbageRig(parts, store, StoreClient(channel, "store:1"))
 
 

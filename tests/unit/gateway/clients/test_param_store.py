@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.echo_services import EchoStore
 from tests.support.wait import HANG_S, eventually
-from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
+from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStore, serving
 from torchrelay.common.errors import DiskFull, InvalidRequest, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import status_of
@@ -69,7 +69,7 @@ async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
 async def test_store_that_reads_no_bytes_is_named(accepts: bool, num_bytes: int) -> None:
     store = hung_store()
     store.accepts = accepts
-    async with serving_store(store) as channel, asyncio.timeout(HANG_S):
+    async with serving(store) as channel, asyncio.timeout(HANG_S):
         client = StoreClient(channel, "store:1", silence_s=0.5)
         with pytest.raises(Unavailable, match=SILENT):
             await client.put_file("u1", "w", 0, pieces(num_bytes))
@@ -87,7 +87,7 @@ async def test_cancelled_upload_stops_reading_the_body() -> None:
         finally:
             has_ended = True
 
-    async with serving_store(hung_store()) as channel, asyncio.timeout(HANG_S):
+    async with serving(hung_store()) as channel, asyncio.timeout(HANG_S):
         sending = asyncio.ensure_future(StoreClient(channel, "store:1").put_file("u1", "w", 0, body()))
         await reading.wait()
         sending.cancel()
@@ -96,7 +96,7 @@ async def test_cancelled_upload_stops_reading_the_body() -> None:
 
 
 async def test_silent_commit_is_named() -> None:
-    async with serving_store(hung_store()) as channel, asyncio.timeout(HANG_S):
+    async with serving(hung_store()) as channel, asyncio.timeout(HANG_S):
         client, stages = StoreClient(channel, "store:1", silence_s=2.0), list[str]()
         with pytest.raises(Unavailable, match=SILENT):
             async for step in client.commit("u1", 0):
@@ -253,7 +253,7 @@ def test_error_names_the_peer_or_the_endpoint(error: AioRpcError, kind: type[Tor
 
 
 async def test_client_gets_slots_and_explanations() -> None:
-    async with serving_scheduler() as channel:
+    async with serving(ScriptedScheduler()) as channel:  # type: ignore[abstract]
         client = SchedulerClient(channel, "127.0.0.1:1")
         slots = await client.slots()
         assert slots == Slots(12345, frozenset(("torchrelay",)))

@@ -63,18 +63,6 @@ def test_new_connections_evict_idle_ones_before_each_other() -> None:
     assert connections.add("newer", "z") == "a1"
 
 
-def test_closed_connection_is_forgotten() -> None:
-    connections = table()
-    connections.add("a", "x")
-    connections.show_key("a", "acme")
-    connections.end_request("a")
-    connections.remove("a")
-    connections.remove("a")
-    connections.show_key("a", "acme")
-    connections.end_request("a")
-    assert len(connections) == 0 and not connections.has_key("a")
-
-
 def test_new_connection_is_closed_when_tenants_fill_their_halves() -> None:
     connections = table(GRPC_LIMITS)
     for name, tenant in (("a0", "acme"), ("a1", "acme"), ("z0", "zoo"), ("z1", "zoo")):
@@ -91,12 +79,7 @@ def test_new_connection_is_closed_when_tenants_fill_their_halves() -> None:
 
 @given(
     limits=st.sampled_from([LIMITS, GRPC_LIMITS, ConnectionLimits(total=3, keyless=2)]),
-    steps=st.lists(
-        st.tuples(
-            st.sampled_from(["add", "key", "begin", "end", "remove"]), st.integers(0, 30), st.sampled_from("abc")
-        ),
-        max_size=200,
-    ),
+    steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 30), st.sampled_from("abc")), max_size=200),
 )
 def test_limits_hold_and_busy_connection_with_a_key_is_never_closed(
     limits: ConnectionLimits, steps: list[tuple[str, int, str]]
@@ -133,6 +116,7 @@ def test_limits_hold_and_busy_connection_with_a_key_is_never_closed(
             is_open.discard(name)
             tenants.pop(name, None)
         idle &= tenants.keys()
+        assert connections.has_key(name) == (name in tenants), "a closed connection is forgotten"
         assert len(connections) == len(is_open) <= limits.total
         assert connections.num_keyless == len(is_open) - len(tenants) <= limits.keyless
 

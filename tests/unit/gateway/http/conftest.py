@@ -16,7 +16,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from tests.unit.gateway.conftest import AccountingRig
-from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
+from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStore, serving
 from torchrelay.common.health import Health
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
@@ -94,8 +94,8 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     shares = connection_shares(settings)
     async with AsyncExitStack() as stack:
         store = ScriptedStore()  # type: ignore[abstract]
-        store_client = StoreClient(await stack.enter_async_context(serving_store(store)), "store:1")
-        scheduler = SchedulerClient(await stack.enter_async_context(serving_scheduler()), "scheduler:1")
+        channel = await stack.enter_async_context(serving(store, ScriptedScheduler()))  # type: ignore[abstract]
+        store_client, scheduler = StoreClient(channel, "store:1"), SchedulerClient(channel, "scheduler:1")
         services = Services(
             database=parts.database,
             tenants=parts.tenants,

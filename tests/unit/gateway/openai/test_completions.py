@@ -1,4 +1,4 @@
-"""Completions: token ids, choices, prompts, ends, ``echo``, ``best_of``, text after its prompt; logprobs of chats, too."""
+"""Completions: token ids, choices, prompts, ends, ``echo``, ``best_of``, text after its prompt; logprobs."""
 
 from __future__ import annotations
 
