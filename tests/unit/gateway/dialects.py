@@ -219,7 +219,9 @@ class Messages(Dialect):
         if wish.has_tool:
             tool = {name: value for name, value in FUNCTION.items() if name != "parameters"}
             body |= {"tools": [{**tool, "input_schema": PARAMETERS}], "tool_choice": {"type": wish.tool_choice}}
-        async with anthropic.AsyncAnthropic(api_key=wish.key, base_url=rig.url, max_retries=0) as client:
+        quick = anthropic.DefaultAsyncHttpxClient(verify=False)  # as in the rig
+        made = anthropic.AsyncAnthropic(api_key=wish.key, base_url=rig.url, max_retries=0, http_client=quick)
+        async with made as client:
             with _failures():
                 if is_streamed:
                     async with client.messages.stream(**body) as stream:

@@ -302,26 +302,26 @@ async def test_waiting_stream_has_signs_of_life(
     assert shown[: len(first) + 2] == [*first, sign, sign]
 
 
-@pytest.mark.parametrize(
-    ("tier", "callers", "service_class"),
-    [
-        (None, ServiceClass.STANDARD, ServiceClass.STANDARD),
-        ("priority", ServiceClass.STANDARD, ServiceClass.INTERACTIVE),
-        ("flex", ServiceClass.STANDARD, ServiceClass.BATCH),
-        (None, ServiceClass.BATCH, ServiceClass.BATCH),
-        ("auto", ServiceClass.INTERACTIVE, ServiceClass.INTERACTIVE),
-        ("default", ServiceClass.BATCH, ServiceClass.STANDARD),
-        ("flex", ServiceClass.INTERACTIVE, ServiceClass.BATCH),
-    ],
-)
-async def test_scheduler_gets_the_service_class(
-    rig: TokenPathRig, tier: str | None, callers: ServiceClass, service_class: ServiceClass
-) -> None:
-    rig.ports.principals[KEY] = replace(PRINCIPAL, service_class=callers)
-    asked = [dialect for dialect in DIALECTS if dialect.name != "messages"]  # which has tiers of its own
-    for dialect in asked:
-        await dialect.ask(rig, Wish("a", tier=tier), is_streamed=True)
-    assert [ServiceClass(admit.service_class) for admit in rig.scheduler.admits] == [service_class] * len(asked)
+TIERS: list[tuple[str | None, ServiceClass, ServiceClass]] = [
+    (None, ServiceClass.STANDARD, ServiceClass.STANDARD),
+    ("priority", ServiceClass.STANDARD, ServiceClass.INTERACTIVE),
+    ("flex", ServiceClass.STANDARD, ServiceClass.BATCH),
+    (None, ServiceClass.BATCH, ServiceClass.BATCH),
+    ("auto", ServiceClass.INTERACTIVE, ServiceClass.INTERACTIVE),
+    ("default", ServiceClass.BATCH, ServiceClass.STANDARD),
+    ("flex", ServiceClass.INTERACTIVE, ServiceClass.BATCH),
+]
+
+
+async def test_scheduler_gets_the_service_class(rig: TokenPathRig, subtests: pytest.Subtests) -> None:
+    for tier, callers, service_class in TIERS:
+        with subtests.test(f"{tier} {callers}"):
+            rig.scheduler.admits.clear()
+            rig.ports.principals[KEY] = replace(PRINCIPAL, service_class=callers)
+            asked = [dialect for dialect in DIALECTS if dialect.name != "messages"]  # which has tiers of its own
+            for dialect in asked:
+                await dialect.ask(rig, Wish("a", tier=tier), is_streamed=True)
+            assert [ServiceClass(admit.service_class) for admit in rig.scheduler.admits] == [service_class] * len(asked)
 
 
 async def test_open_requests_of_a_tenant_are_bounded_over_all_dialects(make_rig: MakeRig) -> None:

@@ -196,10 +196,7 @@ def test_name_of_other_tenant_is_refused_before_reading(
 ) -> None:
     home.save_key(TENANT_KEY)
     refused = refusal(run("upload", str(model_folder), "--name", "zoo/tiny"))
-    assert (refused.message, refused.hint) == (
-        "this key is acme's, not zoo's",
-        "pass --name acme/..., or a key of zoo",
-    )
+    assert (refused.message, refused.hint) == ("this key is acme's, not zoo's", "pass --name acme/..., or a key of zoo")
     unknown = refusal(run("upload", str(model_folder), "--name", "zoo/tiny", "--key", ADMIN_KEY))
     assert unknown.hint == "create it: torchrelay tenant create zoo"
     assert all(method == "GET" for method, _, _ in gateway.asked)

@@ -35,11 +35,7 @@ def quantized(values: npt.NDArray[np.float32], type_name: str, seed: int) -> npt
 
 
 def write_gguf(
-    path: Path,
-    folder: Path,
-    type_name: str = "F32",
-    rope_freqs: npt.NDArray[np.float32] | None = None,
-    **metadata: Any,
+    path: Path, folder: Path, type_name: str = "F32", rope_freqs: npt.NDArray[np.float32] | None = None, **metadata: Any
 ) -> Path:
     """Writes the checkpoint in ``folder`` with its matrices in a type, and rewrites ``folder`` in bf16 with the values
     that these have. ``metadata`` replaces values, by their keys with "__" for dots; None leaves a value out.

@@ -53,14 +53,8 @@ def test_certificates_are_created_once_and_private(home: Home) -> None:
     files = ensure(folder)
     Tls(files).check()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {path.name for path in folder.iterdir()} == {
-        "ca.crt",
-        "ca.key",
-        "gateway.crt",
-        "gateway.key",
-        "prefill-0.crt",
-        "prefill-0.key",
-    }
+    names = ("ca", "gateway", "prefill-0")
+    assert {path.name for path in folder.iterdir()} == {f"{name}.{kind}" for name in names for kind in ("crt", "key")}
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.glob("*.key"))
     made = contents(files)
     assert contents(ensure(folder)) == made

@@ -16,22 +16,19 @@ from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.scheduler.settings import SchedulerSettings
 
+WRONG = [("--http-port", "99999"), ("--grpc-port", "-1"), ("--log-level", "loud")]
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--http-port", "99999"),
-        ("--grpc-port", "-1"),
-        ("--device", "gpu"),
-        ("--device", "cuda:"),
-        ("--log-level", "loud"),
-    ],
-)
-def test_invalid_option_is_named(run: Run, tmp_path: Path, option: str, value: str) -> None:
+
+def test_invalid_option_or_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check_device(device) for device in ("cpu", "cuda", "cuda:11")] == ["cpu", "cuda", "cuda:11"]
-    refused = run("up", "--home", str(tmp_path / "home"), option, value)
+    for option, value in (*WRONG, ("--device", "gpu"), ("--device", "cuda:")):
+        refused = run("up", "--home", str(tmp_path / "home"), option, value)
+        assert refused.exit_code == 2
+        assert f"Invalid value for '{option}'" in refused.stderr
+    monkeypatch.setenv("TORCHRELAY_HTTP_PORT", "many")
+    refused = run("up", "--home", str(tmp_path / "home"))
     assert refused.exit_code == 2
-    assert f"Invalid value for '{option}'" in refused.stderr
+    assert "TORCHRELAY_HTTP_PORT" in refused.stderr
     assert not (tmp_path / "home").exists()
 
 
@@ -114,14 +111,6 @@ def test_misspelt_config_key_is_refused_before_start(
     assert not started
 
 
-def test_invalid_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHRELAY_HTTP_PORT", "many")
-    refused = run("up", "--home", str(tmp_path / "home"))
-    assert refused.exit_code == 2
-    assert "TORCHRELAY_HTTP_PORT" in refused.stderr
-    assert not (tmp_path / "home").exists()
-
-
 @pytest.mark.parametrize("host", ["203.0.113.7", "a..b", "2001:db8::7", "[2001:db8::7]"])
 def test_foreign_listen_address_has_message(run: Run, tmp_path: Path, host: str) -> None:
     problem = refusal(run("up", "--home", str(tmp_path), "--host", host))
@@ -153,13 +142,11 @@ def test_range_of_workers_replaces_the_counts(run: Run, tmp_path: Path, started:
         (("--workers", "0..2", "--pod", "p.yaml"), "--pod is for workers on Kubernetes"),
         (("--workers", "0..2"), "--on ray needs an address at which its machines reach this one"),
         (("--workers", "0..2", "--cluster-host", "10.0.0.5", "--tls"), "--on and --tls exclude each other"),
+        (
+            ("--workers", "0..2", "--cluster-host", "10.0.0.5", "--on", "kubernetes"),
+            "--on kubernetes needs the manifest of a worker's pod",
+        ),
     ],
 )
-def test_engine_needs_a_range_and_an_address(run: Run, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+def test_engine_of_jobs_has_its_needs(run: Run, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     assert refusal(run("up", "--home", str(tmp_path / "home"), "--on", "ray", *options)).message == message
-
-
-def test_kubernetes_needs_a_manifest(run: Run, tmp_path: Path) -> None:
-    options = ("--workers", "0..2", "--cluster-host", "10.0.0.5", "--on", "kubernetes")
-    problem = refusal(run("up", "--home", str(tmp_path / "home"), *options))
-    assert problem.message == "--on kubernetes needs the manifest of a worker's pod"

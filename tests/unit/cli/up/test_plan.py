@@ -6,6 +6,7 @@ import io
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -102,15 +103,8 @@ def test_metrics_ports_are_counted_up(home: Home, ports: Ports, monkeypatch: pyt
 
 
 def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
-    options = UpOptions(
-        host="0.0.0.0",
-        idle_timeout_s=3,
-        kv_pool_bytes=1 << 20,
-        arena_bytes=1 << 30,
-        pool_mode="advise",
-        scaling="advise",
-    )
-    stack = StackPlan(home, options, ports).stack()
+    options = UpOptions(host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30)
+    stack = StackPlan(home, replace(options, pool_mode="advise", scaling="advise"), ports).stack()
     told = envs(stack)
     cluster_key = bytes.fromhex(home.cluster_key())
     assert told["prefill-0"]["TORCHRELAY_NODE_KEY"] == derive_node_key(cluster_key, "prefill-0").hex()
@@ -121,10 +115,9 @@ def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
     assert told["param-store"]["TORCHRELAY_ARENA_PATH"] == str(stack.arena)
     assert 0 < int(told["param-store"]["TORCHRELAY_STOP_LIMIT_S"]) < STOP_TIMEOUT_S
     assert {env["TORCHRELAY_GRACE_S"] for env in told.values() if "TORCHRELAY_HOST" in env} == {"5"}
-    assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
-    assert told["scheduler"]["TORCHRELAY_POOL_MODE"] == "advise"
-    assert told["scheduler"]["TORCHRELAY_SCALING"] == "advise"
-    assert told["gateway"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"  # what tenants are told
+    assert [told["scheduler"][f"TORCHRELAY_{name}"] for name in ("POOL_MODE", "SCALING")] == ["advise"] * 2
+    for name in ("scheduler", "gateway"):  # and what tenants are told
+        assert told[name]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
     assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
     holders_of_the_cluster_key = [name for name, env in told.items() if home.cluster_key() in env.values()]
     assert holders_of_the_cluster_key == ["scheduler"]

@@ -17,12 +17,8 @@ from torchrelay.cli.views.timeline import bar, explanation
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import ClusterView, RelaySource, RelayView
 
-DECISION = {
-    "at_unix_us": 1_000_000,
-    "kind": "time_slice",
-    "subject": "inst-aaaaaaaaaaaaaaaaaaaa",
-    "reason": "held for 12 s",
-}
+OF_SLICE = {"kind": "time_slice", "subject": "inst-aaaaaaaaaaaaaaaaaaaa", "reason": "held for 12 s"}
+DECISION = {"at_unix_us": 1_000_000, **OF_SLICE}
 WORTH = [
     {"label": "bid", "text": "a slot for a time slice of 10 s serves 2.0 requests [1 waiting]: 120 device seconds"},
     {"label": "why", "text": "the time slice of that slot ends in 779 ms"},
@@ -131,17 +127,10 @@ def test_names_are_whole_at_any_width(width: int) -> None:
 
 
 def test_narrow_explanation_omits_bars_and_shortens_ids() -> None:
-    phases = [
-        {
-            "name": "first_token",
-            "begin_unix_us": 1_000_000,
-            "end_unix_us": 1_012_300,
-            "where": "gateway-y0v00qv5b0vwzprhncf0",
-            "detail": "3.62 MB from remote, first chunk after 2.6 ms",
-        }
-    ]
+    phase = {"name": "first_token", "begin_unix_us": 1_000_000, "end_unix_us": 1_012_300}
+    where = {"where": "gateway-y0v00qv5b0vwzprhncf0", "detail": "3.62 MB from remote, first chunk after 2.6 ms"}
     decisions = [{"at_unix_us": 1, "kind": "load", "subject": "inst-njqw24sn06qb3e1mmcv9", "reason": "1 waiting"}]
-    narrow, wide = (drawn(explanation(phases, decisions), width) for width in (80, 120))
+    narrow, wide = (drawn(explanation([phase | where], decisions), width) for width in (80, 120))
     assert "█" not in narrow and "█" in wide
     for shown in (narrow, wide):
         assert "gateway-y0v00q " in shown and "inst-njqw24 " in shown and "…" not in shown
@@ -218,7 +207,8 @@ def test_small_cluster_is_whole_on_a_small_screen() -> None:
     assert all(words in shown for words in ("decode-0", "prefill-0", "acme/other", "store-a", "feedfeed"))
 
 
-def test_rows_are_shared_fairly() -> None:
+def test_rows_are_shared_fairly_and_text_is_printable() -> None:
+    assert printable("a\x1b[31mb\nc\td\x07é") == "a[31mb\nc\tdé"
     assert fair_shares([2, 50, 100], 30) == [2, 14, 14]
     assert fair_shares([2, 3, 4], 30) == [2, 3, 4]
     assert fair_shares([5, 5], 1) == [1, 1]
@@ -265,10 +255,6 @@ def test_explanation_shows_milliseconds_and_reasons() -> None:
         assert part in shown
 
 
-def test_foreign_text_has_no_control_characters() -> None:
-    assert printable("a\x1b[31mb\nc\td\x07é") == "a[31mb\nc\tdé"
-
-
 def test_top_shows_pools_with_the_reason() -> None:
     pool = scheduler_pb2.PoolView(num_devices=1, num_slots=2, num_used=2, num_wanted=3, reason="3 slots needed: [why]")
     line = next(line for line in drawn(pools_table([pool])).splitlines() if "1 device" in line)
@@ -280,18 +266,11 @@ def test_worth_of_a_slot_follows_the_decisions_within_80_columns() -> None:
     lines = drawn(explanation([], [DECISION], WORTH), 80).splitlines()
     assert all(len(line) <= 80 for line in lines)
     (decision,) = [place for place, line in enumerate(lines) if "held for 12 s" in line]
-    (bid,) = [
-        place for place, line in enumerate(lines) if line.startswith(" bid  a slot for a time slice of 10 s serves 2.0")
-    ]
+    (bid,) = [place for place, line in enumerate(lines) if line.startswith(f" bid  {WORTH[0]['text'][:43]}")]
     assert decision < bid and "[1 waiting]" in lines[bid]
-    assert lines[bid + 1].strip() == "device seconds" and lines[bid + 2].startswith(
-        " why  the time slice of that slot ends in 779 ms"
-    )
-
-
-def test_model_without_decisions_shows_its_worth_alone() -> None:
-    text = drawn(explanation([], [], WORTH[:1]), 80)
-    assert "decision" not in text and "bid" in text
+    assert lines[bid + 1].strip() == "device seconds" and lines[bid + 2].startswith(f" why  {WORTH[1]['text']}")
+    alone = drawn(explanation([], [], WORTH[:1]), 80)
+    assert "decision" not in alone and "bid" in alone
 
 
 PACK = "feed" * 16

@@ -113,39 +113,40 @@ async def test_fields_without_effect_are_taken(rig: TokenPathRig) -> None:
     assert (await rig.http.post("/v1/messages", json=body)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"max_tokens": None}, "max_tokens is missing"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"messages": []}, "messages must not be empty"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "role must be one of user, assistant"),
-        ({"messages": [{"role": "user", "content": ""}]}, "must have content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type 'image'"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}, "must end with the"),
-        ({"temperature": 1.5}, "temperature must be at most 1"),
-        ({"top_k": -1}, "top_k must be at least 0"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only custom tools are"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "not 'a b'"),
-        ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "must be auto, any, none, or a tool with its name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "w"}}, "'w', which is not among tools"),
-        ({"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type must be json_sch"),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object", "if": {}}}}},
-            "output_config: no answer can follow this format: ",
-        ),
-        ({"stop_sequences": [""]}, "stop strings"),
-        ({"service_tier": "fast"}, "auto or standard_only"),
-        ({"thinking": {"type": "maybe"}}, "thinking.type"),
-        ({"max_token": 3, "max_tokens": None}, "did you mean max_tokens"),
-        ({"container": "c-1"}, "container is not supported yet"),
-        ({"inference_geo": "us"}, "inference_geo is not supported yet"),
-    ],
-)
-async def test_faulty_request_is_refused(rig: TokenPathRig, fields: dict[str, Any], why: str) -> None:
-    given = {name: value for name, value in asked("", **fields).items() if value is not None}
-    response = await rig.http.post("/v1/messages", json=given)
-    error = response.json()
-    assert response.status_code == 400 and why in error["error"]["message"]
-    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-    assert error["request_id"] == response.headers["request-id"]
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is missing"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1"),
+    ({"messages": []}, "messages must not be empty"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "role must be one of user, assistant"),
+    ({"messages": [{"role": "user", "content": ""}]}, "must have content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type 'image'"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}, "must end with the"),
+    ({"temperature": 1.5}, "temperature must be at most 1"),
+    ({"top_k": -1}, "top_k must be at least 0"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only custom tools are"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "not 'a b'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "must be auto, any, none, or a tool with its name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "w"}}, "'w', which is not among tools"),
+    ({"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type must be json_sch"),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object", "if": {}}}}},
+        "output_config: no answer can follow this format: ",
+    ),
+    ({"stop_sequences": [""]}, "stop strings"),
+    ({"service_tier": "fast"}, "auto or standard_only"),
+    ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ({"max_token": 3, "max_tokens": None}, "did you mean max_tokens"),
+    ({"container": "c-1"}, "container is not supported yet"),
+    ({"inference_geo": "us"}, "inference_geo is not supported yet"),
+]
+
+
+async def test_faulty_request_is_refused(rig: TokenPathRig, subtests: pytest.Subtests) -> None:
+    for fields, why in FAULTS:
+        with subtests.test(why):
+            given = {name: value for name, value in asked("", **fields).items() if value is not None}
+            response = await rig.http.post("/v1/messages", json=given)
+            error = response.json()
+            assert response.status_code == 400 and why in error["error"]["message"]
+            assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+            assert error["request_id"] == response.headers["request-id"]

@@ -136,22 +136,9 @@ def _price(price_id: str, model: str, begin: int) -> Price:
 PRICES = [_price("d0", "", 0), _price("m10", "a/m", 10), _price("d20", "", 20), _price("m30", "a/m", 30)]
 
 
-@pytest.mark.parametrize(
-    ("model", "at", "expected"),
-    [
-        ("a/m", 9, "d0"),
-        ("a/m", 10, "m10"),
-        ("a/m", 29, "m10"),
-        ("a/m", 30, "m30"),
-        ("b/x", 19, "d0"),
-        ("b/x", 20, "d20"),
-    ],
-)
-def test_latest_row_of_the_model_wins_over_the_default(model: str, at: int, expected: str) -> None:
-    assert price_at(PRICES, model, at).price_id == expected
-
-
-def test_price_ends_where_the_next_of_its_model_begins() -> None:
+def test_latest_row_of_the_model_wins_over_the_default_until_the_next_begins() -> None:
+    assert [price_at(PRICES, "a/m", at).price_id for at in (9, 10, 29, 30)] == ["d0", "m10", "m10", "m30"]
+    assert [price_at(PRICES, "b/x", at).price_id for at in (19, 20)] == ["d0", "d20"]
     assert [valid_until(PRICES, price) for price in PRICES] == [20, 30, None, None]
 
 
@@ -161,24 +148,10 @@ def test_cached_tokens_have_their_own_price(prompt: int, cached: int, output: in
     assert cost_nano(PRICES[0], prompt, cached, output) == 100 * (prompt - cached) + 25 * cached + 400 * output
 
 
-@pytest.mark.parametrize(
-    ("cost_nano", "amount"),
-    [
-        (0, "0.00"),
-        (4_999_999, "0.00"),
-        (5_000_000, "0.01"),
-        (14_999_999, "0.01"),
-        (15_000_000, "0.02"),
-        (10**10, "10.00"),
-    ],
-)
-def test_half_a_cent_rounds_up(cost_nano: int, amount: str) -> None:
-    assert str(amount_of(cost_nano)) == amount
-
-
-def test_usage_is_shown_exactly() -> None:
-    assert exact_amount(123) == "0.000000123"
-    assert exact_amount(5_000_000_000) == "5.000000000"
+def test_half_a_cent_of_a_bill_rounds_up_and_usage_is_exact() -> None:
+    costs_nano = (0, 4_999_999, 5_000_000, 14_999_999, 15_000_000, 10**10)
+    assert [str(amount_of(cost)) for cost in costs_nano] == ["0.00", "0.00", "0.01", "0.01", "0.02", "10.00"]
+    assert [exact_amount(cost) for cost in (123, 5 * 10**9)] == ["0.000000123", "5.000000000"]
 
 
 def billed_sum(cost_nano: int) -> BilledSum:

@@ -199,11 +199,7 @@ async def test_dead_gateway_bills_the_computed_prompt_until_it_says_more(parts: 
     await parts.ledger.open(parts.request("req-2", gateway_id="gw-left", num_choices=2))  # it waited for a cold model
     assert await sweep_twice(parts, Registers({"req-1": {0: UsageRegister(7, 4, 0)}})) == 2
     unknown = (0, 0, "gateway_lost")
-    assert await outputs(parts) == {
-        ("req-1", 0): (7, 0, "gateway_lost"),
-        ("req-2", 0): unknown,
-        ("req-2", 1): unknown,
-    }
+    assert await outputs(parts) == {("req-1", 0): (7, 0, "gateway_lost"), ("req-2", 0): unknown, ("req-2", 1): unknown}
     assert (await reconcile(parts.database)).cost_nano == 3 * 100 + 4 * 25
     accepted = [ChoiceUsage("req-2", choice, 10, 4, 2 + choice, FinishCause.STOP) for choice in range(2)]
     assert await parts.ledger.settle("req-2", accepted) == 6 * 100 + 4 * 25 + 5 * 400

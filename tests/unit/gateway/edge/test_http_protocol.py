@@ -404,10 +404,7 @@ async def test_known_key_is_served_before_waiting_keyless_requests() -> None:
 
 async def test_first_request_of_a_known_key_precedes_keyless_ones() -> None:
     app = NotedApp()
-    async with (
-        http_server(app, "127.0.0.1", 0, 1, group_of_key=group_of_key) as server,
-        crowd(server, 201) as clients,
-    ):
+    async with http_server(app, "127.0.0.1", 0, 1, group_of_key=group_of_key) as server, crowd(server, 201) as clients:
         for number, client in enumerate(clients):
             known = {"authorization": "Bearer tr-acme"} if number == 100 else {}
             await client.send(head(path="/known" if known else "/keyless", **known))

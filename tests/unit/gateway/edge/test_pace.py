@@ -24,8 +24,7 @@ LIMITS = ReadLimits(silence_s=30, min_bytes_per_s=1000)
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "ends_at_s"),
-    [(0, 30), (1, 31), (100, 34), (900, 300), (1000, None), (1_000_000, None)],
+    ("bytes_per_s", "ends_at_s"), [(0, 30), (1, 31), (100, 34), (900, 300), (1000, None), (1_000_000, None)]
 )
 def test_body_below_the_minimum_rate_ends(bytes_per_s: int, ends_at_s: int | None) -> None:
     progress = BodyProgress()

@@ -209,11 +209,7 @@ def allowing(rig: RestRig) -> Allowing:
 
 
 def preflight(origin: str) -> dict[str, str]:
-    return {
-        "origin": origin,
-        "access-control-request-method": "POST",
-        "access-control-request-headers": SDK_HEADERS,
-    }
+    return {"origin": origin, "access-control-request-method": "POST", "access-control-request-headers": SDK_HEADERS}
 
 
 @pytest.mark.parametrize(("setting", "allowed"), [(f"{PAGE}, http://localhost:3000", PAGE), ("*", "*")])

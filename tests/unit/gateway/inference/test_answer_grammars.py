@@ -13,22 +13,12 @@ from torchrelay.common.tokens.grammar import GrammarCompiler, grammar_error
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, choice_rule, json_rule, regex_rule
 from torchrelay.gateway.inference.answers.grammars import UnsupportedFormat, grammar_source
-from torchrelay.gateway.inference.answers.syntax import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    PLAIN,
-    QWEN_CODER,
-    AnswerSyntax,
-)
+from torchrelay.gateway.inference.answers.syntax import HERMES, LLAMA, MISTRAL, PLAIN, QWEN_CODER, AnswerSyntax
 
 _SPECIAL = {"[TOOL_CALLS]": 256, "[ARGS]": 257, "<|python_tag|>": 258, "</think>": 259}
 _COMPILER = GrammarCompiler(
     TokenDecoder(
-        [*((f"<0x{byte:02X}>", byte) for byte in range(256)), *_SPECIAL.items()],
-        {},
-        set(_SPECIAL),
-        ByteFallback(),
+        [*((f"<0x{byte:02X}>", byte) for byte in range(256)), *_SPECIAL.items()], {}, set(_SPECIAL), ByteFallback()
     )
 )
 

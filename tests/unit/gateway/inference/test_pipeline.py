@@ -11,20 +11,18 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from tests.support.gateway_ports import KEY, PRINCIPAL, published_model
+from tests.support.gateway_ports import PRINCIPAL, published_model
 from tests.support.wait import eventually
+from tests.unit.gateway.dialects import METADATA, inference_stub
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
-from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.tokens.prefix_hashes import page_hashes
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import FinishCause, LatencyTargets, ServiceClass
 from torchrelay.gateway.inference.execution.attempt import model_version
 from torchrelay.gateway.inference.pipeline import earlier_deadline
 from torchrelay.inference.v1 import inference_pb2 as pb
-from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
 TIMEOUT_S = 1.0
-METADATA = (("authorization", f"Bearer {KEY}"),)
 GRPC_REQUEST = pb.GenerateRequest(model="echo", prompt_token_ids=pb.TokenIds(ids=PROMPT), max_tokens=6)
 
 
@@ -66,13 +64,12 @@ async def test_waiting_request_past_its_deadline_is_withdrawn(make_rig: MakeRig)
 
 
 async def test_grpc_deadline_reaches_the_workers(rig: TokenPathRig) -> None:
-    async with open_channel(rig.grpc_address) as channel:
-        generate: Any = InferenceStub(channel).Generate
-        assert [event async for event in generate(GRPC_REQUEST, metadata=METADATA)]
+    async with inference_stub(rig) as stub:
+        assert [event async for event in stub.Generate(GRPC_REQUEST, metadata=METADATA)]
         assert deadlines(rig) == {0}, "no deadline is none"
         rig.workers[0].starts.clear()
         began = time.time()
-        assert [event async for event in generate(GRPC_REQUEST, metadata=METADATA, timeout=60)]
+        assert [event async for event in stub.Generate(GRPC_REQUEST, metadata=METADATA, timeout=60)]
         (deadline_ms,) = deadlines(rig)
         assert began + 59 <= deadline_ms / 1000 <= time.time() + 61
 
@@ -81,19 +78,17 @@ async def test_earlier_of_two_deadlines_counts(make_rig: MakeRig) -> None:
     rig = await make_rig(request_timeout_s=TIMEOUT_S)
     await load_tokenizer(rig)
     rig.workers[0].pause_at = 3
-    async with open_channel(rig.grpc_address) as channel:
-        call: Any = InferenceStub(channel).Generate(GRPC_REQUEST, metadata=METADATA, timeout=60)
+    async with inference_stub(rig) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            assert [event async for event in call]
+            assert [event async for event in stub.Generate(GRPC_REQUEST, metadata=METADATA, timeout=60)]
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "exceeded its deadline" in (caught.value.details() or "")
     (deadline_ms,) = deadlines(rig)
     assert deadline_ms / 1000 < time.time() + 1
 
 
-@pytest.mark.parametrize(
-    ("callers_s", "operators_s", "expected"),
-    [
+def test_earlier_deadline_and_its_owner() -> None:
+    for callers_s, operators_s, expected in (
         (None, 0.0, (0, False)),
         (None, 5.0, (5_000_100, False)),
         (3.0, 0.0, (3_000_100, True)),
@@ -101,12 +96,8 @@ async def test_earlier_of_two_deadlines_counts(make_rig: MakeRig) -> None:
         (7.0, 5.0, (5_000_100, False)),
         (5.0, 5.0, (5_000_100, False)),
         (0.0, 5.0, (100, True)),
-    ],
-)
-def test_earlier_deadline_and_its_owner(
-    callers_s: float | None, operators_s: float, expected: tuple[int, bool]
-) -> None:
-    assert earlier_deadline(100, callers_s, operators_s) == expected
+    ):
+        assert earlier_deadline(100, callers_s, operators_s) == expected, (callers_s, operators_s)
 
 
 async def test_admission_has_the_page_keys_of_the_tenant_and_the_age(rig: TokenPathRig) -> None:

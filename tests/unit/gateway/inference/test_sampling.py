@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,21 +44,16 @@ def test_request_beyond_a_limit_is_refused(
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("params", "num_prompt", "max_tokens"),
-    [
+def test_max_tokens_is_given_or_default() -> None:
+    for params, num_prompt, max_tokens in (
         (TEXT, 10, 40),  # the default
         (TEXT, 90, 10),  # which alone is cut to the context
         (TEXT, 99, 1),
-        (replace(TEXT, max_tokens=90), 10, 90),
-        (replace(TEXT, max_tokens=99), 1, 99),
-        (replace(TEXT, max_tokens=1), 99, 1),
+        *((replace(TEXT, max_tokens=given), 100 - given, given) for given in (90, 99, 1)),
         (replace(TEXT, min_tokens=60), 10, 60),
         (replace(TEXT, min_tokens=8, max_tokens=8), 10, 8),
-    ],
-)
-def test_max_tokens_is_given_or_default(params: GenerateParams, num_prompt: int, max_tokens: int) -> None:
-    assert sampling_of(params, MODEL, num_prompt, BOUNDS).max_tokens == max_tokens
+    ):
+        assert sampling_of(params, MODEL, num_prompt, BOUNDS).max_tokens == max_tokens
 
 
 def test_seeds_are_kept_or_drawn() -> None:
@@ -75,20 +71,11 @@ def test_stops_are_those_of_model_and_request() -> None:
 
 
 def test_sampling_parameters_reach_the_workers() -> None:
-    params = replace(
-        TEXT,
-        min_p=0.1,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        logit_bias=((5, -100.0),),
-        top_logprobs=0,
-        stop_token_ids=(9,),
-        repetition_penalty=1.2,
-        min_tokens=3,
-    )
+    same: dict[str, Any] = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 3}
+    same |= {"repetition_penalty": 1.2}
+    params = replace(TEXT, logit_bias=((5, -100.0),), top_logprobs=0, stop_token_ids=(9,), **same)
     sampling = sampling_of(params, MODEL, 1, BOUNDS)
-    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.5, -0.5)
-    assert (sampling.repetition_penalty, sampling.min_tokens) == (1.2, 3)
+    assert {name: getattr(sampling, name) for name in same} == same
     assert dict(sampling.logit_bias) == {5: -100.0}
     assert sampling.HasField("top_logprobs") and sampling.top_logprobs == 0
     assert list(sampling.stop_token_ids) == [2, 3, 9]

@@ -150,40 +150,41 @@ STRICT = {"name": "a", "parameters": PARAMETERS, "strict": True}
 ALLOWED: dict[str, Any] = {"mode": "auto", "tools": [{"type": "x"}]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "why"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools", "tools[0]: "),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "not 'a b'"),
-        ({"tools": [TOOL] * 129}, "tools", "at most 128"),
-        ({"tools": [{"type": "function", "function": STRICT}]}, "tools", "tools[0].function.parameters: an object of"),
-        ({"tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto", "required"'),
-        ({"tool_choice": {"type": "function", "function": {"name": "w"}}}, "tool_choice", "'w', which is not among"),
-        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}}, "tool_choice", "must be functions"),
-        (
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}] * 129}}},
-            "tool_choice",
-            "allows 129 tools",
-        ),
-        ({"extra_body": {"guided_grammar": 'start: "a"'}}, "guided_grammar", "cannot be combined with tools"),
-        ({"logprobs": True}, "logprobs", "not supported yet"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": HUGE}}}]},
-            "tools",
-            "an integer below -2**63 or above 2**64 - 1",
-        ),
-        ({"extra_body": {"chat_template_kwargs": {"x": HUGE}}}, "chat_template_kwargs", "an integer below -2**63"),
-        ({"max_completion_tokens": 9999}, "max_completion_tokens", "context length"),
-        ({"extra_body": {"guided_regex": "("}}, "guided_regex", "guided_regex"),
-        ({"extra_body": {"guided_regex": "a" * 600_000}}, "guided_regex", "guided_regex"),
-        ({"model": "acme/plain", "tools": openai.omit}, "messages", "template"),
-    ],
-)
-async def test_faulty_chat_is_refused(rig: TokenPathRig, fields: dict[str, Any], param: str, why: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await rig.client.chat.completions.create(**asked("", tools=[TOOL]) | fields)
-    assert caught.value.param == param and why in caught.value.message
-    assert not rig.ports.opened and not rig.ports.reserved
+FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function"}]}, "tools", "tools[0]: "),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "not 'a b'"),
+    ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+    ({"tools": [{"type": "function", "function": STRICT}]}, "tools", "tools[0].function.parameters: an object of"),
+    ({"tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto", "required"'),
+    ({"tool_choice": {"type": "function", "function": {"name": "w"}}}, "tool_choice", "'w', which is not among"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}}, "tool_choice", "must be functions"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}] * 129}}},
+        "tool_choice",
+        "allows 129 tools",
+    ),
+    ({"extra_body": {"guided_grammar": 'start: "a"'}}, "guided_grammar", "cannot be combined with tools"),
+    ({"logprobs": True}, "logprobs", "not supported yet"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": HUGE}}}]},
+        "tools",
+        "an integer below -2**63 or above 2**64 - 1",
+    ),
+    ({"extra_body": {"chat_template_kwargs": {"x": HUGE}}}, "chat_template_kwargs", "an integer below -2**63"),
+    ({"max_completion_tokens": 9999}, "max_completion_tokens", "context length"),
+    ({"extra_body": {"guided_regex": "("}}, "guided_regex", "guided_regex"),
+    ({"extra_body": {"guided_regex": "a" * 600_000}}, "guided_regex", "guided_regex"),
+    ({"model": "acme/plain", "tools": openai.omit}, "messages", "template"),
+]
+
+
+async def test_faulty_chat_is_refused(rig: TokenPathRig, subtests: pytest.Subtests) -> None:
+    for fields, param, why in FAULTS:
+        with subtests.test(f"{param}: {why}"):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await rig.client.chat.completions.create(**asked("", tools=[TOOL]) | fields)
+            assert caught.value.param == param and why in caught.value.message
+            assert not rig.ports.opened and not rig.ports.reserved
 
 
 @pytest.mark.parametrize(

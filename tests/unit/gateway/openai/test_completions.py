@@ -103,28 +103,29 @@ async def test_texts_are_answered_as_each_alone(rig: TokenPathRig) -> None:
         assert whole["choices"][index] == {**alone, "index": index}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "code", "said"),
-    [
-        (["a"] * (MAX_PROMPTS + 1), "invalid_request", f"prompt has 33 prompts; at most {MAX_PROMPTS} are allowed"),
-        (["a", [1]], "invalid_request", "prompt must be a text, a list of token ids, or a list of either"),
-        (["a", 1], "invalid_request", "prompt must be a text, a list of token ids, or a list of either"),
-        ([[1], [-1]], "invalid_request", "token ids must be"),
-        ([[1], []], "invalid_request", "prompt"),
-        (["a", ""], "invalid_request", "prompt"),
-        ([1 << 19], "invalid_request", "token id 524288 is out of range"),
-        ([], "invalid_request", "prompt"),
-        ("a" * 20_000, "context_length_exceeded", "the prompt has"),
-        ([[1], [1] * 512], "context_length_exceeded", "the prompt has 512 tokens"),
-    ],
-)
-async def test_faulty_prompt_refuses_the_request(rig: TokenPathRig, prompt: Any, code: str, said: str) -> None:
-    refused = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"], error["code"]) == (400, "prompt", code)
-    assert said in error["message"]
-    await eventually(lambda: not rig.ports.reserved and not rig.token_path.pipeline.requests)
-    assert not any(usage.num_output_tokens for usages in rig.ports.settled.values() for usage in usages)
+FAULTS: list[tuple[Any, str, str]] = [
+    (["a"] * (MAX_PROMPTS + 1), "invalid_request", f"prompt has 33 prompts; at most {MAX_PROMPTS} are allowed"),
+    (["a", [1]], "invalid_request", "prompt must be a text, a list of token ids, or a list of either"),
+    (["a", 1], "invalid_request", "prompt must be a text, a list of token ids, or a list of either"),
+    ([[1], [-1]], "invalid_request", "token ids must be"),
+    ([[1], []], "invalid_request", "prompt"),
+    (["a", ""], "invalid_request", "prompt"),
+    ([1 << 19], "invalid_request", "token id 524288 is out of range"),
+    ([], "invalid_request", "prompt"),
+    ("a" * 20_000, "context_length_exceeded", "the prompt has"),
+    ([[1], [1] * 512], "context_length_exceeded", "the prompt has 512 tokens"),
+]
+
+
+async def test_faulty_prompt_refuses_the_request(rig: TokenPathRig, subtests: pytest.Subtests) -> None:
+    for prompt, code, said in FAULTS:
+        with subtests.test(said):
+            refused = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["code"]) == (400, "prompt", code)
+            assert said in error["message"]
+            await eventually(lambda: not rig.ports.reserved and not rig.token_path.pipeline.requests)
+            assert not any(usage.num_output_tokens for usages in rig.ports.settled.values() for usage in usages)
 
 
 async def test_each_prompt_counts_in_the_limits(make_rig: MakeRig) -> None:

@@ -129,27 +129,28 @@ async def test_refusals_have_their_status(rig: TokenPathRig) -> None:
     assert large.headers["x-request-id"] and f"{rig.settings.max_body_bytes:,}" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
-        ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "context_length_exceeded"),
-        ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_request"),
-        ({"stop_token_ids": [99999]}, "stop_token_ids", "invalid_request"),
-        ({"n": 17}, "n", "invalid_request"),
-        ({"best_of": 17}, "best_of", "invalid_request"),
-        ({"guided_grammar": "start: x"}, "guided_grammar", "invalid_request"),
-        ({"prompt": "a@"}, "prompt", "invalid_request"),
-        ({"stop": "@"}, "stop", "invalid_request"),
-    ],
-)
-async def test_faults_that_depend_on_the_model_name_their_field(
-    rig: TokenPathRig, fields: dict[str, Any], param: str, code: str
-) -> None:
-    content = json.dumps({**BODY, **fields}).replace("@", r"\ud800")
-    response = await rig.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
-    assert error["type"] == "invalid_request_error" and not rig.ports.opened and not rig.ports.reserved
+FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "context_length_exceeded"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_request"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids", "invalid_request"),
+    ({"n": 17}, "n", "invalid_request"),
+    ({"best_of": 17}, "best_of", "invalid_request"),
+    ({"guided_grammar": "start: x"}, "guided_grammar", "invalid_request"),
+    ({"prompt": "a@"}, "prompt", "invalid_request"),
+    ({"stop": "@"}, "stop", "invalid_request"),
+]
+
+
+async def test_faults_that_depend_on_the_model_name_their_field(rig: TokenPathRig, subtests: pytest.Subtests) -> None:
+    for fields, param, code in FAULTS:
+        with subtests.test(param):
+            content = json.dumps({**BODY, **fields}).replace("@", r"\ud800")
+            response = await rig.http.post(
+                "/v1/completions", content=content, headers={"content-type": "application/json"}
+            )
+            error = response.json()["error"]
+            assert (response.status_code, error["param"], error["code"]) == (400, param, code)
+            assert error["type"] == "invalid_request_error" and not rig.ports.opened and not rig.ports.reserved
 
 
 async def written(rig: TokenPathRig, num_tokens: int) -> list[bytes]:

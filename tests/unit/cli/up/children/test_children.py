@@ -105,25 +105,22 @@ async def watched(child: ScriptedChild, max_missed: int = 5) -> AsyncIterator[as
     assert child.is_closed
 
 
-async def test_silent_child_counts_as_hung() -> None:
-    child = ScriptedChild(["", "", None])
+STUCK, BAD = "cannot serve: the engine has made no step for 60 s", ["refuses connections"] * 4
+
+
+@pytest.mark.parametrize(
+    ("answers", "said", "num_asked"),
+    [
+        (["", "", None], "did not answer", 3),  # an open question is not repeated
+        (["", *[STUCK] * 5], STUCK, 6),
+        ([*BAD, "", *BAD, "", *BAD, BAD[0]], BAD[0], 15),  # an answer clears missed looks
+    ],
+)
+async def test_hung_child_is_named_with_its_reason(answers: list[str | None], said: str, num_asked: int) -> None:
+    child = ScriptedChild(answers)
     async with watched(child) as task:
-        assert await task == "did not answer for 0.025 s"
-    assert child.num_asked == 3  # an open question is not repeated
-
-
-async def test_fault_names_childs_reason() -> None:
-    child = ScriptedChild(["", *["cannot serve: the engine has made no step for 60 s"] * 5])
-    async with watched(child) as task:
-        assert await task == "cannot serve: the engine has made no step for 60 s for 0.025 s"
-
-
-async def test_answer_clears_missed_looks() -> None:
-    bad = ["refuses connections"] * 4
-    child = ScriptedChild([*bad, "", *bad, "", *bad, "refuses connections"])
-    async with watched(child) as task:
-        await task
-    assert child.num_asked == 15
+        assert await task == f"{said} for 0.025 s"
+    assert child.num_asked == num_asked
 
 
 async def test_leaving_child_does_not_count_as_hung() -> None:

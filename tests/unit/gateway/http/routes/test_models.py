@@ -135,11 +135,7 @@ WRONG_SETTINGS: list[tuple[str, object, str]] = [
     ("tbt_target_s", 1e300, f"{TARGET} not 1e+300 s"),
     ("tbt_target_s", "50ms", "tbt_target_s must be a number, not '50ms'"),
     ("tbt_target_s", True, "tbt_target_s must be a number, not true"),
-    (
-        "schedule",
-        [SCHEDULE, "mon 08:00-18:00 Berlin = 2"],
-        "has an unknown time zone 'Berlin'; write an IANA name",
-    ),
+    ("schedule", [SCHEDULE, "mon 08:00-18:00 Berlin = 2"], "has an unknown time zone 'Berlin'; write an IANA name"),
     ("schedule", [SCHEDULE] * 33, ""),
     *(
         (name, value, "")

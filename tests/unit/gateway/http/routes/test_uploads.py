@@ -167,10 +167,7 @@ async def test_commit_streams_its_steps_as_lines(rig: RestRig, notes: tuple[str,
     headers = {"accept": "application/x-ndjson"}
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
     *steps, last = [json.loads(line) for line in reply.text.splitlines()]
-    assert steps == [
-        {"stage": "validate", "done": 5, "total": 10},
-        {"stage": "publish", "done": 10, "total": 10},
-    ]
+    assert steps == [{"stage": "validate", "done": 5, "total": 10}, {"stage": "publish", "done": 10, "total": 10}]
     model = (await rig.acme.get("/v1/models/glossary")).json()
     assert last["model"] == model | ({"notes": list(notes)} if notes else {})
     assert (await published(rig.acme)).get("notes", []) == list(notes)

@@ -66,30 +66,14 @@ def test_reasoning_is_shown_at_once_and_its_tokens_are_counted() -> None:
     parser = AnswerParser(AnswerSyntax(thoughts=THINKS), None)
     assert [
         parser.push(token) for token in ("<think>", "\n", "I ", "see", "", ".\n", "</think>", "\n\n", "Yes", ".")
-    ] == [
-        [],
-        [],
-        [Reasoning("I")],
-        [Reasoning(" see")],
-        [],
-        [Reasoning(".")],
-        [],
-        [],
-        ["Yes"],
-        ["."],
-    ]
+    ] == [[], [], [Reasoning("I")], [Reasoning(" see")], [], [Reasoning(".")], [], [], ["Yes"], ["."]]
     assert parser.num_reasoning_tokens == 7, "with both markers"
 
-
-def test_tokens_of_a_split_opening_count() -> None:
-    parser = AnswerParser(AnswerSyntax(thoughts=THINKS), None)
-    assert [parser.push(token) for token in ("<", "think", ">a", "</think>", "\n", "b")][-1] == ["b"]
-    assert parser.num_reasoning_tokens == 4
-
-
-def test_answer_without_reasoning_has_no_reasoning_tokens() -> None:
-    parser = AnswerParser(AnswerSyntax(thoughts=THINKS), None)
-    assert [parser.push(token) for token in ("Y", "es")] == [["Y"], ["es"]] and not parser.num_reasoning_tokens
+    split = AnswerParser(AnswerSyntax(thoughts=THINKS), None)
+    assert [split.push(token) for token in ("<", "think", ">a", "</think>", "\n", "b")][-1] == ["b"]
+    assert split.num_reasoning_tokens == 4, "also those of a split opening"
+    plain = AnswerParser(AnswerSyntax(thoughts=THINKS), None)
+    assert [plain.push(token) for token in ("Y", "es")] == [["Y"], ["es"]] and not plain.num_reasoning_tokens
 
 
 def test_calls_are_content_if_the_request_has_no_tools() -> None:
@@ -261,28 +245,22 @@ def test_split_changes_nothing(syntax: AnswerSyntax, text: str, data: st.DataObj
         assert name in TYPES or isinstance(json.loads(arguments), dict)
 
 
-def test_content_is_shown_at_once() -> None:
+def test_content_and_arguments_are_shown_as_they_arrive() -> None:
     parser = AnswerParser(AnswerSyntax(HERMES), TYPES)
     assert [parser.push(piece) for piece in ("a", " b <", "c ", "<tool_call>")] == [["a"], [" b"], [" <c"], []]
-
-
-@pytest.mark.parametrize(
-    ("syntax", "head", "end"),
-    [
+    for syntax, head, end in (
         (HERMES, '<tool_call>{"name": "weather", "arguments": ', "}</tool_call>"),
         (LLAMA, '<|python_tag|>{"name": "weather", "parameters": ', "}"),
         (MISTRAL, "[TOOL_CALLS]weather[ARGS]", ""),
-    ],
-)
-def test_arguments_are_shown_as_they_arrive(syntax: CallSyntax, head: str, end: str) -> None:
-    parser = AnswerParser(AnswerSyntax(syntax), TYPES)
-    assert parser.push(head) == []
-    begin, opened = parser.push("{")
-    assert isinstance(begin, CallBegin) and (begin.index, begin.name) == (0, "weather")
-    assert opened == CallArguments(0, "{")
-    assert parser.push('"city": "K') == [CallArguments(0, '"city": "K')]
-    assert parser.push(f'öln"}}{end}') == [CallArguments(0, 'öln"}')]
-    assert parser.flush() == []
+    ):
+        parser = AnswerParser(AnswerSyntax(syntax), TYPES)
+        assert parser.push(head) == []
+        begin, opened = parser.push("{")
+        assert isinstance(begin, CallBegin) and (begin.index, begin.name) == (0, "weather")
+        assert opened == CallArguments(0, "{")
+        assert parser.push('"city": "K') == [CallArguments(0, '"city": "K')]
+        assert parser.push(f'öln"}}{end}') == [CallArguments(0, 'öln"}')]
+        assert parser.flush() == []
 
 
 def test_xml_arguments_are_shown_as_each_ends() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import grpc
 import pytest
@@ -14,20 +13,16 @@ from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoWorker
 from tests.support.gateway_ports import KEY
 from tests.support.wait import HANG_S, eventually
+from tests.unit.gateway.dialects import METADATA, inference_stub
 from tests.unit.gateway.inference.test_pipeline import load_tokenizer
-from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
+from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
-from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.execution.running_request import refusal_error, retry_delay_s, run_error
 from torchrelay.gateway.inference.execution.worker_streams import RunStream
 from torchrelay.inference.v1 import inference_pb2
-from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
-
-BEARER = f"Bearer {KEY}".encode()
-PROMPT = [40, 41, 42, 43, 44, 45, 46]
 
 
 async def ask(rig: TokenPathRig, num_tokens: int, n: int = 1, **fields: object) -> list[list[int]]:
@@ -310,7 +305,7 @@ async def test_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
         sent.extend(message.get("body", b""))
         await reads.wait()  # as uvicorn does while the socket's buffer is full
 
-    headers = [(b"authorization", BEARER), (b"content-length", str(len(encoded)).encode())]
+    headers = [(b"authorization", f"Bearer {KEY}".encode()), (b"content-length", str(len(encoded)).encode())]
     scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": headers}
     slow = asyncio.ensure_future(rig.token_path.asgi(scope, receive, send))
     for _ in range(3):
@@ -362,10 +357,9 @@ async def test_only_callers_deadline_bills_the_computed_prompt(
     await load_tokenizer(rig)
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     made = inference_pb2.GenerateRequest(model="echo", prompt_token_ids=inference_pb2.TokenIds(ids=PROMPT))
-    async with open_channel(rig.grpc_address) as channel:
-        generate: Any = InferenceStub(channel).Generate
+    async with inference_stub(rig) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(generate(made, metadata=(("authorization", f"Bearer {KEY}"),), timeout=callers_s)))
+            await anext(aiter(stub.Generate(made, metadata=METADATA, timeout=callers_s)))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await eventually(lambda: bool(rig.ports.settled))
     [(*billed, cause)] = settled_of(rig)

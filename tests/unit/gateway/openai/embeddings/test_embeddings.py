@@ -80,40 +80,39 @@ async def test_only_a_prefill_worker_gets_the_attempt(rig: TokenPathRig) -> None
     assert (role, start.pooling, start.sampling.max_tokens) == ("prefill", types_pb2.POOLING_LAST_TOKEN, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "param", "said"),
-    [
-        ({"model": "echo"}, "model", "acme/echo declares no embeddings"),
-        ({"model": "nothing"}, "model", "nothing"),
-        ({"input": []}, "input", "input must not be empty"),
-        ({"input": ""}, "input", "the prompt must not be empty"),
-        ({"input": ["a", [1]]}, "input", "input must be a text, a list of token ids, or a list of either"),
-        ({"input": [1, "a"]}, "input", "input must be"),
-        ({"input": [[1], [-1]]}, "input", "token ids must be"),
-        ({"input": [[1], []]}, "input", "input[1]: the prompt must not be empty"),
-        ({"input": [[1], [2], [1 << 20]]}, "input", "input[2]: token id"),
-        ({"input": [[1], [1] * 65]}, "input", "input[1]: the prompt has 65 tokens; the model's context length is 64"),
-        ({"input": ["a", "word " * 200]}, "input", "input[1]: the prompt has"),
-        ({"input": "word " * 200}, "input", "the prompt has"),
-        ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", "at most 2,048"),
-        ({"input": {}}, "input", "input"),
-        ({"encoding_format": "int8"}, "encoding_format", "one of float, base64"),
-        ({"dimensions": 0}, "dimensions", "at least 1"),
-        ({"dimensions": 9}, "dimensions", "dimensions must be at most 8"),
-        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "is not supported"),
-        ({"input_type": "query"}, "input_type", "is not supported"),
-        ({"dimension": 3}, "dimension", "did you mean dimensions?"),
-    ],
-)
-async def test_faulty_request_computes_nothing(
-    rig: TokenPathRig, changes: dict[str, Any], param: str, said: str
-) -> None:
-    refused = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": "a", **changes})
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"]) == (404 if changes.get("model") == "nothing" else 400, param)
-    assert said in error["message"]
-    assert not rig.ports.opened and not rig.ports.admitted
-    assert rig.shares.requests.num_held == 0
+FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": "echo"}, "model", "acme/echo declares no embeddings"),
+    ({"model": "nothing"}, "model", "nothing"),
+    ({"input": []}, "input", "input must not be empty"),
+    ({"input": ""}, "input", "the prompt must not be empty"),
+    ({"input": ["a", [1]]}, "input", "input must be a text, a list of token ids, or a list of either"),
+    ({"input": [1, "a"]}, "input", "input must be"),
+    ({"input": [[1], [-1]]}, "input", "token ids must be"),
+    ({"input": [[1], []]}, "input", "input[1]: the prompt must not be empty"),
+    ({"input": [[1], [2], [1 << 20]]}, "input", "input[2]: token id"),
+    ({"input": [[1], [1] * 65]}, "input", "input[1]: the prompt has 65 tokens; the model's context length is 64"),
+    ({"input": ["a", "word " * 200]}, "input", "input[1]: the prompt has"),
+    ({"input": "word " * 200}, "input", "the prompt has"),
+    ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", "at most 2,048"),
+    ({"input": {}}, "input", "input"),
+    ({"encoding_format": "int8"}, "encoding_format", "one of float, base64"),
+    ({"dimensions": 0}, "dimensions", "at least 1"),
+    ({"dimensions": 9}, "dimensions", "dimensions must be at most 8"),
+    ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "is not supported"),
+    ({"input_type": "query"}, "input_type", "is not supported"),
+    ({"dimension": 3}, "dimension", "did you mean dimensions?"),
+]
+
+
+async def test_faulty_request_computes_nothing(rig: TokenPathRig, subtests: pytest.Subtests) -> None:
+    for changes, param, said in FAULTS:
+        with subtests.test(f"{param}: {said}"):
+            refused = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": "a", **changes})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (404 if changes.get("model") == "nothing" else 400, param)
+            assert said in error["message"]
+            assert not rig.ports.opened and not rig.ports.admitted
+            assert rig.shares.requests.num_held == 0
 
 
 async def test_many_inputs_run_a_limited_number_at_once(make_rig: MakeRig) -> None:
