@@ -218,7 +218,7 @@ async def test_wait_for_a_message_is_bounded(make_rig: MakeRig) -> None:
 
 async def test_unread_answer_ends_its_request(make_rig: MakeRig) -> None:
     """The client gets the cause once it reads; until then the call counts in its tenant's share of requests."""
-    rig = await make_rig(answer_silence_s=0.5)
+    rig = await make_rig(answer_silence_s=3.0)
     rig.workers[0].pause_at = rig.workers[1].pause_at = 5  # the request does not end by itself
     with http2_client(rig.grpc_address) as client:
 
@@ -234,7 +234,7 @@ async def test_unread_answer_ends_its_request(make_rig: MakeRig) -> None:
         assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.CANCELLED
         assert rig.shares.requests.num_held == 1
         client.widen(1, 100_000)
-        assert b"nothing of the answer was taken for 0.5 s" in await asyncio.to_thread(client.end_of, 1)
+        assert b"nothing of the answer was taken for 3 s" in await asyncio.to_thread(client.end_of, 1)
     await eventually(lambda: rig.shares.requests.num_held == 0)
 
 

@@ -132,7 +132,7 @@ def test_silent_unauthenticated_peers_lose_permits() -> None:
 
 
 def test_young_handshake_keeps_permit_until_its_limit() -> None:
-    limits = HolderLimits(max_streams=1, handshake_s=0.5, handshake_grace_s=600.0)
+    limits = HolderLimits(max_streams=1, handshake_s=3.0, handshake_grace_s=600.0)
     with (
         capture_logs() as logged,
         serving(PACK.buffer(), limits=limits) as holder,
