@@ -160,16 +160,6 @@ def test_fit_follows_lasting_slowdown() -> None:
         assert fit.predict(amounts) == pytest.approx(taken(slow, amounts), rel=0.15)
 
 
-def test_outlier_steps_change_fit_little() -> None:
-    costs, rng = (0.005, 5e-4, 1e-6), random.Random(4)
-    fit = trained(costs)
-    for number, amounts in enumerate(steps(rng, 200)):
-        wild = 50 if number % 20 == 0 else 1  # one in twenty: a page fault, a neighbour
-        fit.observe(amounts, wild * taken(costs, amounts) * rng.uniform(0.95, 1.05))
-    for amounts in steps(rng, 20):
-        assert fit.predict(amounts) == pytest.approx(taken(costs, amounts), rel=0.2)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_fit_learns_median_step(seed: int) -> None:
     """Where cores are shared a third of all steps is interrupted, each for another time: their mean is what hardly any

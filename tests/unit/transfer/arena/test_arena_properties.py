@@ -177,10 +177,6 @@ def test_least_recently_used_evicted_only_if_in_range() -> None:
     assert find_space(beside, 0, 20, 20, 6) == Allocation(0, ("pack-0",)), "the older pack lies behind the range"
 
 
-def test_pinned_packs_never_leave() -> None:
-    assert find_space([used(0, 5, pinned=True), used(5, 20)], 0, 20, 20, 16) is None
-
-
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 4), st.integers(0, 9), st.booleans()), max_size=10),
     num_bytes=st.integers(1, 40),

@@ -6,10 +6,9 @@ import threading
 
 import pytest
 
-from tests.support.wait import HANG_S, wait_until
+from tests.support.wait import wait_until
 from tests.unit.transfer.loopback_holders import (
     BlindSink,
-    PackSink,
     SamplePack,
     receiver,
     serving,
@@ -19,7 +18,6 @@ from tests.unit.transfer.loopback_holders import (
 )
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.errors import (
-    BufferLost,
     ChunkDamaged,
     SourceClosed,
     SourcesExhausted,
@@ -119,18 +117,6 @@ def test_sink_without_digests_trusts_frame_digests() -> None:
     assert sink.chunks == [b"a block", b"trailer"]
 
 
-def test_alternate_replaces_silent_source() -> None:
-    """The alternate joins before the silent source is given up, however long that takes."""
-    sink, stats = PACK.sink(), TransferStats()
-    with silent_listener() as silent, serving(PACK.buffer(), holder_id="host-2") as holder:
-        sources = [PACK.source(silent, "host-1"), PACK.source(holder.address, "host-2")]
-        assert list(PACK.follow(sources, sink, control=TransferControl(stats=stats), stall_s=HANG_S)) == ALL
-    assert sink.bytes_held == PACK.data
-    # The silent source has not failed, so it appears in no statistics.
-    assert [share.holder_id for share in stats.by_source()] == [stats.largest] == ["host-2"]
-    assert stats.num_repairs == 1
-
-
 def test_source_silent_midway_replaced() -> None:
     released = threading.Event()
 
@@ -212,15 +198,6 @@ def test_stop_ends_follow_without_error(num_published: int) -> None:
         stopping.join()
     with silent_listener() as silent, pytest.raises(SourceClosed):
         fetch_head(PACK.source(silent), receiver(), stop=stop)
-
-
-def test_sink_error_ends_follow_instead_of_blaming_source() -> None:
-    class DroppedSink(PackSink):
-        def accept(self, index: int) -> None:
-            raise BufferLost("dropped meanwhile")
-
-    with serving(PACK.buffer()) as holder, pytest.raises(BufferLost, match="dropped meanwhile"):
-        list(PACK.follow([PACK.source(holder.address)] * 2, DroppedSink(PACK)))
 
 
 def test_impostor_holder_refused() -> None:
