@@ -74,28 +74,6 @@ async def test_deleted_model_leaves_view_and_instances_stay(nats_url: str) -> No
             assert len(view.instances) == 2, "what runs goes on"
 
 
-async def test_wake_of_three_hosts_forms_chain_with_tickets(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        hosts = [await it.host(number) for number in (1, 2, 3)]
-        async with it.scheduler(6, max_instances=3) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 3)
-            for number in range(40):
-                await gateway.admit(f"r{number}", num_prompt_tokens=500)
-            for _ in range(3):
-                await gateway.placement()
-            await eventually(lambda: all(store.relays for store, _, _ in hosts))
-            upstream = {store.store_id: store.relays[0].sources[0] for store, _, _ in hosts}
-            head = next(name for name, source in upstream.items() if source.holder_id == "remote")
-            second = next(name for name, source in upstream.items() if source.holder_id == head)
-            third = next(name for name, source in upstream.items() if source.holder_id == second)
-            assert {head, second, third} == {"store-1", "store-2", "store-3"}
-            source = upstream[third]
-            assert source.data_address == f"{second}:9"
-            assert (source.ticket.buffer_id, source.ticket.receiver_id) == (PACK, third)
-            verify_ticket(source.ticket, second, derive_node_key(KEY, second), int(time.time() * 1000))
-            assert all(store.relays[0].sources[-1].holder_id == "remote" for store, _, _ in hosts)
-
-
 async def test_repeated_admissions_have_effect_of_one(nats_url: str) -> None:
     async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
@@ -115,19 +93,6 @@ async def test_repeated_admissions_have_effect_of_one(nats_url: str) -> None:
                 await gateway.send(release=scheduler_pb2.Release(key=placement.key))
                 await cluster(address, lambda view: not view.demand)
             assert len(first.loads) == len(second.loads) == 1
-
-
-async def test_absent_gateway_loses_admissions(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        await it.host(1)
-        async with it.scheduler(2, gateway_grace_s=0.3) as address:
-            async with GatewayClient(address) as gateway:
-                await gateway.admit("r1")
-                await gateway.placement()
-                before = await cluster(address, lambda view: bool(view.demand))
-            after = await cluster(address, lambda view: not view.demand)
-            assert [(demand.num_waiting, demand.num_running) for demand in before.demand] == [(0, 1)]
-            assert not after.demand
 
 
 async def test_killed_decode_worker_role_goes_to_prefill_worker(nats_url: str) -> None:
@@ -161,22 +126,6 @@ async def test_store_lost_during_command_loses_no_request(nats_url: str) -> None
             await it.host(2)
             placement = await gateway.placement()
             assert placement.prefill.worker_id == "w-2a"
-
-
-async def test_broken_load_is_retried(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
-            await gateway.admit("r1")
-            broken = await gateway.placement()
-            await first.fail_load("no holder had chunk 7")
-            await second.fail_load("no holder had chunk 7")
-            await gateway.send(release=scheduler_pb2.Release(key=broken.key))
-            await gateway.admit("r1", 2)
-            again = await gateway.placement()
-            assert again.prefill.instance_id != broken.prefill.instance_id
-            model = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
-            assert "no holder had chunk 7" in [decision.reason for decision in model.decisions]
 
 
 async def test_restarted_scheduler_adopts_instances_and_requests(nats_url: str) -> None:
