@@ -162,7 +162,8 @@ class RunningCluster(PaperCluster):
         effects = self.policy.apply(Admit(self._admission(call), call.model), self.now)
         assert (len(state.attempts), len(state.queues), len(self.commands)) == (*before, num_commands)
         assert not effects.commands
-        assert [answer.placement for answer in effects.answers if isinstance(answer, Placed)] in ([], [placement])
+        answered = [answer.placement for answer in effects.answers if isinstance(answer, Placed)]
+        assert answered == ([placement] if placement is not None else [])
         self.do(effects)
 
     def leave(self, call: Call) -> None:

@@ -47,11 +47,6 @@ def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
     return request_ids
 
 
-def test_earliest_deadline_of_tenant_is_first() -> None:
-    queues = queues_with(of("t", "patient", ttft_target_s=10.0), of("t", "urgent", ttft_target_s=0.5))
-    assert order_of(queues) == ["urgent", "patient"]
-
-
 def batch_of(tenant: str, request_id: str, ttft_target_s: float, **changes: object) -> Admission:
     return of(tenant, request_id, service_class=ServiceClass.BATCH, ttft_target_s=ttft_target_s, **changes)
 
@@ -170,15 +165,6 @@ def test_total_limit_refuses_tenant_with_most_requests() -> None:
     queues.check_integrity()
 
 
-def test_timely_requests_precede_late_ones() -> None:
-    late = [of("a", f"late{n}", ttft_target_s=1.0) for n in range(6)]
-    queues = queues_with(*late, *(of("a", f"r{n}", ttft_target_s=5.0) for n in range(64)))
-    for number, admission in enumerate(late):
-        assert queues.fall_late(admission.key, rank=6.0 - number)
-    assert not queues.fall_late(late[0].key, rank=0.0), "it is known"
-    assert order_of(queues) == [f"r{n}" for n in range(64)] + [f"late{5 - n}" for n in range(6)]
-
-
 def test_refunded_late_batch_work_is_not_charged() -> None:
     batch = of("a", "batch", service_class=ServiceClass.BATCH, num_prompt_tokens=100_000)
     queues = queues_with(batch)
@@ -197,14 +183,6 @@ def test_late_batch_work_waits_with_late_requests() -> None:
     queues.fall_late(batch.key, rank=NOW)
     queues.fall_late(AttemptKey("late", 1), rank=NOW + 1.0)
     assert order_of(queues) == ["r", "batch", "late"]
-
-
-def test_tenant_with_late_requests_keeps_its_turns() -> None:
-    late = [of("a", f"a{n}", ttft_target_s=1.0) for n in range(3)]
-    queues = queues_with(*late, *(of("b", f"b{n}", ttft_target_s=5.0) for n in range(3)))
-    for admission in late:
-        queues.fall_late(admission.key, admission.deadline)
-    assert order_of(queues) == ["a0", "b0", "a1", "b1", "a2", "b2"]
 
 
 def prompts_of(*pairs: tuple[float, float]) -> list[TimedPrompt]:

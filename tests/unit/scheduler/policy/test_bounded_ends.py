@@ -84,16 +84,6 @@ def test_many_models_of_a_tenant_end_one_turn_of_others_per_turn() -> None:
         assert first_token_s < config.longest_wait_s + (number + 1) * config.time_slice_s
 
 
-def test_queued_models_get_slot_in_order_of_loss() -> None:
-    cluster = a_cluster(1)
-    models = [a_model(f"acme/m{number}") for number in range(3)]
-    for number in range(24):
-        cluster.call(f"r{number}", models[number % 3], num_tokens=1500, decode_s=0.2)
-    pass_until_all_have_ended(cluster, 59.0)
-    turns = turns_of(cluster)
-    assert all(sorted(turns[first : first + 3]) == sorted(set(turns)) for first in range(0, len(turns) - 4)), turns
-
-
 def test_alternating_models_wait_at_most_two_reloads() -> None:
     """The hysteresis of a slot: who waits takes it when it gains as much as the other would lose while it is away."""
     cluster = a_cluster(1, replace(CONFIG, map_bytes_per_s=32e6))  # a reload takes about as long as a load
@@ -105,16 +95,6 @@ def test_alternating_models_wait_at_most_two_reloads() -> None:
     assert max(call.first_token_s for call in cluster.calls.values()) <= 4 * cluster.load_s + 1e-6
     assert len(turns_of(cluster)) <= len(cluster.calls) / 2
     assert "to load it again takes" in told(cluster, models[0])
-
-
-def test_unloadable_model_is_refused_with_cause() -> None:
-    cluster = a_cluster(2)
-    cluster.faults = {"w0": Fault.NEVER_LOADS, "w1": Fault.NEVER_LOADS}
-    call = cluster.call("r", MODEL)
-    pass_until_all_have_ended(cluster, CONFIG.load_tries * (CONFIG.load_stall_s + 2.0) + CONFIG.load_backoff_max_s)
-    assert call.end.startswith("LOAD_FAILED: acme/tiny could not be loaded: ") and "for 4 s" in call.end
-    assert told(cluster, MODEL).count("scale_up: ") == CONFIG.load_tries
-    assert "drain: nothing of its pack arrived for 4 s" in told(cluster, MODEL)
 
 
 def test_unloadable_model_takes_no_slot_for_good() -> None:
@@ -173,20 +153,6 @@ def test_lying_worker_is_avoided_within_twenty_requests(fault: Fault, num_tokens
     assert ends[SERVED] >= 180, ends
     slow = [call for call in calls if call.end == SERVED and call.first_token_s > 4.0]
     assert len(slow) <= 5, slow
-
-
-def test_models_without_free_slot_take_turns_and_explain_wait() -> None:
-    cluster = a_cluster(2)
-    busy = [a_model("acme/busy0"), a_model("acme/busy1")]
-    for number in range(8):
-        cluster.call(f"b{number}", busy[number % 2], decode_s=20.0)
-    cluster.pass_time(5.0)
-    others = [a_model(f"acme/other{number}") for number in range(4)]
-    calls = [cluster.call(f"o{number}", model) for number, model in enumerate(others)]
-    pass_until_all_have_ended(cluster, 59.0)
-    bound_s = len(others) * (CONFIG.time_slice_s + CONFIG.drain_s + cluster.load_s)
-    assert all(call.end == SERVED and call.ended_at - call.arrived_at < bound_s for call in calls)
-    assert all("has waited" in told(cluster, model) for model in busy)
 
 
 LOAD_S = 1.0

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from tests.unit.scheduler.policy.dispatch.test_placement import MODEL, NOW, RULES, a_candidate, placed
 from tests.unit.scheduler.policy.dispatch.test_placement import an_admission as a_placeable
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_pair, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_pair, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
@@ -39,26 +39,6 @@ def test_workers_set_apart_play_both_roles_without_handover() -> None:
     (load,) = scene.loads()
     assert [order.roles for hop in load.hops for order in hop.loads] == [BOTH]
     scene.check()
-
-
-def test_many_requests_on_workers_without_handover_never_need_a_transfer() -> None:
-    scene = PaperCluster(PolicyConfig())
-    workers = [without_handover(a_worker(f"w-{number}", f"host-{number}", kv_pool_bytes=2 * MB)) for number in range(4)]
-    scene.settle(*(a_store(f"store-{number}", f"host-{number}") for number in range(4)), *workers)
-    for number in range(60):
-        scene.admit(MODEL, f"r{number}", num_prompt_tokens=100 + 17 * number % 900)
-        scene.pass_time(0.2)
-        scene.finish_loads()
-        if number >= 8 and scene.placement(f"r{number - 8}"):
-            scene.release(f"r{number - 8}")
-        scene.check()
-    scene.pass_time(5.0)
-    for number in range(60):
-        placement = scene.placement(f"r{number}")
-        assert placement is None or not placement.needs_kv_transfer
-    assert sum(scene.placement(f"r{number}") is not None for number in range(60)) > 40
-    assert len(scene.policy.state.instances.of_version(MODEL.version_id)) > 1
-    assert all(instance.roles == BOTH for instance in scene.policy.state.instances)
 
 
 def test_a_load_of_an_engine_without_layer_spans_counts_no_layers() -> None:

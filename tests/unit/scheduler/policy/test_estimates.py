@@ -386,18 +386,3 @@ def test_missing_phases_give_no_measurement() -> None:
     assert outcome_of(phases, 1, 1).tbt_s is None
     late_offer = [TimedPhase("prefill", 0, 9 * MS), TimedPhase("kv", 1 * MS, 9 * MS)]
     assert outcome_of(late_offer, 1, 1).kv_transfer_s == 0.0
-
-
-def test_batch_of_step_is_counted_in_choices() -> None:
-    scene, model = two_hosts(), a_model()
-    admission = scene.admit(model, "r1", num_choices=5)
-    scene.finish_loads()
-    scene.admit(model, "r2", num_choices=2)
-    (first, second), attempts = (scene.placement("r1"), scene.placement("r2")), scene.policy.state.attempts
-    assert first is not None and second is not None
-    instance_id = first.decode.instance_id
-    assert (len(attempts.at(instance_id).decodes), attempts.at(instance_id).num_choices) == (2, 7)
-    assert second.predicted.tbt_s > first.predicted.tbt_s
-    attempts.check_integrity({})
-    scene.apply(Release(admission.key, True))
-    assert (len(attempts.at(instance_id).decodes), attempts.at(instance_id).num_choices) == (1, 2)

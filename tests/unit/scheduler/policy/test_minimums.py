@@ -44,15 +44,6 @@ def test_minimum_is_loaded_without_request_until_removed() -> None:
     assert loaded(scene) == []
 
 
-def test_instances_beyond_minimum_scale_down() -> None:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
-    set_minimums(scene, replace(KEPT, min_instances=3))
-    assert len(list(scene.policy.state.instances)) == 3
-    set_minimums(scene, KEPT)
-    scene.pass_time(5.0)
-    assert len(list(scene.policy.state.instances)) == 1
-
-
 def test_minimum_takes_idle_slot_and_keeps_it() -> None:
     scene = one_slot()
     scene.serve(OTHER, "r1")

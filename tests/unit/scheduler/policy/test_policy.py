@@ -18,15 +18,13 @@ from tests.unit.scheduler.policy.paper_cluster import (
     hosts,
     two_workers_one_host,
 )
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
 from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Turn, Withdraw
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import BOTH, REMOTE, InstancePhase, Role
+from torchrelay.scheduler.policy.types import REMOTE, InstancePhase, Role
 
 MODEL = a_model()
 
@@ -145,20 +143,6 @@ def test_idle_model_gives_slot_to_waiting_model() -> None:
     assert scene.placement("r3") is not None
 
 
-def test_busy_model_gives_second_slot_to_waiting_model() -> None:
-    scene = two_workers_one_host()
-    busy, second = a_model("acme/busy"), a_model("acme/second")
-    scene.serve(busy, "r1")
-    scene.pass_time(0.2)
-    scene.admit(second, "r2")
-    assert scene.placement("r2") is None
-    scene.pass_time(1.5)
-    assert scene.placement("r2") is not None
-    running = scene.placed("r1")
-    assert scene.workers[running.decode.worker_id].slot.roles == BOTH  # decoding went on where it was
-    assert "preempt_spare" in scene.kinds()
-
-
 def test_burst_wakes_three_hosts_by_one_chain() -> None:
     scene = hosts(3)
     scene.obedient = False
@@ -173,17 +157,6 @@ def test_burst_wakes_three_hosts_by_one_chain() -> None:
     placements = [placement for number in range(40) if (placement := scene.placement(f"r{number}"))]
     assert len({placement.prefill.instance_id for placement in placements}) == 3
     assert {worker.slot.phase for worker in scene.workers.values()} == {InstancePhase.LOADING}
-
-
-def test_long_queues_at_measured_rates_justify_more_instances() -> None:
-    scene = hosts(2)
-    placement = scene.serve(MODEL, "r1")
-    worker = scene.workers[placement.prefill.worker_id]
-    scene.workers[worker.worker_id] = replace(worker, prefill_tokens_per_s=100.0)
-    scene.report(worker.worker_id)
-    scene.admit(MODEL, "r2", num_prompt_tokens=490)
-    scene.pass_time(0.2)
-    assert len(scene.loads()) == 2
 
 
 def test_restarted_scheduler_adopts_instances() -> None:
@@ -239,28 +212,6 @@ def test_turns_drain_idle_models_and_evaluate_few_others() -> None:
 def deciding_by(scene: PaperCluster, strategies: Strategies) -> PaperCluster:
     scene.policy.state.strategies = strategies
     return scene
-
-
-def nothing_loaded(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool) -> tuple[Action, ...]:
-    return ()
-
-
-def never_placed(*_: object) -> NoPlacement:
-    return NoPlacement("not here")
-
-
-def test_another_decision_loads_nothing() -> None:
-    scene = deciding_by(two_workers_one_host(), Strategies(decide=nothing_loaded))  # type: ignore[arg-type]
-    scene.admit(a_model(), "r1")
-    scene.pass_time(5)
-    assert not scene.loads()
-
-
-def test_another_placement_places_nothing() -> None:
-    scene = deciding_by(two_workers_one_host(), Strategies(place=never_placed))  # type: ignore[arg-type]
-    scene.admit(a_model(), "r1")
-    scene.pass_time(5)
-    assert scene.loads() and scene.placement("r1") is None
 
 
 def test_another_plan_names_the_sources() -> None:

@@ -9,7 +9,6 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
     PaperCluster,
-    a_copy,
     a_model,
     a_store,
     a_worker,
@@ -67,37 +66,6 @@ def test_stopped_worker_and_its_late_reports_are_ignored() -> None:
     (stopped,) = scene.told(topic="instance.stopped")
     assert (stopped.fields["cause"], stopped.fields["worker_id"]) == ("worker_stopped", "w-a")
     assert not scene.told(topic="instance.lost")
-
-
-def test_loss_event_names_cause() -> None:
-    scene = two_workers_one_host()
-    scene.serve(a_model(), "r1")
-    scene.kill("w-a")
-    del scene.workers["w-b"]  # silent from here on
-    scene.pass_time(4.0)
-    lost = [event.fields["cause"] for event in scene.told(topic="instance.lost")]
-    assert lost == ["worker_gone", "worker_silent"]
-
-
-def test_lost_decode_worker_is_replaced_by_free_slot() -> None:
-    scene = two_workers_one_host()
-    scene.settle(a_worker("w-c"))
-    scene.admit(MODEL, "r1")
-    placement = scene.placed("r1")
-    scene.kill(placement.decode.worker_id)
-    scene.admit(MODEL, "r1", attempt=2)
-    resumed = scene.placed("r1", attempt=2)
-    assert resumed.prefill == placement.prefill
-    assert resumed.decode.worker_id not in (placement.decode.worker_id, placement.prefill.worker_id)
-
-
-def test_broker_outage_loses_no_peer() -> None:
-    scene = two_workers_one_host()
-    scene.serve(a_model(), "r1")
-    scene.pass_time_with_beats(60.0)
-    assert "lost" not in scene.kinds()
-    scene.admit(a_model(), "r2")
-    assert scene.placement("r2") is not None
 
 
 def test_failed_worker_returns_without_broker() -> None:
@@ -490,36 +458,6 @@ def test_overrun_drain_is_ordered_again_without_grace() -> None:
     assert [command.drain_s for command in scene.commands if isinstance(command, UnloadCommand)] == [30.0, 0.0]
     scene.pass_time(scene.config.longest_drain_s + 1.0, step_s=0.5)
     assert len(unloaded(scene)) == 3
-
-
-def test_uncomputed_prompt_is_not_cached() -> None:
-    """P16: prefixes were noted when a prompt was placed, and kept when its attempt failed."""
-    scene = hosts(1)
-    model = a_model(routing_block_tokens=64)
-    for worker_id, worker in scene.workers.items():
-        scene.workers[worker_id] = replace(worker, has_prefix_cache=True)
-    scene.report_all()
-    placement = scene.serve(model, "r1", num_prompt_tokens=200, block_hashes=(b"1", b"2"))
-    scene.release("r1", delivered=False)
-    assert scene.policy.state.prefix_index.num_blocks(placement.prefill.instance_id, (b"1", b"2")) == 0
-
-
-@pytest.mark.parametrize("num_layers_ready", [1, 3])
-def test_load_left_follows_layers(num_layers_ready: int) -> None:
-    """P1: the scheduler's side; that workers report each layer is tested with them."""
-    scene = two_workers_one_host()
-    scene.stores["store-1"] = a_store("store-1", "host-1", [a_copy(SHORT)])
-    scene.report_all()
-    scene.admit(SHORT, "r1")
-    scene.pass_time(3.0)
-    for worker_id in scene.workers:
-        scene.set_slot(worker_id, num_layers_ready=num_layers_ready)
-    scene.report_all()
-    second = scene.admit(SHORT, "r2")
-    scene.finish_loads()
-    placed = scene.placed(second.key.request_id)
-    left_s = 3.0 * (4 - num_layers_ready) / num_layers_ready
-    assert placed.predicted.ttft_s > left_s
 
 
 def test_client_of_cold_model_is_told_to_return_after_its_usual_load() -> None:

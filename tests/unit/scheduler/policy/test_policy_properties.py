@@ -94,6 +94,8 @@ class Policing(RuleBasedStateMachine):
             effects = self.scene.policy.apply(Admit(admission, model), self.scene.now)
             assert (len(state.attempts), len(state.queues)) == before
             assert not effects.commands
+            again = [answer.placement for answer in effects.answers if isinstance(answer, Placed)]
+            assert again == ([attempt.placement] if attempt is not None else [])
             self.scene.do(effects)
 
     @rule(data=st.data(), withdraw=st.booleans())

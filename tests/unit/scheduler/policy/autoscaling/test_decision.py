@@ -199,12 +199,3 @@ def test_partial_decision_leaves_slots_to_waiting_models() -> None:
     assert [type(action) for action in decide(alone, RULES, is_complete=False)] == [Load]
     beside = replace(alone, waited_for=alone.waited_for | {waiting.version_id})
     assert decide(beside, RULES, is_complete=False) == ()
-
-
-def test_burst_at_zero_gives_each_model_a_slot() -> None:
-    first, second = a_model("acme/first"), a_model("acme/second")
-    workers = [a_worker(f"w{number}") for number in range(4)]
-    demands = [crowded_demand(first, 60, oldest_wait_s=0.2), a_demand(second, 1, oldest_wait_s=0.1)]
-    actions = decide(a_situation(demands, [], workers, [a_store("s1", "host-1")]), RULES)
-    wakes = [(action.model.name, len(action.assignments)) for action in actions if isinstance(action, Load)]
-    assert wakes == [(first.name, 1), (second.name, 1), (first.name, 2)]

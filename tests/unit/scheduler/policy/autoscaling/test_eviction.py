@@ -429,17 +429,3 @@ def test_idle_models_free_arena_they_fill() -> None:
         report_pins(scene, "store-1")
         scene.pass_time(0.1)
     assert scene.placement("r2") is not None
-
-
-@pytest.mark.parametrize("rests_s", [None, 60.0])
-@pytest.mark.parametrize(("waiting", "shown"), [("acme/second", True), ("rival/secret", False)])
-def test_reason_hides_models_of_other_tenants(waiting: str, shown: bool, rests_s: float | None) -> None:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.serve(a_model("acme/first"), "r1")
-    if rests_s is None:  # idle, and evicted; else busy, and its turn ends
-        scene.release("r1")
-    scene.admit(a_model(waiting), "r2")
-    scene.pass_time(rests_s or 1.0)
-    reasons = [event.reason for event in scene.events if event.model == "acme/first" and event.kind == "drain"]
-    assert reasons and [waiting in reason for reason in reasons] == [shown] * len(reasons)
-    assert not any("rival" in event.reason for event in scene.events if event.model == "acme/first")

@@ -36,7 +36,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
-from torchrelay.scheduler.policy.effects import Recall, SetRolesCommand
+from torchrelay.scheduler.policy.effects import Recall
 from torchrelay.scheduler.policy.handlers import cluster_load, scaling
 from torchrelay.scheduler.policy.inputs import FirstToken, Release, RolesSet
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -397,31 +397,6 @@ def test_answers_go_on_where_decode_stops() -> None:
     assert scene.policy.state.attempts.at("i of d0").queue.owes_pauses, "to the answers that go on there"
     assert scene.policy.state.attempts.at("i of d0").decodes.keys() >= set(at_d0[:2])
     scene.apply(Release(at_d0[0], True, Outcome(ttft_s=0.1, tbt_s=0.02, num_output_tokens=50, ended_at=scene.now)))
-    scene.check()
-
-
-def test_short_role_of_a_running_model_is_filled_by_set_roles() -> None:
-    """Nothing is loaded or drained, and the waiting answers begin at once."""
-    pool = 3 * 160 * MODEL.kv_bytes_per_token
-    scene = PaperCluster()
-    playing = {"p0": PREFILL, "p1": PREFILL, "d": DECODE}
-    scene.settle(
-        a_store("s1", "host-1"), *(replace(ready(name, each), kv_pool_bytes=pool) for name, each in playing.items())
-    )
-    learn_length(scene, 50)
-    scene.pass_time(10.0)
-    for number in range(20, 32):
-        scene.admit(MODEL, f"r{number}")
-        if scene.placement(f"r{number}"):
-            scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
-    (change,) = [command for command in scene.commands if isinstance(command, SetRolesCommand)]
-    assert change.roles == DECODE and change.worker_id in ("p0", "p1")
-    assert not {"load", "drain"} & set(scene.kinds())
-    assert sum(scene.placement(f"r{number}") is not None for number in range(20, 32)) == 6
-    scene.pass_time(20.0)
-    assert len([command for command in scene.commands if isinstance(command, SetRolesCommand)]) == 1
-    playing_now = [role for instance in scene.policy.state.instances for role in instance.target_roles]
-    assert sorted(playing_now) == [Role.PREFILL, Role.DECODE, Role.DECODE]
     scene.check()
 
 

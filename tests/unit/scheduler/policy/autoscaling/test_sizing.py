@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.arrivals import MEAN_S, WINDOW_S, ArrivalRate, Arrivals
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
-from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark, LoadProgress
 from torchrelay.scheduler.policy.autoscaling.pool_target import (
     PoolLoad,
@@ -69,14 +68,6 @@ def test_wanted_instances_save_more_than_they_cost() -> None:
     assert wanted(crowded(0, num_late_before=2), 1, 12.0) == 2
     assert wanted(crowded(0, num_late_before=1), 1, 12.0) == 1
     assert wanted(crowded(0, num_late_before=9), 1, 61.0) == 1  # worth less than its load
-
-
-def test_answers_size_instances_that_play_both_roles() -> None:
-    """Ten answers of 10 s fit an instance within the target between tokens."""
-    answers = DecodeDemand(20, 10, 20, 10.0, arrivals_per_s=2.0, target_s=2.0, price_s=60.0, late_s=60.0)
-    assert wanted(replace(crowded(0), answers=answers), 1, 0.5) == 2
-    assert wanted(replace(crowded(0), answers=replace(answers, num_answers=5, arrivals_per_s=0.5)), 1, 0.5) == 1
-    assert wanted(replace(crowded(1000), answers=answers), 1, 0.5) == 5, "prompts need more"
 
 
 def test_queue_of_minutes_outweighs_any_cold_start() -> None:
@@ -228,13 +219,6 @@ UNLIMITED = PolicyConfig()
 def test_target_and_its_reason(load: PoolLoad, config: PolicyConfig, expected: int, reason: str) -> None:
     target = pool_target(load, config)
     assert (target.num_wanted, target.reason.text) == (expected, reason)
-
-
-@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50), st.integers(0, 20), st.integers(0, 5))
-def test_target_keeps_to_its_limits(num_used: int, num_short: int, num_idle: int, least: int, num_more: int) -> None:
-    config = PolicyConfig(pool_min_slots=least, pool_max_slots=max(least + num_more, 1))
-    load = PoolLoad(1, 100, num_used, min(num_idle, num_used), (SlotShortage("acme/a", num_short),))
-    assert least <= pool_target(load, config).num_wanted <= config.pool_max_slots
 
 
 def test_model_lacks_a_slot_for_its_missing_role_its_minimum_and_its_queue() -> None:

@@ -119,18 +119,6 @@ def is_at_zero(scene: PaperCluster) -> bool:
     return all(worker.slot.phase is InstancePhase.FREE for worker in scene.workers.values())
 
 
-def test_shared_instances_stay_for_longest_timeout_in_use() -> None:
-    scene = two_workers_one_host()
-    for model, request_id in ((replace(BIRCH, idle_timeout_s=20.0), "r1"), (replace(ACME, idle_timeout_s=5.0), "r2")):
-        scene.admit(model, request_id)
-        scene.finish_loads()
-        scene.release(request_id)
-    scene.pass_time(19.0)
-    assert not is_at_zero(scene)  # the last one to call asked for 5 s
-    scene.pass_time(2.0)
-    assert is_at_zero(scene)
-
-
 def test_unused_model_timeout_does_not_count() -> None:
     scene = two_workers_one_host()
     often = replace(ACME, idle_timeout_s=5.0)

@@ -105,17 +105,6 @@ def test_pauses_pass_beside_a_prompt_that_is_overdue() -> None:
     assert queue.paused_until(0.1) == pytest.approx(12.2), "nothing of A's pause is owed any more"
 
 
-def test_computed_attempt_binds_no_prefill_work() -> None:
-    attempts = OpenAttempts()
-    admission = an_admission(a_model(), "r1")
-    prefill, decode = WorkerRef("w-p", "", "prefill"), WorkerRef("w-d", "", "decode")
-    placement = Placement(admission.key, prefill, decode, cold=False)
-    attempts.open(OpenAttempt(admission, placement, 0.0, kv_bytes=100, is_computed=True), now=0.0)
-    attempts.check_integrity({"prefill": 0, "decode": 100})
-    attempts.close(admission.key, now=1.0)
-    attempts.check_integrity({"prefill": 0, "decode": 0})
-
-
 def test_pause_ends_with_last_answer() -> None:
     """It was hidden while there was none, and the next one had it."""
     attempts, both = OpenAttempts(), WorkerRef("w", "", "both")
@@ -218,7 +207,6 @@ def test_number_of_blocks_equals_linear_scan(notes: list[tuple[list[int], int]])
             assert prefix_index.num_blocks("i", chained) == [*alone, 0].index(0)
 
 
-NOW = 1000.0
 MODEL = a_model(pack_bytes=1024)
 
 

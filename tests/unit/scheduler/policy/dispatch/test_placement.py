@@ -98,11 +98,6 @@ def placed(*candidates: Candidate, **admitted: int) -> tuple[str, str]:
     return placement.prefill.worker_id, placement.decode.worker_id
 
 
-def test_shorter_queue_wins() -> None:
-    decode = a_candidate("d", DECODE)
-    assert placed(a_candidate("p1", PREFILL, queued=500), a_candidate("p2", PREFILL, queued=100), decode) == ("p2", "d")
-
-
 def test_queue_and_load_are_compared_by_time() -> None:
     decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
     assert placed(a_candidate("p1", PREFILL, queued=500), loading, decode) == ("p1", "d")
@@ -191,19 +186,6 @@ def test_decode_goes_where_fewer_run_and_must_have_the_kv() -> None:
     assert placed(prefill, busy, full) == ("p", "d1")
 
 
-def test_worker_of_both_roles_is_chosen_if_best() -> None:
-    both = a_candidate("b", BOTH)
-    assert placed(both, a_candidate("d", DECODE)) == ("b", "b")  # no hand-over
-    interrupted = a_candidate("b", BOTH, queued=500)
-    assert placed(interrupted, a_candidate("p", PREFILL), a_candidate("d", DECODE)) == ("p", "d")
-
-
-def test_cached_prefix_wins_until_queue_outweighs_it() -> None:
-    decode, cold = a_candidate("d", DECODE), a_candidate("p1", PREFILL)
-    assert placed(cold, a_candidate("p2", PREFILL, cached=960, queued=500), decode, num_prompt_tokens=1000)[0] == "p2"
-    assert placed(cold, a_candidate("p2", PREFILL, cached=460, queued=500), decode, num_prompt_tokens=1000)[0] == "p1"
-
-
 def test_decode_instance_meets_tbt_target_if_possible() -> None:
     prefill, quick = a_candidate("p", PREFILL), a_candidate("d1", DECODE, load_left_s=0.5)
     full = a_candidate("d2", DECODE, num_decoding=60, seen=50_000)  # 0.15 s a step; the target is 0.1 s
@@ -211,11 +193,6 @@ def test_decode_instance_meets_tbt_target_if_possible() -> None:
     assert placed(prefill, quick, full, max_tokens=2)[1] == "d2"
     slow = a_candidate("d1", DECODE, step_s=1.0)
     assert placed(prefill, slow, full)[1] == "d2", "where nobody keeps it, the least late one"
-
-
-def test_long_contexts_in_a_batch_count_as_well_as_their_number() -> None:
-    long, many = a_candidate("d1", DECODE, num_decoding=4, seen=64_000), a_candidate("d2", DECODE, num_decoding=8)
-    assert placed(a_candidate("p", PREFILL), long, many) == ("p", "d2")
 
 
 def test_slow_kv_transfer_is_learned_and_avoided() -> None:

@@ -14,12 +14,10 @@ from tests.unit.scheduler.policy.paper_cluster import (
     a_store,
     a_worker,
     two_hosts,
-    two_workers_one_host,
 )
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy import state
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.effects import Placed, RefusalReason
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     FirstToken,
@@ -33,20 +31,6 @@ from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.types import AttemptKey, LatencyTargets, Placement, ServiceClass
 
 MODEL = a_model()
-
-
-def test_full_queue_refuses_with_retry_time() -> None:
-    scene = PaperCluster(PolicyConfig(queue_limit=2)).settle()
-    for number in range(3):
-        scene.admit(MODEL, f"r{number}")
-    refusal = scene.refused("r2")
-    assert refusal.reason is RefusalReason.QUEUE_FULL
-    assert 1.0 <= refusal.retry_after_s <= 60.0 and MODEL.name in refusal.message
-    other = a_model("acme/other")
-    scene.admit(other, "r3")  # another model's line is not full
-    assert scene.refusal("r3") is None
-    queues = scene.policy.state.queues
-    assert (queues.num_waiting(MODEL.version_id), queues.num_waiting(other.version_id)) == (2, 1)
 
 
 def test_each_refused_client_gets_time_of_its_own_place() -> None:
@@ -70,20 +54,6 @@ def test_each_refused_client_gets_time_of_its_own_place() -> None:
     scene.admit(MODEL, "again", **size)
     refusal = scene.refused("again")
     assert refusal.retry_after_s == pytest.approx(2.0 + (9.0 + 7.0) / 3)
-
-
-def test_requests_without_a_target_have_that_of_their_class() -> None:
-    scene = PaperCluster().settle(a_worker("w", kv_pool_bytes=MB))
-    classes = {"batch": ServiceClass.BATCH, "plain": ServiceClass.STANDARD, "soon": ServiceClass.INTERACTIVE}
-    for name, service_class in classes.items():
-        scene.admit(MODEL, name, num_prompt_tokens=800, service_class=service_class)
-    scene.now += 1.0
-    scene.admit(MODEL, "aimed", num_prompt_tokens=800, service_class=ServiceClass.INTERACTIVE, ttft_target_s=0.9)
-    scene.settle(a_store("s1", "host-1"))
-    scene.finish_loads()
-    for name in ("soon", "aimed", "plain", "batch"):
-        assert [placed.key.request_id for placed in scene.opened][-1] == name
-        scene.release(name)
 
 
 def test_model_targets_precede_scheduler_targets() -> None:
@@ -113,19 +83,6 @@ def test_more_instances_are_wanted_sooner_for_a_shorter_target() -> None:
     assert num_wanted(60.0) == 1 < num_wanted(0.5)
 
 
-def test_repeated_key_is_answered_again_and_runs_once() -> None:
-    scene = two_workers_one_host()
-    scene.admit(MODEL, "r1")
-    scene.admit(MODEL, "r1")
-    placements = [answer.placement for answer in scene.answers if isinstance(answer, Placed)]
-    assert len(placements) == 2 and placements[0] == placements[1]
-    assert len(scene.policy.state.attempts) == 1
-    scene.admit(MODEL, "r1", current=placements[0])
-    assert len([answer for answer in scene.answers if isinstance(answer, Placed)]) == 2
-    scene.admit(MODEL, "r1", attempt=2)  # another attempt is another admission
-    assert len(scene.policy.state.attempts) == 2
-
-
 def test_lost_first_token_counts_with_repeated_admission() -> None:
     scene = two_hosts()
     scene.serve(MODEL, "cold")
@@ -142,15 +99,6 @@ def test_lost_first_token_counts_with_repeated_admission() -> None:
     assert scene.policy.state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0, (
         "when it came is not known"
     )
-
-
-def test_withdrawn_request_frees_its_place() -> None:
-    scene = PaperCluster().settle()
-    first = scene.admit(MODEL, "r1")
-    scene.admit(MODEL, "r2")
-    scene.apply(Withdraw(first.key))
-    assert [admission.key for admission in scene.policy.state.queues] == [AttemptKey("r2", 1)]
-    assert not scene.answers
 
 
 def test_requests_of_absent_gateway_wait_until_grace_ends() -> None:

@@ -278,24 +278,6 @@ def ask_again(scene: PaperCluster, keys: list[AttemptKey]) -> None:
         scene.admit(MODEL, key.request_id, attempt=key.attempt + 1)
 
 
-def test_prompts_on_loading_instance_go_to_ready_one() -> None:
-    scene = a_loading_instance()
-    a_newcomer_is_ready(scene)
-    keys = recalled(scene)
-    assert sorted(keys) == [AttemptKey(f"r{number}", 1) for number in range(3)]
-    assert all(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
-    ask_again(scene, keys)
-    placements = [scene.placement(f"r{number}", attempt=2) for number in range(3)]
-    assert [placement and placement.prefill.worker_id for placement in placements] == ["w2"] * 3
-    sources = [placement and placement.prompt_source for placement in placements]
-    assert [source and (source.key.attempt, source.worker.worker_id) for source in sources] == [(1, "w1")] * 3
-    told = [event.reason for event in scene.told("recall")]
-    assert told == [
-        f"w1 loads for 12.8 s more, w2 computes the other layers of attempt {number}" for number in (1, 1, 1)
-    ]
-    scene.check()
-
-
 def test_prompt_that_begins_meanwhile_stays() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)

@@ -33,50 +33,6 @@ def reroutes(scene: PaperCluster) -> list[RerouteCommand]:
     return [command for command in scene.commands if isinstance(command, RerouteCommand)]
 
 
-def test_edges_follow_bandwidth_left() -> None:
-    speeds = {1: 1000 * MB, 2: 100 * MB, 3: 1000 * MB, 4: 500 * MB}
-    scene = a_cluster(
-        *(
-            a_host(number, NUM_CHUNKS if number == 1 else 0, NicCounters(0, 0, speed))
-            for number, speed in speeds.items()
-        )
-    )
-    state = scene.policy.state
-    edges = relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3", "store-4"], scene.now)
-    assert [(edge.target, edge.upstream) for edge in edges] == [
-        ("store-3", "store-1"),
-        ("store-4", "store-3"),
-        ("store-2", "store-4"),
-    ]
-    assert [transfer.planned_bytes_per_s for transfer in state.transfers.with_rates()] == [
-        1000 * MB,
-        500 * MB,
-        100 * MB,
-    ]
-
-
-def test_store_clocks_do_not_affect_decisions() -> None:
-    def decide(ahead_s: float) -> tuple[list[RerouteCommand], tuple[TransferEdge, ...]]:
-        """Reports a store with a transfer of its own, a transfer that has ended, and a slow transfer."""
-        nic = NicCounters(0, 0, 1000 * MB)
-        scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, nic=nic), a_host(3, nic=nic), a_host(4, nic=nic))
-        relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
-        begin_us = int((scene.now + ahead_s) * 1e6)
-        slow, stamps = SourceShare("store-1", 1, 5 * MB, True), {"relay_begin_us": begin_us}
-        scene.stores["store-2"] = a_host(2, 4, nic, shares=(replace(slow, bytes_per_s=90 * MB),), **stamps)
-        scene.stores["store-3"] = a_host(3, 2, nic, shares=(slow,), **stamps)
-        scene.pass_time(3.0)
-        ended = {"source": "store-1", "relay_first_us": begin_us, "relay_end_us": begin_us + 3_000_000}
-        scene.stores["store-4"] = a_host(4, NUM_CHUNKS, nic, **stamps, **ended)
-        scene.pass_time(0.1)
-        scene.stores["store-5"] = a_host(5, nic=nic)
-        scene.pass_time(0.1)
-        state = scene.policy.state
-        return reroutes(scene), relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-5"], scene.now)
-
-    assert decide(3600.0) == decide(0.0) == decide(-3600.0)
-
-
 def slow_relay() -> PaperCluster:
     """store-3 follows store-1, which turns slow; store-2 has the pack as well."""
     nic = NicCounters(0, 0, 100 * MB)
@@ -200,15 +156,6 @@ def test_idle_copy_leaves_its_rate_to_load_on_shared_link() -> None:
     assert not relay_plans.goes_first(state, MODEL.pack_id, "store-2")
     assert relay_plans.goes_first(state, OTHER.pack_id, "store-3")
     assert not reroutes(scene), "the idle copy's store knows already that it yields"
-
-
-def test_loads_share_link() -> None:
-    scene = two_packs()
-    plan(scene, MODEL, "store-2")
-    assert plan(scene, OTHER, "store-3").bytes_per_s == 50 * MB
-    state = scene.policy.state
-    assert relay_plans.goes_first(state, MODEL.pack_id, "store-2")
-    assert relay_plans.goes_first(state, OTHER.pack_id, "store-3")
 
 
 def test_upstream_of_urgent_load_is_urgent() -> None:

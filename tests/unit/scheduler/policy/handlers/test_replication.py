@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
 from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone, StoreReported
@@ -52,12 +52,6 @@ def test_used_model_gets_retained_copies_in_two_racks() -> None:
     assert not scene.policy.state.transfers.with_rates() and scene.policy.state.replication_state.num_short == 0
 
 
-def test_unused_model_is_not_replicated() -> None:
-    scene = PaperCluster().settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"))
-    scene.pass_time(5.0)
-    assert not scene.commands
-
-
 def test_no_copy_is_ordered_before_stores_report() -> None:
     scene = PaperCluster()
     scene.stores["store-1"] = in_rack(1, "r1", MODEL)
@@ -67,19 +61,6 @@ def test_no_copy_is_ordered_before_stores_report() -> None:
     assert not copies(scene)
     scene.pass_time(1.0)
     assert len(copies(scene)) == 1
-
-
-def test_lost_copy_is_rebuilt_urgently_after_grace() -> None:
-    scene = racks()
-    scene.pass_time(2.0)
-    del scene.stores["store-3"]
-    scene.apply(StoreGone("store-3"))
-    scene.pass_time(scene.config.loss_grace_s - 0.5)
-    assert len(copies(scene)) == 1
-    scene.pass_time(1.5)
-    assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
-    assert copies(scene)[1].urgent
-    assert "a copy was lost" in of_kind(scene, "rebuild")[0].reason
 
 
 def test_returned_store_keeps_copies_and_gets_lease() -> None:
@@ -152,22 +133,6 @@ def test_deleted_pack_is_forgotten_at_first_refusal() -> None:
     assert len(copies(scene)) == 1
     replication_state = scene.policy.state.replication_state
     assert MODEL.pack_id not in replication_state.recent_packs and MODEL.pack_id not in replication_state.lost
-
-
-def test_old_reported_error_does_not_end_new_try() -> None:
-    scene = racks(obedient=False)
-    scene.hold("store-3", MODEL, num_chunks_verified=3, error="of an earlier try")
-    scene.pass_time(3.0)
-    assert [command.hop.store_id for command in copies(scene)] == ["store-3"]
-    assert not of_kind(scene, "copy_failed")
-
-
-def test_unreported_copy_is_given_up() -> None:
-    scene = racks(obedient=False)
-    scene.pass_time(1.0)
-    scene.apply(CopyAccepted(MODEL.pack_id, "store-3"))
-    scene.pass_time(12.0)
-    assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
 
 
 def test_leases_are_renewed_and_retried_after_refusal() -> None:
@@ -265,12 +230,3 @@ def test_new_scheduler_adopts_retained_packs() -> None:
     scene = PaperCluster(PolicyConfig(recent_s=2.0)).settle(first, in_rack(2, "r2"))
     scene.pass_time(4.0)
     assert scene.retained_packs["store-1"] == ()
-
-
-def test_recent_pack_without_space_counts_as_short() -> None:
-    scene = PaperCluster()
-    small = a_store("store-2", "host-2", arena_bytes=16 * MB)
-    scene.settle(in_rack(1, "r1", MODEL), small)
-    scene.admit(MODEL, "r1")
-    scene.pass_time(3.0)
-    assert not copies(scene) and scene.policy.state.replication_state.num_short == 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.planning.baselines import nominal_chain
-from bench.planning.networks import Host, Network, random_network
+from bench.planning.networks import random_network
 from bench.planning.outcome import feeds_of, planned, simulate
 from torchrelay.scheduler.policy.relay.planning import (
     MAX_ALTERNATES,
@@ -44,14 +44,6 @@ def test_host_with_pack_gets_edge_without_transfer() -> None:
     assert edges[0].already_there and edges[0].sources == ("s0", REMOTE)
     assert [str(edge).split(" at ")[0] for edge in edges] == ["s1 from its host copy", "s2 from s0"]
     assert edges[1].upstream == "s0"
-
-
-def test_fast_targets_come_first_by_free_bandwidth() -> None:
-    nodes = {name: Node(rate * MB, rate * MB) for name, rate in [("s0", 100), ("s1", 20), ("s2", 50), ("s3", 100)]}
-    edges = plan(["s0"], [], ["s1", "s2", "s3"], nodes=nodes, num_bytes=100 * MB)
-    assert upstreams(edges) == {"s3": ("s0",), "s2": ("s3",), "s1": ("s2",)}
-    assert [round(edge.bytes_per_s / MB) for edge in edges] == [100, 50, 20]
-    assert [round(edge.ready_s, 1) for edge in edges] == [1.0, 2.0, 5.0]
 
 
 def test_fast_target_stripes_over_two_slow_sources() -> None:
@@ -150,16 +142,6 @@ def test_no_direction_is_allocated_beyond_its_rate(targets: int, sources: int, s
 
 
 PACK_BYTES = 256e6
-
-
-def even(num_targets: int) -> Network:
-    hosts = [Host(f"n{number}", 100e6, 100e6, 0, 0, source=number == 0) for number in range(num_targets + 1)]
-    return Network(0, tuple(hosts))
-
-
-def test_seven_hosts_fill_nearly_as_fast_as_one() -> None:
-    single, seven = (simulate(even(n), feeds_of(planned(even(n), PACK_BYTES)), PACK_BYTES) for n in (1, 7))
-    assert seven.makespan_s / single.makespan_s == pytest.approx(1 + 6 / 256, rel=0.01)
 
 
 def test_random_networks_fill_near_bound_as_predicted() -> None:
