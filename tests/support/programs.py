@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torchrelay.common.process import parent_death
 
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 # In the order in which the template imports them.
 PROGRAMS = ("torchrelay-param-store", "torchrelay-worker", "torchrelay-scheduler", "torchrelay-gateway", "torchrelay")
 MIGRATION = "torchrelay.gateway.sql.schema"  # the module that a gateway runs on a new database
+TEXT_PROCESS = "text_process.py"  # the script that a gateway runs: from a template of its own, as its memory is limited
 MAX_REQUEST_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -33,32 +34,39 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Program(subprocess.Popen[Any]):
     """A ``Popen`` of a command. A command of Torchrelay is forked from a template, if there is one."""
 
-    control: socket.socket | None = None  # to the template, a child of this process, which starts when it is needed
-    _template: subprocess.Popen[bytes] | None = None
+    controls: ClassVar[
+        dict[bool, socket.socket]
+    ] = {}  # to the templates, children of this process; True: of text processes
+    starts_templates = True  # when they are needed
+    _templates: ClassVar[list[subprocess.Popen[bytes]]] = []
     _lock = threading.Lock()
 
     @classmethod
-    def _start_template(cls) -> socket.socket:
-        """Starts a template, which ends with this process."""
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = (sys.executable, "-m", "tests.support.template", str(there.fileno()))
-        cls._template = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=ROOT)
-        there.close()
-        return here
+    def _control(cls, of_texts: bool, env: Mapping[str, str]) -> socket.socket:
+        """A connection to a template, which ends with this process. ``env``: of text processes, when they begin."""
+        if of_texts not in cls.controls:
+            cls.controls[of_texts], there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = (sys.executable, "-m", "tests.support.template", str(there.fileno()), str(of_texts))
+            started = subprocess.Popen(command, pass_fds=[there.fileno()], cwd=ROOT, env=env if of_texts else None)
+            there.close()
+            cls._templates.append(started)
+        return cls.controls[of_texts]
 
     def _execute_child(self, args: Any, *others: Any) -> None:  # Popen's hook
         command, is_tied = _without_tie([*map(str, args)] if isinstance(args, (list, tuple)) else [str(args)])
         _, _, _, pass_fds, cwd, env, _, _, _, *descriptors = others[:15]
-        env = dict(os.environ if env is None else env)
-        has_own_modules = env.get("PYTHONPATH") != os.environ.get("PYTHONPATH")
-        if (program := _program_of(command)) is None or pass_fds or has_own_modules:
+        env, program = dict(os.environ if env is None else env), _program_of(command)
+        of_texts = program == TEXT_PROCESS
+        has_template = program is not None and (self.starts_templates or of_texts in self.controls)
+        has_own_modules = not of_texts and env.get("PYTHONPATH") != os.environ.get("PYTHONPATH")
+        if not has_template or pass_fds or has_own_modules:
             super()._execute_child(args, *others)  # type: ignore[misc]  # absent from the stubs
             return
         stdin, pipe_in, pipe_out, stdout, pipe_err, stderr = descriptors
         has_session = others[-2]
         request = {
             "program": program,
-            "arguments": command,
+            "arguments": command[3:] if of_texts else command,
             "cwd": str(cwd or Path.cwd()),
             "env": env,
             "parent": os.getpid(),
@@ -68,8 +76,7 @@ class Program(subprocess.Popen[Any]):
         given = [own if own != -1 else inherited for own, inherited in ((stdin, 0), (stdout, 1), (stderr, 2))]
         try:
             with self._lock:
-                control = Program.control = self.control or self._start_template()
-                self.pid = _ask(control, request, given)
+                self.pid = _ask(self._control(of_texts, env), request, given)
             self._child_created = True
         finally:
             self._close_pipe_fds(stdin, pipe_in, pipe_out, stdout, pipe_err, stderr)  # type: ignore[attr-defined]
@@ -77,7 +84,8 @@ class Program(subprocess.Popen[Any]):
 
 def fork_programs(control: socket.socket | None = None) -> None:
     """From now on this process forks programs that it starts; ``control`` leads to a template that runs already."""
-    Program.control = control
+    if control is not None:
+        Program.controls, Program.starts_templates = {False: control}, False
     subprocess.Popen = Program  # type: ignore[misc]
 
 
@@ -85,6 +93,8 @@ def _program_of(command: Sequence[str]) -> str | None:
     """The program that a template can fork for the command."""
     if command[:3] == [sys.executable, "-m", MIGRATION]:
         return MIGRATION
+    if command[:3] == [sys.executable, "-I", "-B"] and Path(command[3]).name == TEXT_PROCESS:
+        return TEXT_PROCESS
     path = Path(command[0])
     return path.name if path.parent == SCRIPTS and path.name in PROGRAMS else None
 

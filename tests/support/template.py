@@ -1,4 +1,4 @@
-"""A process that has imported all programs of Torchrelay, and forks one for each request (see ``programs.py``).
+"""A process that has imported programs of Torchrelay, and forks one for each request (see ``programs.py``).
 
 The requests of a program that starts others come to a template of its own, which it forks before it does anything else:
 a process with gRPC's threads cannot fork.
@@ -18,11 +18,12 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
-from tests.support.programs import MAX_REQUEST_BYTES, MIGRATION, PROGRAMS, fork_programs
+from tests.support.programs import MAX_REQUEST_BYTES, MIGRATION, PROGRAMS, TEXT_PROCESS, fork_programs
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _REPARENTED_S = 30.0
@@ -33,10 +34,12 @@ class Template:
     """The programs' functions, and the variables that their packages set when they are imported."""
 
     def __init__(self) -> None:
+        self._functions: dict[str, Callable[[], Any]] = {}
+        self._variables: defaultdict[str, dict[str, str]] = defaultdict(dict)
+
+    def import_programs(self) -> None:
         before = dict(os.environ)
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # as the gateway has it; read when gRPC is imported
-        self._functions: dict[str, Callable[[], Any]] = {}
-        self._variables: dict[str, dict[str, str]] = {}
         for name in PROGRAMS:
             (entry_point,) = entry_points(group="console_scripts", name=name)
             self._functions[name] = entry_point.load()
@@ -44,6 +47,11 @@ class Template:
         importlib.import_module("alembic.command")
         self._functions[MIGRATION] = importlib.import_module(MIGRATION).main
         self._variables[MIGRATION] = self._variables["torchrelay-gateway"]
+
+    def import_text_process(self) -> None:
+        text_process = importlib.import_module("torchrelay.gateway.inference.text.processes.text_process")
+        text_process.warm_up()
+        self._functions[TEXT_PROCESS] = text_process.main
 
     def serve(self, control: socket.socket) -> None:
         """Forks a program for each request, and answers with its pid, until the other end is closed."""
@@ -137,9 +145,13 @@ def _status_of(function: Callable[[], Any]) -> int:
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    gc.disable()
+    control, of_texts = socket.socket(fileno=int(sys.argv[1])), sys.argv[2] == "True"
     template = Template()
+    gc.disable()
+    if of_texts:
+        template.import_text_process()
+    else:
+        template.import_programs()
     gc.collect()
     gc.freeze()
     gc.enable()

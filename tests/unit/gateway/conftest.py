@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from alembic import command
 from alembic.config import Config
 
 from tests.unit.gateway.postgres_server import postgres_server
-from tests.unit.gateway.text_programs import TextProgram
 from tests.unit.gateway.token_path_rig import make_rig, rig, tokenizer_json  # noqa: F401  (fixtures)
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
@@ -35,11 +33,6 @@ TABLES = [*metadata.tables, "alembic_version"]
 END_OTHERS = """
     SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE datname = current_database() AND pid <> pg_backend_pid()"""
-
-
-@pytest.fixture(autouse=True)
-def quick_text_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", TextProgram)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 
+from tests.support.programs import Program
 from tests.support.sample_tokenizers import large_tokenizer
 from tests.support.wait import eventually
 from tests.unit.gateway.inference.text.processes.text_rig import CONFIG, LOOP, MESSAGES, TINY, TextRig, text_rig
@@ -320,7 +322,7 @@ class ProcessRights:
 
 
 async def test_process_has_no_secrets_and_no_rights(rig: TextRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # a process of its own, not forked from the template of the tests
+    monkeypatch.setattr(subprocess, "Popen", Program.__base__)  # not forked from a template of the tests
     monkeypatch.setenv("TORCHRELAY_ADMIN_KEY", "tra-secret")
     await rig.rendered("fine")
     (pid,) = rig.processes.pids
