@@ -41,9 +41,8 @@ def test_valid_admin_keys_are_accepted() -> None:
     assert GatewaySettings(admin_key="").admin_key == ""
 
 
-@pytest.mark.parametrize(
-    ("setting", "origins"),
-    [
+def test_origins_are_listed_with_commas() -> None:
+    for setting, origins in (
         ("", set()),
         (" , ", set()),
         ("*", {"*"}),
@@ -51,10 +50,8 @@ def test_valid_admin_keys_are_accepted() -> None:
             "https://a.example,http://localhost:3000 , http://[::1]:8080",
             {"https://a.example", "http://localhost:3000", "http://[::1]:8080"},
         ),
-    ],
-)
-def test_origins_are_listed_with_commas(setting: str, origins: set[str]) -> None:
-    assert GatewaySettings(cors_origins=setting).allowed_origins == origins
+    ):
+        assert GatewaySettings(cors_origins=setting).allowed_origins == origins
 
 
 def test_default_addresses_match_the_other_services() -> None:

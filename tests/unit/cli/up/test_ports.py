@@ -188,13 +188,10 @@ def test_disk_state_has_hysteresis() -> None:
     assert disk_state(LOW_BYTES) is DiskState.ROOMY
 
 
-def test_logs_fit_on_small_disk() -> None:
+def test_logs_fit_on_small_disk_and_messages_name_the_folder() -> None:
     num_files = 7 * 2 + 2  # seven children's logs, their copies, and traces of twice the length
     assert num_files * log_limit_bytes(100 * MIB) <= 50 * MIB
     assert log_limit_bytes(1 << 40) == 32 * MIB
-
-
-def test_messages_name_folder() -> None:
     for state in DiskState:
         assert "/srv/home has 1.05 MB free" in disk_message(state, Path("/srv/home"), MIB)
 
@@ -216,14 +213,11 @@ def test_start_on_full_disk_is_refused(tmp_path: Path) -> None:
             check_disk(disk.folder)
 
 
-@pytest.mark.parametrize("num_free_mib", [0, 1, 100, 1000, 100_000])
-def test_streams_take_at_most_eighth_of_disk(num_free_mib: int) -> None:
-    sizes = stream_sizes(num_free_mib * MIB)
-    least = StreamSizes(MIN_STREAM_BYTES, MIN_STREAM_BYTES)
-    assert sizes == least or sizes.history_bytes + sizes.usage_bytes <= max(num_free_mib * MIB // 8, 2 * MIB)
-
-
-def test_large_disk_gives_streams_full_size() -> None:
+def test_streams_take_at_most_eighth_of_disk() -> None:
+    for num_free_mib in (0, 1, 100, 1000, 100_000):
+        sizes = stream_sizes(num_free_mib * MIB)
+        least = StreamSizes(MIN_STREAM_BYTES, MIN_STREAM_BYTES)
+        assert sizes == least or sizes.history_bytes + sizes.usage_bytes <= max(num_free_mib * MIB // 8, 2 * MIB)
     assert stream_sizes(1 << 40) == StreamSizes()
     assert stream_sizes(100 * MIB) == StreamSizes(history_bytes=5 * MIB // 2, usage_bytes=10 * MIB)
 
@@ -231,39 +225,33 @@ def test_large_disk_gives_streams_full_size() -> None:
 NATS, REDIS, DATABASE = (f"TORCHRELAY_{name}_URL" for name in ("NATS", "REDIS", "DATABASE"))
 
 
-@pytest.mark.parametrize(
-    ("variable", "url"),
-    [
+def test_invalid_address_is_named() -> None:
+    for variable, url in (
         (NATS, "localhost:4222"),
         (NATS, "nats:///"),
         (NATS, "nats://host:many"),
         (REDIS, "http://host"),
         (DATABASE, "foo"),
         (DATABASE, "mysql://host/name"),
-    ],
-)
-def test_invalid_address_is_named(variable: str, url: str) -> None:
-    with pytest.raises(CliError) as caught:
-        external_servers({variable: url})
-    assert variable in caught.value.message and url in caught.value.message
-    assert caught.value.hint
+    ):
+        with pytest.raises(CliError) as caught:
+            external_servers({variable: url})
+        assert variable in caught.value.message and url in caught.value.message
+        assert caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("variable", "url", "told"),
-    [
+def test_password_is_not_shown() -> None:
+    for variable, url, told in (
         (NATS, "http://ann:hunter2@host", "'http://ann:***@host'"),
         (NATS, "nats://:hunter2@host:many", "'nats://:***@host:many'"),
         (REDIS, "redis//:hunter2@host", "***@host"),
         (REDIS, "http://host/0?password=hunter2&db=1", "'http://host/0?password=***&db=1'"),
         (DATABASE, "mysql://ann:hunt@er2@host/name", "'mysql://ann:***@host/name'"),
-    ],
-)
-def test_password_is_not_shown(variable: str, url: str, told: str) -> None:
-    with pytest.raises(CliError) as caught:
-        external_servers({variable: url})
-    assert told in caught.value.message
-    assert "er2" not in caught.value.message + str(caught.value.__cause__)
+    ):
+        with pytest.raises(CliError) as caught:
+            external_servers({variable: url})
+        assert told in caught.value.message
+        assert "er2" not in caught.value.message + str(caught.value.__cause__)
 
 
 def test_certificates_are_found_by_home() -> None:

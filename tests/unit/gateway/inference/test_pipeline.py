@@ -119,9 +119,8 @@ def test_model_version_carries_the_latency_targets() -> None:
     assert targets.tbt_target_s == 0.05
 
 
-@pytest.mark.parametrize(
-    ("engine", "changes", "needed"),
-    [
+def test_the_engine_that_a_version_needs_comes_first() -> None:
+    for engine, changes, needed in (
         ("auto", {}, ("", 1)),
         ("vllm", {}, ("vllm", 1)),
         ("vllm:2", {}, ("vllm", 2)),
@@ -129,15 +128,11 @@ def test_model_version_carries_the_latency_targets() -> None:
         ("vllm:2", {"base_version_id": "v-base"}, ("torchrelay", 1)),
         ("torchrelay", {"dtype": "I8", "engine": "vllm"}, ("vllm", 1)),
         ("vllm:2", {"dtype": "I4", "engine": "vllm"}, ("vllm", 2)),
-    ],
-)
-def test_the_engine_that_a_version_needs_comes_first(
-    engine: str, changes: dict[str, str], needed: tuple[str, int]
-) -> None:
-    model = published_model("acme/m", file_digests={})
-    version = replace(model.version, **changes)  # type: ignore[arg-type]
-    scaling = model_version(replace(model, engine=engine, version=version)).scaling
-    assert (scaling.engine, scaling.num_devices) == needed
+    ):
+        model = published_model("acme/m", file_digests={})
+        version = replace(model.version, **changes)  # type: ignore[arg-type]
+        scaling = model_version(replace(model, engine=engine, version=version)).scaling
+        assert (scaling.engine, scaling.num_devices) == needed
 
 
 def test_service_class_numbers_match_the_protocol() -> None:

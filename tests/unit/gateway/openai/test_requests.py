@@ -123,19 +123,16 @@ def test_fields_of_other_servers_are_not_ignored() -> None:
                 assert caught.value.field == name
 
 
-@pytest.mark.parametrize(
-    ("tier", "service_class"),
-    [
+def test_service_tier_names_the_class() -> None:
+    for tier, service_class in (
         (None, None),
         ("auto", None),
         ("default", ServiceClass.STANDARD),
         ("scale", ServiceClass.STANDARD),
         ("priority", ServiceClass.INTERACTIVE),
         ("flex", ServiceClass.BATCH),
-    ],
-)
-def test_service_tier_names_the_class(tier: str | None, service_class: ServiceClass | None) -> None:
-    assert [params.service_class for params in of_both(service_tier=tier)] == [service_class] * 2
+    ):
+        assert [params.service_class for params in of_both(service_tier=tier)] == [service_class] * 2
 
 
 def test_sampling_is_as_given_or_default() -> None:
@@ -422,22 +419,19 @@ def test_edit_distance_is_symmetric(name: str, place: int, letter: str) -> None:
     assert not is_one_edit_away(name, name + "xy") and not is_one_edit_away(name, name)
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
+def test_field_with_unusable_text_is_named() -> None:
+    for body, field in (
         (r'{"name": "a\ud800"}', "name"),
         (r'{"files": [{"path": "b"}, {"path": "c\uDFFF"}]}', "files.1.path"),
         (r'{"nested": {"deep": "\u0000"}}', "nested.deep"),
         (r'{"k\u0000": 1}', None),
         (r'["\ud83d"]', "0"),
-    ],
-)
-def test_field_with_unusable_text_is_named(body: str, field: str | None) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        check_text(body.encode())
-    assert refused.value.field == field
-    for usable in (r'{"a": "😀 \ud83d\ude00 \\u0000"}', '{"a": "é"}', r'{"a": "\u0000', "[]"):
-        check_text(usable.encode())
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            check_text(body.encode())
+        assert refused.value.field == field
+        for usable in (r'{"a": "😀 \ud83d\ude00 \\u0000"}', '{"a": "é"}', r'{"a": "\u0000', "[]"):
+            check_text(usable.encode())
 
 
 SCHEMA: dict[str, Any] = {

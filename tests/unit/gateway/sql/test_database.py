@@ -1,7 +1,10 @@
+"""The database: transactions, silence, full disks, group commits, migrations, and the versions of its tables."""
+
 from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -17,14 +20,18 @@ from sqlalchemy import Connection, func, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError, ProgrammingError
 
+from tests.support.programs import Program
 from tests.support.silent_proxy import SilentProxy
 from tests.support.small_disk import small_disk
 from tests.support.wait import HANG_S, eventually
+from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import DiskFull, NotFound, Unavailable
 from torchrelay.gateway.sql.database import Database, driver_url
 from torchrelay.gateway.sql.group_commit import GroupCommit, Result, linger_s
 from torchrelay.gateway.sql.schema import HEAD, MIGRATIONS, ensure_schema
+from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import balances, metadata, prices, table_versions
+from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 
 async def test_write_and_transact_are_atomic(database: Database) -> None:
@@ -384,6 +391,13 @@ async def test_schema_at_head_or_newer_is_unchanged(database: Database, database
         assert (await connection.execute(text("SELECT version_num FROM alembic_version"))).scalars().all() == ["9999"]
 
 
+@pytest.fixture
+def own_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not forked from a template of the tests, whose start would occupy the event loop for seconds."""
+    monkeypatch.setattr(subprocess, "Popen", Program.__base__)
+
+
+@pytest.mark.usefixtures("own_children")
 async def test_concurrent_starts_migrate_once(postgres_template: str) -> None:
     url = postgres_template  # the server's own database, still empty
     databases = [Database(url) for _ in range(3)]
@@ -394,6 +408,7 @@ async def test_concurrent_starts_migrate_once(postgres_template: str) -> None:
         await database.close()
 
 
+@pytest.mark.usefixtures("own_children")
 async def test_failed_migration_names_the_cause(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/broken.db"
     database = Database(url)
@@ -402,3 +417,91 @@ async def test_failed_migration_names_the_cause(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="table tenants already exists"):
         await ensure_schema(database, url)
     await database.close()
+
+
+async def test_version_rises_when_its_transaction_commits(parts: AccountingRig) -> None:
+    before = await parts.table_versions.confirmed("catalog")
+    async with parts.database.write() as connection:
+        await bump_version(connection, "catalog")
+    assert await parts.table_versions.confirmed("catalog") == before  # confirmed a moment ago
+    parts.table_versions.invalidate()
+    assert await parts.table_versions.confirmed("catalog") == before + 1
+    assert await parts.table_versions.confirmed("keys") == 1
+
+
+async def test_concurrent_callers_share_a_query(parts: AccountingRig) -> None:
+    asked = 0
+
+    class Counting(TableVersions):
+        async def _query(self) -> None:
+            nonlocal asked
+            asked += 1
+            await super()._query()
+
+    table_versions = Counting(parts.database, 60)
+    await asyncio.gather(*(table_versions.confirmed("keys") for _ in range(20)))
+    assert asked == 1
+
+
+async def test_invalidation_during_a_query_causes_another(parts: AccountingRig) -> None:
+    num_asked = 0
+
+    class Doubted(TableVersions):
+        async def _query(self) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 1:
+                asking = asyncio.create_task(super()._query())
+                await asyncio.sleep(0)
+                self.invalidate()
+                await asking
+            else:
+                await super()._query()
+
+    table_versions = Doubted(parts.database, 60)
+    for _ in range(3):
+        await table_versions.confirmed("keys")
+    assert num_asked == 2
+
+
+async def test_abandoned_query_ends_before_the_database_closes(postgresql_url: str) -> None:
+    has_ended = False
+
+    class Noted(TableVersions):
+        async def _query(self) -> None:
+            nonlocal has_ended
+            try:
+                await super()._query()
+            finally:
+                has_ended = True
+
+    async with SilentProxy(postgresql_url).serving() as proxy:
+        database = Database(proxy.url)
+        versions = Noted(database, 0.5)
+        await versions.confirmed("keys")
+        has_ended = False
+        versions.invalidate()
+        proxy.fall_silent()
+        with pytest.raises(Unavailable, match="does not answer"):
+            await versions.confirmed("keys")
+        assert not has_ended
+        await database.close()
+        assert has_ended
+
+
+def test_entry_is_valid_for_its_version_only() -> None:
+    cache: VersionedCache[str, int] = VersionedCache(2)
+    cache.put("a", 1, 10)
+    assert cache.get("a", 1) == 10
+    assert cache.get("a", 2) is None
+    cache.put("a", 2, 11)
+    assert cache.get("a", 2) == 11
+
+
+def test_cache_evicts_the_least_recently_used() -> None:
+    cache: VersionedCache[str, int] = VersionedCache(2)
+    cache.put("a", 1, 1)
+    cache.put("b", 1, 2)
+    cache.get("a", 1)
+    cache.put("c", 1, 3)
+    assert (cache.get("a", 1), cache.get("b", 1), cache.get("c", 1)) == (1, None, 3)

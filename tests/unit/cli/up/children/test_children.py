@@ -144,20 +144,17 @@ async def test_stopped_watcher_misses_single_look() -> None:
         assert not task.done()
 
 
-@pytest.mark.parametrize(
-    ("broker_url", "addresses", "kind"),
-    [
+async def test_every_kind_of_child_has_its_probe() -> None:
+    for broker_url, addresses, kind in (
         ("redis://:secret@127.0.0.1:1/0", {}, RedisProbe),
         ("nats://127.0.0.1:1", {}, NatsProbe),
         ("", {"http": "http://127.0.0.1:1", "grpc": "127.0.0.1:2"}, HttpProbe),
         ("", {"grpc": "127.0.0.1:2", "data": "127.0.0.1:3"}, GrpcProbe),
-    ],
-)
-async def test_every_kind_of_child_has_its_probe(broker_url: str, addresses: dict[str, str], kind: type) -> None:
-    probe = probe_of(broker_url, addresses, None)
-    assert probe is not None and type(probe) is kind
-    await probe.close()
-    assert probe_of("", {"pid": "1"}, None) is None
+    ):
+        probe = probe_of(broker_url, addresses, None)
+        assert probe is not None and type(probe) is kind
+        await probe.close()
+        assert probe_of("", {"pid": "1"}, None) is None
 
 
 async def test_workers_start_in_order_and_retire_by_name() -> None:

@@ -166,16 +166,12 @@ async def test_failed_start_stops_others_and_shows_log(programs: Programs) -> No
     assert programs.trail.read_text() == "good stopped\n"
 
 
-async def test_unready_child_fails_start_after_limit(programs: Programs) -> None:
-    life = Life(programs.stack([programs.spec("slow", NEVER_READY, ready_s=0.3)]))
-    with pytest.raises(CliError, match=r"slow was not ready within 0\.3 s"):
-        await life.run()
-
-
-async def test_missing_program_is_not_installed(programs: Programs) -> None:
+async def test_unready_child_or_missing_program_fails_the_start(programs: Programs) -> None:
     missing = ChildSpec("ghost", (str(programs.folder / "ghost"),), programs.folder / "ghost.log")
-    with pytest.raises(CliError, match="is not installed"):
-        await Life(programs.stack([missing])).run()
+    slow = programs.spec("slow", NEVER_READY, ready_s=0.3)
+    for spec, said in ((slow, r"slow was not ready within 0\.3 s"), (missing, "is not installed")):
+        with pytest.raises(CliError, match=said):
+            await Life(programs.stack([spec])).run()
 
 
 async def test_stop_during_start_is_prompt(programs: Programs) -> None:
@@ -258,10 +254,7 @@ async def test_start_error_quotes_childs_reason(programs: Programs) -> None:
 async def test_nats_restarts_after_full_disk(programs: Programs) -> None:
     nats, gateway = programs.spec("nats"), programs.spec("gateway")
     with small_disk(programs.folder / "home", 1 << 30) as disk:
-        life = Life(replace(programs.stack([nats], [gateway]), home=disk.folder))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(life.run())
-            await life.up.wait()
+        async with living(replace(programs.stack([nats], [gateway]), home=disk.folder)) as life:
             pids = pid_of(nats), pid_of(gateway)
             disk.fill()
             await eventually(lambda: any("it is full" in message for _, message in life.recorder.said))
@@ -270,7 +263,6 @@ async def test_nats_restarts_after_full_disk(programs: Programs) -> None:
             await eventually(lambda: ("was killed by SIGKILL", "nats") in life.recorder.said)
             await eventually(lambda: life.recorder.said.count(("ready", "nats")) == 2)
             assert pid_of(nats) != pids[0] and pid_of(gateway) == pids[1]
-            life.stop.set()
 
 
 @pytest.mark.lab
@@ -278,10 +270,7 @@ async def test_child_without_log_folder_is_retried(programs: Programs) -> None:
     with small_disk(programs.folder / "home", 1 << 20) as disk:
         worker = replace(programs.spec("worker"), log=disk.folder / "logs" / "worker.log")
         worker.log.parent.mkdir()
-        life = Life(programs.stack([], [worker]))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(life.run())
-            await life.up.wait()
+        async with living(programs.stack([], [worker])) as life:
             before = pid_of(worker)
             shutil.rmtree(worker.log.parent)
             os.kill(before, signal.SIGKILL)
@@ -289,4 +278,3 @@ async def test_child_without_log_folder_is_retried(programs: Programs) -> None:
             worker.log.parent.mkdir()
             await eventually(lambda: life.recorder.said.count(("ready", "worker")) == 2)
             assert pid_of(worker) != before and worker.log.exists()
-            life.stop.set()

@@ -277,9 +277,9 @@ def test_ids_of_mistrals_calls_are_as_its_templates_demand() -> None:
     assert re.fullmatch(r"[a-zA-Z0-9]{9}", call.id)
 
 
-@pytest.mark.parametrize(
-    ("syntax", "text"),
-    [
+def test_calls_within_calls_are_not_searched_again() -> None:
+    """A search from each of them took seconds."""
+    for syntax, text in (
         (HERMES, "<tool_call>{" * 4000),
         (HERMES, "<tool_call>{" * 4000 + "}" * 4000),
         (MISTRAL, '[TOOL_CALLS][{"name": "b"}, {' * 4000),
@@ -287,11 +287,8 @@ def test_ids_of_mistrals_calls_are_as_its_templates_demand() -> None:
         (LLAMA, '<|python_tag|>{"name": "b"}; {' * 4000 + "}" * 4000),
         (QWEN_CODER, "<tool_call><function=weather><parameter=a>" * 4000),
         (QWEN_CODER, "<tool_call><function=b><parameter=a>" * 4000),
-    ],
-)
-def test_calls_within_calls_are_not_searched_again(syntax: CallSyntax, text: str) -> None:
-    """A search from each of them took seconds."""
-    began_s = time.process_time()
-    whole = divided(AnswerSyntax(syntax), [text])
-    assert time.process_time() - began_s < 1.0
-    assert divided(AnswerSyntax(syntax), [text[:100], text[100:]]) == whole
+    ):
+        began_s = time.process_time()
+        whole = divided(AnswerSyntax(syntax), [text])
+        assert time.process_time() - began_s < 1.0
+        assert divided(AnswerSyntax(syntax), [text[:100], text[100:]]) == whole

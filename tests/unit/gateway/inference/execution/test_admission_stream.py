@@ -1,10 +1,11 @@
-"""The stream to the scheduler: timeouts, late placements, queued releases, notices of loads, minimums of instances."""
+"""The streams to the scheduler and to workers: timeouts, late placements, notices, minimums; lost streams."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +19,17 @@ from tests.support.wait import eventually
 from tests.unit.gateway.conftest import Clock
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.control.v1 import generation_pb2, types_pb2
 from torchrelay.control.v1 import scheduler_pb2 as pb
-from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.background import background
 from torchrelay.gateway.core import PublishedModel
-from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent
+from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent, WorkerLost
 from torchrelay.gateway.inference.execution.admission_stream import MAX_UNSENT, AdmissionStream
 from torchrelay.gateway.inference.execution.load_notices import VALID_S, LoadNotices
 from torchrelay.gateway.inference.execution.minimums import announce_minimums
+from torchrelay.gateway.inference.execution.stream_watch import WATCH_EVERY_S
+from torchrelay.gateway.inference.execution.worker_streams import WorkerStreams
 
 
 def key(request_id: str, attempt: int = 1) -> types_pb2.AttemptKey:
@@ -59,10 +62,20 @@ async def scheduler() -> AsyncIterator[EchoScheduler]:
         await worker.stop()
 
 
-async def test_unreachable_scheduler_fails_waiting_requests() -> None:
+def admit(admissions: AdmissionStream, name: str, **fields: Any) -> list[RequestEvent]:
+    """The events of a new request, as they come."""
     events: list[RequestEvent] = []
+    admissions.admit(pb.AdmitRequest(key=key(name), **fields), events.append)
+    return events
+
+
+def is_placed(events: Sequence[RequestEvent]) -> bool:
+    return any(isinstance(event, pb.Placement) for event in events)
+
+
+async def test_unreachable_scheduler_fails_waiting_requests() -> None:
     async with admissions_to(f"127.0.0.1:{free_port()}", unreachable_after_s=0.3) as admissions:
-        admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
+        events = admit(admissions, "r")
         await eventually(lambda: bool(events))
         failure = events[0]
         assert isinstance(failure, AdmissionFailed)
@@ -85,43 +98,38 @@ async def test_listener_may_release_other_attempts_on_failure() -> None:
             admissions.admit(pb.AdmitRequest(key=key("r", attempt)), end_all)
         await eventually(lambda: bool(events))
         assert len(events) == 1 and admissions.num_open == 0
-        later: list[RequestEvent] = []
-        admissions.admit(pb.AdmitRequest(key=key("later")), later.append)
+        later = admit(admissions, "later")
         await eventually(lambda: bool(later))
 
 
 async def test_placement_that_crosses_a_withdrawal_is_released() -> None:
-    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
         there.open_gate.clear()
-        admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
+        events = admit(admissions, "r")
         await eventually(lambda: len(there.admits) == 1)
         admissions.release(pb.Release(key=key("r")))
         there.open_gate.set()  # this scheduler places it all the same
         await eventually(lambda: len(there.releases) == 1)
         assert there.withdrawals[0].key == there.releases[0].key == key("r")
-        assert not any(isinstance(event, pb.Placement) for event in events)
+        assert not is_placed(events)
 
 
 async def test_deferrable_commands_share_the_next_message() -> None:
-    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
-        for name in ("a", "b"):
-            admissions.admit(pb.AdmitRequest(key=key(name)), events.append)
-        await eventually(lambda: sum(isinstance(event, pb.Placement) for event in events) == 2)
+        both = admit(admissions, "a"), admit(admissions, "b")
+        await eventually(lambda: all(map(is_placed, both)))
         admissions.first_token(key("a"))
         admissions.release(pb.Release(key=key("a")))
-        admissions.admit(pb.AdmitRequest(key=key("c")), events.append)
+        admit(admissions, "c")
         await eventually(lambda: there.messages[-1] == ["first_token", "release", "admit"])
         admissions.release(pb.Release(key=key("b")))
         await eventually(lambda: there.messages[-1] == ["release"])
 
 
 async def test_release_without_a_scheduler_arrives_later() -> None:
-    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
-        admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
-        await eventually(lambda: any(isinstance(event, pb.Placement) for event in events))
+        events = admit(admissions, "r")
+        await eventually(lambda: is_placed(events))
         await there.kill()
         admissions.release(pb.Release(key=key("r"), num_output_tokens=3))
         admissions.release(pb.Release(key=key("r")))  # a second one changes nothing
@@ -135,21 +143,19 @@ async def test_release_without_a_scheduler_arrives_later() -> None:
 async def test_flush_waits_for_unsent_commands_up_to_its_limit() -> None:
     async with scheduler() as there, admissions_to(there.address) as admissions:
         for name in "abc":
-            admissions.admit(pb.AdmitRequest(key=key(name)), lambda _: None)
+            admit(admissions, name)
         await admissions.flush(5)
         await eventually(lambda: len(there.admits) == 3)
         await there.kill()
-        admissions.admit(pb.AdmitRequest(key=key("d")), lambda _: None)
+        admit(admissions, "d")
         await admissions.flush(0.05)
         assert len(there.admits) == 3
 
 
 async def test_too_many_unsent_commands_restart_the_stream() -> None:
-    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address, max_unsent=2) as admissions:
-        for name in "abcdef":
-            admissions.admit(pb.AdmitRequest(key=key(name)), events.append)
-        await eventually(lambda: sum(isinstance(event, pb.Placement) for event in events) == 6)
+        all_six = [admit(admissions, name) for name in "abcdef"]
+        await eventually(lambda: all(map(is_placed, all_six)))
         for name in "abcde":
             admissions.release(pb.Release(key=key(name)))
         await eventually(lambda: len(there.hellos) == 2 and len(there.admits) > 6)
@@ -158,12 +164,9 @@ async def test_too_many_unsent_commands_restart_the_stream() -> None:
 
 async def test_readmission_of_long_prompts_fits_the_message_limit() -> None:
     """Their hashes alone take ten megabytes; a message may have eight."""
-    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
-        for number in range(8):
-            hashes = [bytes(16)] * 70_000
-            admissions.admit(pb.AdmitRequest(key=key(f"r{number}"), block_hashes=hashes), events.append)
-        await eventually(lambda: len(events) == 8)
+        all_eight = [admit(admissions, f"r{number}", block_hashes=[bytes(16)] * 70_000) for number in range(8)]
+        await eventually(lambda: all(all_eight))
         await there.kill()
         await there.revive()
         await eventually(lambda: len(there.admits) == 16)
@@ -171,11 +174,9 @@ async def test_readmission_of_long_prompts_fits_the_message_limit() -> None:
 
 
 async def test_listeners_get_their_own_events() -> None:
-    events: dict[str, list[RequestEvent]] = {name: [] for name in "abcdef"}
     async with scheduler() as there, admissions_to(there.address) as admissions:
         there.refusals.append(pb.Refusal(reason=pb.Refusal.REASON_QUEUE_FULL))
-        for name, box in events.items():
-            admissions.admit(pb.AdmitRequest(key=key(name)), box.append)
+        events = {name: admit(admissions, name) for name in "abcdef"}
         await eventually(lambda: all(events.values()))
         kinds = [type(box[0]) for box in events.values()]
         assert kinds.count(pb.Refusal) == 1 and kinds.count(pb.Placement) == 5
@@ -186,28 +187,25 @@ async def test_listeners_get_their_own_events() -> None:
 
 
 async def test_resumed_scheduler_gets_open_admissions_again() -> None:
-    events: list[RequestEvent] = []
     clock = Clock()
     async with scheduler() as there, admissions_to(there.address, clock=clock) as admissions:
         await eventually(lambda: len(there.hellos) == 1)
         there.answers.clear()
-        admissions.admit(pb.AdmitRequest(key=key("r"), age_ms=5000), events.append)
+        events = admit(admissions, "r", age_ms=5000)
         await eventually(lambda: len(there.admits) == 1)
         clock.now += 7.0
         await eventually(lambda: len(there.hellos) == 2)
         there.answers.set()
-        await eventually(lambda: any(isinstance(event, pb.Placement) for event in events))
+        await eventually(lambda: is_placed(events))
         assert [(admit.key.request_id, admit.age_ms) for admit in there.admits] == [("r", 5000), ("r", 12_000)]
 
 
 async def test_hung_scheduler_fails_only_waiting_requests() -> None:
-    running: list[RequestEvent] = []
-    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address, unreachable_after_s=4.0) as admissions:
-        admissions.admit(pb.AdmitRequest(key=key("running")), running.append)
-        await eventually(lambda: any(isinstance(event, pb.Placement) for event in running))
+        running = admit(admissions, "running")
+        await eventually(lambda: is_placed(running))
         there.answers.clear()
-        admissions.admit(pb.AdmitRequest(key=key("waiting")), events.append)
+        events = admit(admissions, "waiting")
         await eventually(lambda: bool(events))
         failure = events[0]
         assert isinstance(failure, AdmissionFailed)
@@ -289,3 +287,146 @@ async def test_minimums_are_sent_on_change_and_to_each_scheduler() -> None:
         await made.revive()
         await eventually(lambda: len(made.minimums) > num_told)
         assert told()[-1] == []
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[EchoWorker]:
+    worker = EchoWorker("w0", EchoModel())
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+KEY = types_pb2.AttemptKey(request_id="r", attempt=1)
+
+
+def start(request_id: str, max_tokens: int = 5) -> generation_pb2.AttemptStart:
+    return generation_pb2.AttemptStart(
+        key=types_pb2.AttemptKey(request_id=request_id, attempt=1),
+        prompt=[7, 8, 9],
+        sampling=generation_pb2.Sampling(max_tokens=max_tokens),
+        choices=[generation_pb2.ChoiceStart(choice=0)],
+    )
+
+
+async def test_requests_share_a_stream_and_get_their_own_outputs(worker: EchoWorker) -> None:
+    events: dict[str, list[RequestEvent]] = {"a": [], "b": []}
+    async with WorkerStreams("gw") as streams:
+        for name, box in events.items():
+            for role in ("decode", "prefill"):
+                streams.stream("decode" if role == "decode" else "prefill", worker.ref).start(start(name), box.append)
+        await eventually(lambda: all(len(box) == 5 for box in events.values()))
+        assert streams.num_open == worker.num_streams == 2
+        for name, box in events.items():
+            outputs = [output for output in box if isinstance(output, generation_pb2.ChoiceOutput)]
+            assert {output.key.request_id for output in outputs} == {name}
+            assert sorted(output.first_position for output in outputs) == [0, 1, 2, 3, 4]
+    await eventually(lambda: worker.num_streams == 0)
+
+
+async def test_unused_stream_closes_and_opens_again(worker: EchoWorker) -> None:
+    events: list[RequestEvent] = []
+    async with WorkerStreams("gw", idle_s=0.1) as streams:
+        for expected in (1, 2):
+            stream = streams.stream("prefill", worker.ref)
+            stream.start(start("r", max_tokens=1), events.append)
+            await eventually(lambda expected=expected: len(events) == expected)  # type: ignore[misc]
+            stream.forget(KEY)
+            await eventually(lambda: streams.num_open == 0 and worker.num_streams == 0)
+    assert not any(isinstance(event, WorkerLost) for event in events)
+
+
+async def test_idle_stream_with_an_attempt_stays_open(worker: EchoWorker) -> None:
+    worker.pause_at = 0
+    async with WorkerStreams("gw", idle_s=0.05) as streams:
+        busy = streams.stream("decode", worker.ref)
+        busy.start(start("r"), lambda _: None)
+        await eventually(lambda: worker.num_running == 1)
+        for _ in range(2):  # another stream, opened later, closes for its idleness meanwhile
+            streams.stream("prefill", worker.ref)
+            await eventually(lambda: streams.num_open == 1)
+        assert streams.stream("decode", worker.ref) is busy
+
+
+async def test_broken_stream_reports_the_loss_to_every_attempt(worker: EchoWorker) -> None:
+    events: list[RequestEvent] = []
+    worker.pause_at = 0
+    async with WorkerStreams("gw") as streams:
+        for name in "abc":
+            streams.stream("decode", worker.ref).start(start(name), events.append)
+        await eventually(lambda: worker.num_running == 3)
+        await worker.kill()
+        await eventually(lambda: len(events) == 3)
+        assert events == [WorkerLost(1, "w0")] * 3
+        assert streams.num_open == 0
+
+
+async def test_unreachable_worker_is_lost_at_once() -> None:
+    events: list[RequestEvent] = []
+    nowhere = types_pb2.WorkerRef(worker_id="w9", grpc_address=f"127.0.0.1:{free_port()}")
+    async with WorkerStreams("gw") as streams:
+        streams.stream("prefill", nowhere).start(start("r"), events.append)
+        await eventually(lambda: bool(events))
+    assert events == [WorkerLost(1, "w9")]
+
+
+async def test_cancelled_attempt_stops_and_gets_no_events(worker: EchoWorker) -> None:
+    events: list[RequestEvent] = []
+    worker.pause_at = 0
+    async with WorkerStreams("gw") as streams:
+        stream = streams.stream("decode", worker.ref)
+        stream.start(start("r"), events.append)
+        await eventually(lambda: worker.num_running == 1)
+        stream.cancel(KEY)
+        stream.cancel(KEY)
+        await eventually(lambda: worker.num_running == 0)
+        await worker.kill()
+        await eventually(lambda: streams.num_open == 0)
+    assert events == []
+    assert worker.cancelled == [("decode", ("r", 1))]
+
+
+async def test_silent_worker_is_lost_and_its_attempts_cancelled(worker: EchoWorker) -> None:
+    events: list[RequestEvent] = []
+    worker.pause_at = 3
+    async with WorkerStreams("gw") as streams:
+        streams.stream("decode", worker.ref).start(start("r"), events.append)
+        streams.stream("prefill", worker.ref).start(start("r"), events.append)
+        await eventually(lambda: len(events) == 3)
+        worker.is_silent = True
+        await eventually(lambda: len(events) == 5)
+        assert events[3:] == [WorkerLost(1, "w0")] * 2
+        await eventually(lambda: streams.num_open == worker.num_running == 0)
+        worker.is_silent = False
+        worker.resume()
+        again: list[RequestEvent] = []  # a new stream does not repeat the events of the old one
+        streams.stream("prefill", worker.ref).start(start("s", max_tokens=1), again.append)
+        await eventually(lambda: bool(again))
+        assert len(events) == 5
+
+
+async def test_only_hung_workers_lose_their_attempts() -> None:
+    """At once, as each takes as long as a worker may be silent."""
+    engines = {
+        "reports no engine": None,
+        "has no work": types_pb2.EngineProgress(num_advances=5, has_work=False),
+        "makes no step": types_pb2.EngineProgress(num_advances=5, has_work=True),
+        "hangs": None,  # before the stream is opened, over a connection that others keep
+    }
+    events: dict[str, list[RequestEvent]] = {name: [] for name in engines}
+    async with AsyncExitStack() as stack:
+        workers = [EchoWorker(name, EchoModel()) for name in engines]
+        for worker in workers:
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+            channel = await stack.enter_async_context(open_channel(worker.ref.grpc_address))
+            await channel.channel_ready()
+            worker.pause_at, worker.progress = 0, engines[worker.worker_id]
+            worker.is_silent = worker.worker_id == "hangs"
+        streams = await stack.enter_async_context(WorkerStreams("gw"))
+        for worker in workers:
+            streams.stream("decode", worker.ref).start(start("r"), events[worker.worker_id].append)
+        await eventually(lambda: streams.num_open == 2)
+        await asyncio.sleep(WATCH_EVERY_S)  # until the watches of the others have looked as well
+        lost = {name: [WorkerLost(1, name)] if name in ("makes no step", "hangs") else [] for name in engines}
+        assert events == lost

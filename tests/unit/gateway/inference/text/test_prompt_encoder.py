@@ -176,9 +176,8 @@ async def test_files_that_fail_are_named(rig: EncoderRig) -> None:
     assert (error.field, error.message) == ("messages", "the model's chat template failed: it took longer than 0.2 s")
 
 
-@pytest.mark.parametrize(
-    ("end", "loading", "field", "words"),
-    [
+def test_kill_error_names_the_exceeded_limit() -> None:
+    for end, loading, field, words in (
         (signal.SIGPROF, None, "messages", "chat template failed: it took longer than 2 s"),
         (signal.SIGVTALRM, None, "messages", "tokenizer took longer than 2 s for this text"),
         (signal.SIGPROF, "tokenizer.json", "tokenizer.json", "takes more than 10 s of CPU to load"),
@@ -190,14 +189,10 @@ async def test_files_that_fail_are_named(rig: EncoderRig) -> None:
         ),
         (signal.SIGSEGV, "tokenizer.json", "tokenizer.json", "tokenizer.json exceeded the limit of 1024 MB of memory"),
         (signal.SIGKILL, None, None, "the process that tokenized the prompt was killed"),
-    ],
-)
-def test_kill_error_names_the_exceeded_limit(
-    end: signal.Signals, loading: str | None, field: str | None, words: str
-) -> None:
-    error = kill_error(PromptKilled(-end, loading), TextLimits(), "messages")
-    assert words in error.message and error.field == field
-    assert error.http_status == (503 if end == signal.SIGKILL else 400)
+    ):
+        error = kill_error(PromptKilled(-end, loading), TextLimits(), "messages")
+        assert words in error.message and error.field == field
+        assert error.http_status == (503 if end == signal.SIGKILL else 400)
 
 
 ENCODED = [bytes([index]) * 1000 for index in range(4)]
