@@ -97,21 +97,6 @@ def test_alternating_models_wait_at_most_two_reloads() -> None:
     assert "to load it again takes" in told(cluster, models[0])
 
 
-def test_unloadable_model_takes_no_slot_for_good() -> None:
-    cluster = a_cluster(1)
-    cluster.faults = {"w0": Fault.LOADS_BREAK}
-    broken, well = a_model("acme/broken"), a_model("acme/well")
-    ends: list[Call] = []
-    for number in range(10):
-        ends.append(cluster.call(f"b{number}", broken))
-        cluster.pass_time(1.0)
-    cluster.faults.clear()
-    call = cluster.call("one", well)
-    pass_until_all_have_ended(cluster, 20.0)
-    assert call.end == SERVED
-    assert all(call.end == SERVED or "bytes were lost" in call.end for call in ends)
-
-
 def test_broken_worker_does_not_block_pairs_for_ever() -> None:
     """Prefill was loaded there, and decode beside it: before that was given up, the other model's turn had come, and so
     on. Nobody was ever served, although one slot could play both roles.

@@ -80,18 +80,6 @@ def two_engines() -> PaperCluster:
     return PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), own, other)
 
 
-@pytest.mark.parametrize(("engine", "worker_id"), [("", "w-b"), ("torchrelay", "w-b"), ("vllm", "w-a")])
-def test_a_model_is_loaded_where_its_engine_is(engine: str, worker_id: str) -> None:
-    scene = two_engines()
-    scene.admit(a_model(engine=engine), "r1")
-    scene.pass_time(1.0)
-    scene.finish_loads()
-    assert {order.worker_id for load in scene.loads() for hop in load.hops for order in hop.loads} == {worker_id}
-    placement = scene.placed("r1")
-    assert placement.prefill.worker_id == placement.decode.worker_id == worker_id
-    scene.check()
-
-
 def test_a_model_takes_any_engine_where_its_favourite_is_busy() -> None:
     scene = two_engines()
     scene.admit(a_model(engine="torchrelay"), "r1")

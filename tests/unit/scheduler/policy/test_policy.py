@@ -24,28 +24,9 @@ from torchrelay.scheduler.policy.inputs import Turn, Withdraw
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import REMOTE, InstancePhase, Role
+from torchrelay.scheduler.policy.types import REMOTE, InstancePhase
 
 MODEL = a_model()
-
-PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
-
-
-def test_first_request_wakes_separate_roles_with_one_copy() -> None:
-    scene = two_workers_one_host()
-    scene.obedient = False
-    scene.admit(MODEL, "r1")
-    (wake,) = scene.loads()
-    (hop,) = wake.hops
-    assert hop.store_id == "store-1" and hop.sources == (REMOTE,)
-    assert {order.roles for order in hop.loads} == {PREFILL, DECODE}
-    assert not scene.answers
-    first, second = hop.loads
-    scene.load(first.instance_id, first.worker_id, first.roles, MODEL)
-    assert scene.placement("r1") is None  # half of it is not enough
-    scene.load(second.instance_id, second.worker_id, second.roles, MODEL)
-    placement = scene.placed("r1")
-    assert placement.cold and placement.needs_kv_transfer
 
 
 def test_model_outside_ram_wakes_on_host_with_disk_copy() -> None:

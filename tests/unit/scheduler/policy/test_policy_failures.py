@@ -106,26 +106,6 @@ def test_stalled_worker_is_lost_and_requests_go_elsewhere() -> None:
     assert hung in scene.policy.state.membership.workers
 
 
-def test_load_with_hung_store_is_refused_with_cause() -> None:
-    scene = two_workers_one_host()
-    scene.admit(MODEL, "r1")
-    assert scene.placement("r1") is not None  # on the loading instances
-    began = scene.now
-    del scene.stores["store-1"]
-    scene.pass_time(5.5)
-    unloads = scene.unloads()
-    assert len(unloads) == 2 and not any(command.drain_s for command in unloads)
-    draining = scene.told(topic="instance.draining")
-    assert {event.fields["cause"] for event in draining} == {"load_stalled"}
-    scene.admit(MODEL, "r1", attempt=2)
-    while scene.refusal("r1", attempt=2) is None and scene.now < began + 60:
-        scene.pass_time(0.5)
-    refusal = scene.refusal("r1", attempt=2)
-    assert scene.now - began <= 14
-    assert refusal is not None and refusal.reason is RefusalReason.LOAD_FAILED
-    assert refusal.message == "acme/tiny cannot be loaded: the param-store of host host-1 does not answer"
-
-
 def test_request_waits_for_return_of_failed_store() -> None:
     scene = two_workers_one_host()
     scene.obedient = False

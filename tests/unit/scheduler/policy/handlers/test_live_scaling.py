@@ -233,22 +233,6 @@ def test_several_loaded_instances_take_over_from_one() -> None:
     cluster.scene.check()
 
 
-def test_lost_loading_instance_loses_no_prompt() -> None:
-    cluster = Cluster()
-    cluster.admit(12)
-    scene = cluster.scene
-    scene.now += STEP_S
-    scene.apply(FirstToken(AttemptKey("r0", 1)))
-    del scene.workers["w2"]
-    scene.pass_time(4.0)
-    cluster.return_recalled()
-    for attempt in scene.policy.state.attempts.attempts():
-        scene.apply(Release(attempt.admission.key, delivered=True))
-    placement = scene.placed("r1", attempt=2)
-    assert placement.prompt_source is None
-    scene.check()
-
-
 def ready(worker_id: str, host_id: str) -> SlotStatus:
     return SlotStatus(InstancePhase.READY, f"i of {worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 4, 4)
 
