@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import httpx
 import openai
@@ -80,18 +81,7 @@ MakeRig = Callable[..., Awaitable[TokenPathRig]]
 @pytest.fixture
 async def make_rig(tokenizer_json: bytes) -> AsyncIterator[MakeRig]:
     async with AsyncExitStack() as stack:
-
-        async def make(
-            write_gap_s: float = WRITE_GAP_S,
-            meter: Meter | None = None,
-            tokenizer: bytes = tokenizer_json,
-            template: str = TEMPLATE,
-            fault: Faults = no_fault,
-            **settings: object,
-        ) -> TokenPathRig:
-            return await _make(stack, tokenizer, template, write_gap_s, meter, fault, settings)
-
-        yield make
+        yield partial(_make, stack, tokenizer=tokenizer_json)
 
 
 @pytest.fixture
@@ -101,44 +91,31 @@ async def rig(make_rig: MakeRig) -> TokenPathRig:
 
 async def _make(
     stack: AsyncExitStack,
-    tokenizer_json: bytes,
-    template: str,
-    write_gap_s: float,
-    meter: Meter | None,
-    fault: Faults,
-    settings: dict[str, object],
+    *,
+    tokenizer: bytes,
+    template: str = TEMPLATE,
+    write_gap_s: float = WRITE_GAP_S,
+    meter: Meter | None = None,
+    fault: Faults = no_fault,
+    **settings: object,
 ) -> TokenPathRig:
     config = json.dumps({"eos_token": EOS, "chat_template": template}).encode()
-    files = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": config}
+    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
     digests = {name: blake3(data).hexdigest() for name, data in files.items()}
-    tokenizer = Tokenizer.from_str(tokenizer_json.decode())
-    size, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
+    read = Tokenizer.from_str(tokenizer.decode())
+    size, eos = read.get_vocab_size(), read.token_to_id(EOS)
     assert eos is not None
+    published = partial(published_model, file_digests=digests, vocab_size=size)
+    embedding = partial(EmbeddingSpec, types_pb2.POOLING_LAST_TOKEN, NUM_DIMENSIONS)
     models = [
-        published_model("acme/echo", file_digests=digests, vocab_size=size, context=512, eos_token_ids=(eos,)),
-        published_model(
-            "acme/plain", file_digests={"tokenizer.json": digests["tokenizer.json"]}, vocab_size=size, context=512
-        ),
-        published_model(
-            "acme/headless",
-            file_digests=digests,
-            vocab_size=size,
-            embedding=EmbeddingSpec(types_pb2.POOLING_LAST_TOKEN, NUM_DIMENSIONS, True),
-            has_no_head=True,
-        ),
-        *(
-            published_model(
-                name,
-                file_digests=digests,
-                vocab_size=size,
-                context=64,
-                embedding=EmbeddingSpec(types_pb2.POOLING_LAST_TOKEN, NUM_DIMENSIONS, is_normalized),
-            )
-            for name, is_normalized in (("acme/embed", True), ("acme/embed-raw", False))
-        ),
+        published("acme/echo", context=512, eos_token_ids=(eos,)),
+        published("acme/plain", file_digests={"tokenizer.json": digests["tokenizer.json"]}, context=512),
+        published("acme/headless", embedding=embedding(True), has_no_head=True),
+        published("acme/embed", context=64, embedding=embedding(True)),
+        published("acme/embed-raw", context=64, embedding=embedding(False)),
     ]
     ports = InMemoryPorts(models)
-    model = EchoModel(tokenizer=tokenizer)
+    model = EchoModel(tokenizer=read)
     workers = [EchoWorker(f"w{index}", model) for index in range(2)]
     scheduler, store = EchoScheduler(workers), EchoStore({digests[name]: data for name, data in files.items()})
     servers: list[EchoWorker | EchoScheduler | EchoStore] = [*workers, scheduler, store]
@@ -181,7 +158,7 @@ async def _make(
     client = openai.AsyncOpenAI(api_key=KEY, base_url=f"{url}/v1", max_retries=0, timeout=20, http_client=quick)
     stack.push_async_callback(client.close)
     return TokenPathRig(
-        tokenizer=tokenizer,
+        tokenizer=read,
         model=model,
         workers=workers,
         scheduler=scheduler,

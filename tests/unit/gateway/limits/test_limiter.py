@@ -60,12 +60,11 @@ class LimitRig:
 
 
 @pytest.fixture
-async def rig(parts: AccountingRig, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LimitRig]:
+async def rig(parts: AccountingRig, redis_url: str) -> AsyncIterator[LimitRig]:
     """Its limiter waits long for Redis: on a busy machine half a second can pass."""
     clock = Clock()
-    with monkeypatch.context() as patched:
-        patched.setattr(script_runner, "RedisScriptRunner", partial(RedisScriptRunner, answer_limit_s=60))
-        limits = Limiter(redis_url, parts.database, lease_s=60, clock=clock)
+    limits = Limiter(redis_url, parts.database, lease_s=60, clock=clock)
+    limits._scripts = RedisScriptRunner(redis_url, answer_limit_s=60)
     yield LimitRig(parts, limits, clock, Principal(parts.acme.tenant_id, "acme", f"key-{secrets.token_hex(4)}"))
     await limits.close()
 
