@@ -112,7 +112,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         )
         rest = rest_app.make_app(services)
         pages = rest_app.public_pages(rest, services.health)
-        app = AsgiRouter(_tokens, pages, rest, parts.keys, shares, settings.max_body_bytes)
+        app = AsgiRouter(_tokens, pages, rest, parts.keys, shares)
         http = await stack.enter_async_context(
             http_server(app, "127.0.0.1", 0, drain_s=1, group_of=app.group_of, group_of_key=app.group_of_key)
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -119,11 +121,56 @@ async def test_oversized_body_is_refused_with_or_without_a_length(rig: RestRig) 
         reply = await rig.acme.post("/v1/keys", content=content)
         assert reply.status_code == 413
         assert fault(reply) == {
-            "message": "the body is larger than 65,536 bytes (the gateway's max_body_bytes setting)",
+            "message": "the body is larger than 65,536 bytes",
             "type": "invalid_request_error",
             "param": None,
             "code": "invalid_request",
         }
+
+
+def of_size(num_bytes: int, begin: bytes, part: bytes, end: bytes) -> bytes:
+    """``part`` again and again between ``begin`` and ``end``; ``%d`` in it is its number."""
+    num_parts = (num_bytes - len(begin) - len(end)) // (len(part) + 4 * part.count(b"%d"))
+    numbered = (part % number for number in range(10**5, 10**5 + num_parts)) if b"%d" in part else [part] * num_parts
+    return begin + b"".join(numbered) + end
+
+
+HOSTILE = {  # the beginning of a body, what is repeated, and its end
+    "unknown fields": (b"{", b'"%d":1,', b'"name":""}'),
+    "fields of a file": (b'{"model":"m","files":[{', b'"%d":1,', b'"path":""}]}'),
+    "numbers as files": (b'{"model":"m","files":[', b"1,", b"1]}"),
+    "deep strings": (b'{"name":' + b"[" * 900, b'"",', b'""' + b"]" * 900 + rb',"a":"\u0000"}'),
+    "surrogates": (b'{"name":["', rb'\ud800","', b'"]}'),
+    "backslashes": (b'{"name":"', rb"\\", rb'\u0000"}'),
+    "brackets": (b'{"name":', b"[", b""),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "num_bytes"), [("/v1/keys", 64 << 10), ("/v1/uploads", 120 << 10), ("/v1/keys", 8 << 20)]
+)
+async def test_no_body_stops_the_event_loop(rig: RestRig, subtests: pytest.Subtests, path: str, num_bytes: int) -> None:
+    """A step of the loop takes at most 0.2 s of CPU, whatever a key sends."""
+    longest_s, may_end = 0.0, asyncio.Event()
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while not may_end.is_set():
+            begin_s = time.thread_time()
+            await asyncio.sleep(0)
+            longest_s = max(longest_s, time.thread_time() - begin_s)
+
+    for name, (begin, part, end) in HOSTILE.items():
+        with subtests.test(name):
+            content, longest_s = of_size(num_bytes, begin, part, end), 0.0
+            may_end.clear()
+            watching = asyncio.create_task(watch())
+            is_json = {"content-type": "application/json"}
+            answer = await rig.acme.post(path, content=content, headers=is_json)
+            may_end.set()
+            await watching
+            assert answer.status_code in (400, 413), answer.text[:300]
+            assert longest_s < 0.2
 
 
 async def test_unreachable_database_is_unavailable(rig: RestRig) -> None:

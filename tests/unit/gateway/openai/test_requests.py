@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -432,6 +433,19 @@ def test_field_with_unusable_text_is_named() -> None:
         assert refused.value.field == field
         for usable in (r'{"a": "😀 \ud83d\ude00 \\u0000"}', '{"a": "é"}', r'{"a": "\u0000', "[]"):
             check_text(usable.encode())
+
+
+@pytest.mark.parametrize("part", [b'"",', rb'"\\",', rb'"\ud83d\ude00",', b"[[[[]]]],", b'{"":""},'])
+@pytest.mark.parametrize("depth", [1, 900])
+def test_search_for_unusable_text_is_linear(part: bytes, depth: int) -> None:
+    """64 KiB, the most that is checked on the token path, take at most 0.1 s of CPU; they took 1 s."""
+    strings = part * ((64 << 10) // len(part))
+    body = b'{"a":' + b"[" * depth + strings + b"0" + b"]" * depth + rb',"b":"\\\u0000"}'
+    begin_s = time.thread_time()
+    with pytest.raises(InvalidRequest) as refused:
+        check_text(body)
+    assert refused.value.field == "b"
+    assert time.thread_time() - begin_s < 0.1
 
 
 SCHEMA: dict[str, Any] = {

@@ -131,7 +131,7 @@ async def _servers(
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     rest = make_app(services)
     pages = public_pages(rest, services.health)
-    router = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
+    router = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares)
     feed = LiveFeed(services.database, services.scheduler, services.health, token_path.pipeline.first_tokens)
     console = ConsoleApp(router, feed, services.keys, shares)
     app = CorsApp(console, settings.allowed_origins) if settings.allowed_origins else console

@@ -32,6 +32,9 @@ _TOKEN_PATHS = PATHS.keys() | MESSAGES_PATHS | RESPONSES_PATHS | {EMBEDDINGS_PAT
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
 
+_MAX_BODY_BYTES, _MAX_DECLARATION_BYTES = 64 << 10, 1 << 20  # of every route; of POST /v1/uploads
+_MAX_VALUES = 1 << 14  # FastAPI makes an error for each unknown field and each faulty value
+
 Page = Callable[[], Awaitable[tuple[int, bytes]]]  # status and JSON
 
 
@@ -43,14 +46,12 @@ class AsgiRouter:
         rest: ASGIApp,
         keys: ApiKeys,
         shares: ConnectionShares,
-        max_body_bytes: int,
     ) -> None:
         self._tokens = tokens
         self._pages = pages
         self._rest = rest
         self._keys = keys
         self._shares = shares
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,8 +107,12 @@ class AsgiRouter:
         return None if caller is None else ClientGroup(caller.tenant_id, is_authenticated=True)
 
     async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
+        is_declaration = scope["method"] == "POST" and scope["path"] == "/v1/uploads"
+        max_bytes = _MAX_DECLARATION_BYTES if is_declaration else _MAX_BODY_BYTES
         with self._shares.body_bytes.account(tenant_id) as body_bytes:
-            encoded = bytes(await request.read(self._max_body_bytes, body_bytes))
+            encoded = bytes(await request.read(max_bytes, body_bytes, setting=""))
+            if sum(map(encoded.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+                raise InvalidRequest(f"the body has more than {_MAX_VALUES:,} commas and opening brackets")
             check_text(encoded)
             await self._rest(scope, _replayed(encoded, request.receive), send)
 

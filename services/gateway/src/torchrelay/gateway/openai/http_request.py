@@ -20,8 +20,9 @@ class BodyTooLarge(InvalidRequest):
 
     http_status = 413
 
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(f"the body is larger than {max_bytes:,} bytes (the gateway's max_body_bytes setting)")
+    def __init__(self, max_bytes: int, setting: str) -> None:
+        source = f" (the gateway's {setting} setting)" if setting else ""
+        super().__init__(f"the body is larger than {max_bytes:,} bytes{source}")
 
 
 class EncodedBody(InvalidRequest):
@@ -92,8 +93,8 @@ class HttpRequest:
             show_key(principal.tenant_id)
         return principal
 
-    async def read(self, max_bytes: int, account: ShareAccount) -> bytearray:
-        """The whole body, counted in ``account`` as it arrives.
+    async def read(self, max_bytes: int, account: ShareAccount, setting: str = "max_body_bytes") -> bytearray:
+        """The whole body, counted in ``account`` as it arrives. ``setting``: that of the limit, if it has one.
 
         Raises ``EncodedBody``; ``OtherThanJson``; ``BodyTooLarge``, at once if that much is declared;
         ``ClientDisconnected`` before the end of the body, and as ``ShareAccount.take``.
@@ -103,7 +104,7 @@ class HttpRequest:
         if self._content_type and self.has_unread_body and not _is_json(self._content_type):
             raise OtherThanJson(self._content_type)
         if self._declared_bytes > max_bytes:
-            raise BodyTooLarge(max_bytes)
+            raise BodyTooLarge(max_bytes, setting)
         received = bytearray()
         while self.has_unread_body:
             message = await self.receive()
@@ -111,7 +112,7 @@ class HttpRequest:
                 raise ClientDisconnected
             part = message.get("body", b"")
             if len(received) + len(part) > max_bytes:
-                raise BodyTooLarge(max_bytes)
+                raise BodyTooLarge(max_bytes, setting)
             account.take(len(part))
             received += part
             self.has_unread_body = message.get("more_body", False)
