@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,8 +32,10 @@ from torchrelay.gateway.openai.requests import (
     params_of_completion,
 )
 from torchrelay.gateway.openai.strict_schemas import check_strict
+from torchrelay.gateway.openai.tools import declared_tools
 from torchrelay.gateway.openai.typo_hints import is_one_edit_away, typo_hint
 from torchrelay.gateway.openai.unusable_text import check_text
+from torchrelay.gateway.responses.tools import tools_of
 
 HUGE = 1 << 63
 
@@ -539,13 +542,29 @@ def test_strict_schema_is_bounded() -> None:
         check_strict(changed(properties={name: {} for name in names}, required=names), "s", "f")
 
 
-def test_work_on_a_strict_schema_is_linear_in_its_size() -> None:
-    """The square of the names would take minutes, and paths as texts 300 MB."""
-    names = [f"p{number}" for number in range(100_000)]
+def test_work_on_strict_schemas_is_bounded() -> None:
+    """Variants of 900 KB took 1.6 s of CPU, the square of the names would take minutes, and paths as texts 300 MB."""
+    names = [f"p{number}" for number in range(300_000)]
     wide = changed(properties={name: {} for name in names}, required=names)
-    with pytest.raises(InvalidRequest, match="more than 5,000 properties"):
-        check_strict(wide, "s", "f")
-    deep: dict[str, Any] = {"$defs": {name: {} for name in names[:20_000]}}
+    listed = changed(properties={"a": {"type": "object", "required": names}})
+    varied, nested = changed(properties={"a": {"anyOf": [{}] * 300_000}}), changed(properties={"a": {}})
+    for _ in range(100_000):
+        nested = changed(properties={"a": {"items": nested["properties"]["a"]}})
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": f"f{number}", "strict": True, "parameters": each}}
+        for number, each in enumerate([changed(properties={"a": {"anyOf": [{}] * 2_000}})] * 100)
+    ]
+    checks: list[Callable[[], Any]] = [
+        *(partial(check_strict, schema, "s", "f") for schema in (wide, listed, varied, nested)),
+        partial(declared_tools, tools),
+        partial(tools_of, [each["function"] | each for each in tools]),
+    ]
+    for check in checks:
+        begin_s = time.thread_time()
+        with pytest.raises(InvalidRequest, match="more than 20,000 parts"):
+            check()
+        assert time.thread_time() - begin_s < 0.2
+    deep: dict[str, Any] = {"$defs": {name: {} for name in names[:9_000]}}
     for _ in range(200):
         deep = {"$defs": {"d" * 80: deep}}
     tracemalloc.start()

@@ -9,20 +9,29 @@ from torchrelay.common.errors import InvalidRequest
 
 MAX_PROPERTIES: Final = 5000  # of all objects together
 MAX_DEPTH: Final = 10  # of nested objects
+MAX_PARTS: Final = 20_000  # schemas within the schemas of a request, which take 0.1 s
 _MAX_NAME_CHARS: Final = 80
+_NAMED: Final = ("properties", "$defs", "definitions")  # keywords with schemas by name
 _UNSUPPORTED: Final = ("allOf", "not", "dependentRequired", "dependentSchemas", "if", "then", "else", "oneOf")
 
 
-def check_strict(schema: Any, where: str, field: str) -> None:
+def check_strict(schema: Any, where: str, field: str, num_parts: int = 0) -> int:
     """Raises ``InvalidRequest`` with the path of the part that breaks a rule, which begins with ``where``.
 
     The root is an object; every object lists all its properties as required and forbids others; at most
-    ``MAX_PROPERTIES``, nested at most ``MAX_DEPTH`` deep.
+    ``MAX_PROPERTIES``, nested at most ``MAX_DEPTH`` deep, of at most ``MAX_PARTS``. ``num_parts``: those of the
+    request's schemas before it; returns their number with its own.
     """
     if not isinstance(schema, dict) or schema.get("type") != "object" or "anyOf" in schema:
         raise InvalidRequest(f"{where}: a strict schema must be an object at its root, not anyOf", field=field)
     num_properties = 0
-    for path, part, depth in _parts(schema, where):
+    pending = [(_Path(None, where), schema, 1)]
+    while pending:
+        path, part, depth = pending.pop()
+        num_parts += 1 + _num_children(part)
+        if num_parts > MAX_PARTS:
+            raise InvalidRequest(f"{where} has more than {MAX_PARTS:,} parts, with the schemas before it", field=field)
+        pending += _children(path, part, depth)
         if fault := _fault(part):
             raise InvalidRequest(f"{path}: {fault}", field=field)
         if not _is_object(part):
@@ -32,6 +41,7 @@ def check_strict(schema: Any, where: str, field: str) -> None:
         num_properties += len(part.get("properties") or ())
         if num_properties > MAX_PROPERTIES:
             raise InvalidRequest(f"{where} has more than {MAX_PROPERTIES:,} properties", field=field)
+    return num_parts
 
 
 def _fault(part: dict[str, Any]) -> str:
@@ -77,23 +87,25 @@ class _Path:
         return "".join(reversed(names))
 
 
-def _parts(schema: dict[str, Any], where: str) -> Iterator[tuple[_Path, dict[str, Any], int]]:
-    """(path, schema, depth) of the schema and of all within it."""
-    pending = [(_Path(None, where), schema, 1)]
-    while pending:
-        path, part, depth = pending.pop()
-        yield path, part, depth
-        deeper = depth + (part.get("type") == "object")
-        for name in ("properties", "$defs", "definitions"):
-            children = part.get(name)
-            if isinstance(children, dict):
-                within = _Path(path, f".{name}.")
-                pending += [(_Path(within, key), each, deeper) for key, each in children.items() if _is(each)]
-        if _is(items := part.get("items")):
-            pending.append((_Path(path, ".items"), items, deeper))
-        variants = part.get("anyOf")
-        if isinstance(variants, list):
-            pending += [(_Path(path, f".anyOf[{i}]"), each, depth) for i, each in enumerate(variants) if _is(each)]
+def _num_children(part: dict[str, Any]) -> int:
+    """How many entries of a part ``_children`` and ``_fault`` walk."""
+    walked = (part.get(name) for name in (*_NAMED, "anyOf", "required"))
+    return sum(len(entries) for entries in walked if isinstance(entries, dict | list))
+
+
+def _children(path: _Path, part: dict[str, Any], depth: int) -> Iterator[tuple[_Path, dict[str, Any], int]]:
+    """(path, schema, depth) of the schemas directly within a part."""
+    deeper = depth + (part.get("type") == "object")
+    for name in _NAMED:
+        children = part.get(name)
+        if isinstance(children, dict):
+            within = _Path(path, f".{name}.")
+            yield from ((_Path(within, key), each, deeper) for key, each in children.items() if _is(each))
+    if _is(items := part.get("items")):
+        yield _Path(path, ".items"), items, deeper
+    variants = part.get("anyOf")
+    if isinstance(variants, list):
+        yield from ((_Path(path, f".anyOf[{i}]"), each, depth) for i, each in enumerate(variants) if _is(each))
 
 
 def _is(schema: Any) -> TypeGuard[dict[str, Any]]:

@@ -46,6 +46,7 @@ def declared_tools(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """The tools as a chat template gets them. Raises ``InvalidRequest`` naming the faulty one."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are allowed", field="tools")
+    num_parts = 0
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.get("type") != "function":
@@ -59,7 +60,8 @@ def declared_tools(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
             message = f"{where}.function.name must have 1 to 64 letters, digits, _ or -, not {function.name[:80]!r}"
             raise InvalidRequest(message, field="tools")
         if function.strict:
-            check_strict(function.parameters or _NO_PARAMETERS, f"{where}.function.parameters", "tools")
+            parameters = function.parameters or _NO_PARAMETERS
+            num_parts = check_strict(parameters, f"{where}.function.parameters", "tools", num_parts)
     return tuple(tools)
 
 

@@ -75,6 +75,7 @@ class Tools:
     declared: list[dict[str, Any]] = field(default_factory=list)  # as in the request, without those that are hosted
     functions: list[dict[str, Any]] = field(default_factory=list)  # as a chat template gets them
     names: dict[str, ToolName] = field(default_factory=dict)  # by the name as the model knows it
+    num_strict_parts: int = 0  # of the schemas of strict functions
 
 
 def tools_of(given: list[dict[str, Any]]) -> Tools:
@@ -107,7 +108,7 @@ def _add(tools: Tools, tool: Mapping[str, Any], where: str, namespace: str | Non
         is_strict = bool(function.strict)
         description, parameters = function.description, function.parameters or {"type": "object", "properties": {}}
         if is_strict:
-            check_strict(parameters, f"{where}.parameters", "tools")
+            tools.num_strict_parts = check_strict(parameters, f"{where}.parameters", "tools", tools.num_strict_parts)
         name = ToolName(function.name, namespace)
     elif kind == "custom":
         is_strict = False
