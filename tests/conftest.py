@@ -18,7 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.support.brokers import nats_server, redis_server
 from tests.support.cpu_times import CpuTimes
 from tests.support.guard import start_guard
-from tests.support.programs import fork_programs
+from tests.support.programs import Program, fork_programs
 from torchrelay.common.process.heap import trim_heap
 
 # A suite started in a shell's background has SIGINT ignored, and so would have the programs that it interrupts.
@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the processes of xdist belong to the run of the process that starts them
         config.stash[_GUARD] = start_guard()
     fork_programs()
+    if hasattr(config, "workerinput"):  # otherwise few tests run, perhaps none that starts a program
+        Program.prepare()
     if path := config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes(Path(path)))
 

@@ -42,6 +42,11 @@ class Program(subprocess.Popen[Any]):
     _lock = threading.Lock()
 
     @classmethod
+    def prepare(cls) -> None:
+        """Starts the template of programs, which takes seconds, so that no test waits for it."""
+        cls._control(False, os.environ)
+
+    @classmethod
     def _control(cls, of_texts: bool, env: Mapping[str, str]) -> socket.socket:
         """A connection to a template, which ends with this process. ``env``: of text processes, when they begin."""
         if of_texts not in cls.controls:
