@@ -16,6 +16,7 @@ _KNOWN: Final = frozenset(requests.CompletionBody.__struct_fields__) | requests.
 # Fields with a place of their own in the request, or without one in the response.
 _ELSEWHERE: Final = frozenset(("model", "prompt", "stream_options", "logprobs", "return_token_ids", "echo"))
 _TEXTS: Final = frozenset(("stop", "service_tier", "user", "session_id", "request_id"))  # never read as JSON
+_MAX_PARAMETERS, _MAX_CHARS = 128, 64 << 10  # of a text with JSON
 _OF_CLIENTS: Final = "triton_"  # what its clients say of themselves
 
 
@@ -40,6 +41,9 @@ def params_of(request: pb.ModelInferRequest, inputs: Mapping[str, Any]) -> tuple
 
 
 def _given(parameters: Mapping[str, pb.InferParameter]) -> Iterator[tuple[str, Any]]:
+    if len(parameters) > _MAX_PARAMETERS:
+        message = f"there are {len(parameters):,} parameters; at most {_MAX_PARAMETERS} are allowed"
+        raise InvalidRequest(message, field="parameters")
     for name, parameter in parameters.items():
         choice = parameter.WhichOneof("parameter_choice")
         if choice is None:
@@ -51,6 +55,7 @@ def _given(parameters: Mapping[str, pb.InferParameter]) -> Iterator[tuple[str, A
 
 def _sampling(text: str) -> dict[str, Any]:
     """The parameters in a JSON object, whose values may be strings of JSON, as some clients write them."""
+    _check_length("sampling_parameters", text)
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -62,9 +67,15 @@ def _sampling(text: str) -> dict[str, Any]:
 
 def _typed(name: str, text: str) -> Any:
     """The value that a string stands for, as the parameters of the standard have neither fractions nor lists."""
+    _check_length(name[:80], text)
     if name in _TEXTS and not text.startswith("["):
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > _MAX_CHARS:
+        raise InvalidRequest(f"{name} has {len(text):,} characters; at most {_MAX_CHARS:,} are allowed", field=name)

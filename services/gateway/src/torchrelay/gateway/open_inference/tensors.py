@@ -24,6 +24,7 @@ OUTPUTS: Final = {
     "num_input_tokens": "UINT32",
     "num_output_tokens": "UINT32",
 }
+_MAX_DIMENSIONS, _MAX_OUTPUTS = 8, 32
 
 
 class Output(NamedTuple):
@@ -58,7 +59,7 @@ def inputs_of(request: pb.ModelInferRequest) -> dict[str, Any]:
         if raw and tensor.HasField("contents"):
             raise InvalidRequest(f"{name} must not have contents beside raw_input_contents", field=name)
         listed = _raw(tensor.datatype, raw[index]) if raw else _contents(tensor)
-        if len(listed) != 1 or any(size != 1 for size in tensor.shape):
+        if len(listed) != 1 or len(tensor.shape) > _MAX_DIMENSIONS or any(size != 1 for size in tensor.shape):
             raise InvalidRequest(f"{name} must have one element; send a request per text", field=name)
         if name in elements:
             raise InvalidRequest(f"{name} occurs twice", field="inputs")
@@ -86,7 +87,10 @@ def add_outputs(response: pb.ModelInferResponse, request: pb.ModelInferRequest, 
 
 
 def check_outputs(request: pb.ModelInferRequest) -> None:
-    """Raises ``InvalidRequest`` for an output that there is not."""
+    """Raises ``InvalidRequest`` for an output that there is not, and for too many."""
+    if len(request.outputs) > _MAX_OUTPUTS:
+        message = f"outputs has {len(request.outputs):,} entries; at most {_MAX_OUTPUTS} are allowed"
+        raise InvalidRequest(message, field="outputs")
     for index, output in enumerate(request.outputs):
         if output.name not in OUTPUTS:
             message = f"outputs[{index}] is named {output.name[:80]!r}; the outputs are {', '.join(OUTPUTS)}"
@@ -99,12 +103,14 @@ def _contents(tensor: pb.ModelInferRequest.InferInputTensor) -> Sequence[Any]:
 
 
 def _raw(datatype: str, encoded: bytes) -> list[Any]:
-    """The elements of raw contents: bytes follow their length."""
+    """The first two elements of raw contents: bytes follow their length. An input has one."""
     if datatype == "BOOL":
-        return [byte != 0 for byte in encoded]
+        return [byte != 0 for byte in encoded[:2]]
     elements: list[bytes] = []
     at = 0
     while at + 4 <= len(encoded):
+        if len(elements) == 2:
+            return elements
         (length,) = struct.unpack_from("<I", encoded, at)
         elements.append(encoded[at + 4 : at + 4 + length])
         at += 4 + length

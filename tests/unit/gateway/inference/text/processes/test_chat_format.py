@@ -154,6 +154,18 @@ DECLARED_CALLS: dict[str, Any] = {
         ({"tool_calls": {**DECLARED_CALLS, "content": "xml-inline"}}, PLAIN),
         ({"tool_calls": {**DECLARED_CALLS, "content_args": {"unquoted_keys": True}}}, PLAIN),
         ({"tool_calls": {**DECLARED_CALLS, "transform": {"function": {"name": "f", "arguments": "{a}"}}}}, PLAIN),
+        ({"tool_calls": {**DECLARED_CALLS, "close": "x" * 65}}, PLAIN),  # sought at each character of an answer
+        ({"tool_calls": {**DECLARED_CALLS, "open": "x" * 65}}, PLAIN),
+        (
+            {
+                "tool_calls": {
+                    **DECLARED_CALLS,
+                    "transform": {"function": {"name": f"{{{'a' * 65}}}", "arguments": "{b}"}},
+                }
+            },
+            PLAIN,
+        ),
+        ({"thinking": {"open": "<t>", "close": "x" * 65}}, PLAIN),
         ({"tool_calls": 1}, PLAIN),
         ([], PLAIN),
     ],

@@ -6,7 +6,7 @@ Only text processes import this module, like that of the templates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -40,11 +40,15 @@ _THOUGHTS: Final = (
 _REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 
 
+_MAX_KEY_CHARS: Final = 64
+_Marker = Annotated[str, msgspec.Meta(max_length=64)]  # the parser looks for it at each character of an answer
+
+
 class _Field(msgspec.Struct):
     """A field of a response template, as far as it is supported: literal markers, text and plain JSON."""
 
-    open: str
-    close: str = ""
+    open: _Marker
+    close: _Marker = ""
     content: str = "text"
     content_args: dict[str, Any] | None = None
     transform: Any = None
@@ -93,5 +97,7 @@ def _keys(transform: Any) -> tuple[str, str] | None:
             return "name", "arguments"
         case {"function": {"name": str(name), "arguments": str(arguments)}}:
             keys = tuple(text[1:-1] for text in (name, arguments) if text[:1] == "{" and text[-1:] == "}")
-            return (keys[0].removeprefix("content."), keys[1].removeprefix("content.")) if len(keys) == 2 else None
+            if len(keys) != 2 or max(map(len, keys)) > _MAX_KEY_CHARS:
+                return None
+            return keys[0].removeprefix("content."), keys[1].removeprefix("content.")
     return None
