@@ -4,13 +4,37 @@ The kernels are optional: without gcc torch's operations are used, which take ab
 OpenMP would add a second team of threads beside torch's.
 """
 
+import os
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 
+BUILT = Path("build", "kernels")
+
+
+class BuildOnce(build_ext):
+    """Compiles a kernel once for the installation in place and for wheels, which takes half a minute each time."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        kept = BUILT / target.name
+        if not kept.exists() or any(
+            kept.stat().st_mtime < os.stat(each).st_mtime for each in ext.sources + ext.depends
+        ):
+            super().build_extension(ext)
+            BUILT.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(target, kept)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(kept, target)
+
+
 setup(
+    cmdclass={"build_ext": BuildOnce},
     ext_modules=[
         Extension(
             f"torchrelay.engine.kernels.cpu._kernels_{level}",
@@ -22,5 +46,5 @@ setup(
             optional=True,
         )
         for level in ("v3", "v4")
-    ]
+    ],
 )
