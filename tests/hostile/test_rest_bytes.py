@@ -183,7 +183,7 @@ def test_connections_of_random_bytes_are_closed(rest: Address) -> None:
 async def test_bodies_of_a_tenant_are_bounded_together(rest: Address, mallory: str) -> None:
     """Sixty bodies of 8 MiB each, all but their last byte; two fit into the tenant's share."""
     size = 8 << 20
-    sent = head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=size) + bytes(size - 1)
+    sent = head("POST", TOKENS, authorization=f"Bearer {mallory}", content_length=size) + bytes(size - 1)
     statuses = Counter(map(status_of, await asyncio.gather(*(exchange(rest, sent) for _ in range(60)))))
     assert statuses[429] >= 20 and statuses.keys() <= {408, 429}, statuses
 

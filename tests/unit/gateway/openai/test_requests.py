@@ -441,14 +441,14 @@ def test_field_with_unusable_text_is_named() -> None:
 @pytest.mark.parametrize("part", [b'"",', rb'"\\",', rb'"\ud83d\ude00",', b"[[[[]]]],", b'{"":""},'])
 @pytest.mark.parametrize("depth", [1, 900])
 def test_search_for_unusable_text_is_linear(part: bytes, depth: int) -> None:
-    """64 KiB, the most that is checked on the token path, take at most 0.1 s of CPU; they took 1 s."""
+    """64 KiB, the most that is checked on the token path, took 1 s of CPU; 0.2 s are a step of the event loop."""
     strings = part * ((64 << 10) // len(part))
     body = b'{"a":' + b"[" * depth + strings + b"0" + b"]" * depth + rb',"b":"\\\u0000"}'
     begin_s = time.thread_time()
     with pytest.raises(InvalidRequest) as refused:
         check_text(body)
     assert refused.value.field == "b"
-    assert time.thread_time() - begin_s < 0.1
+    assert time.thread_time() - begin_s < 0.2
 
 
 SCHEMA: dict[str, Any] = {

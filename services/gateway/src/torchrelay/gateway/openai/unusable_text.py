@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torchrelay.common.errors import InvalidRequest
 
 _SUSPECT = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE, _NUL = re.compile("[\ud800-\udfff]"), re.compile("\0")
 _ENCODED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
@@ -27,30 +27,25 @@ def check_text(encoded: bytes | bytearray, *, allows_nul: bool = False) -> None:
     except (ValueError, RecursionError):
         return  # whoever decodes it says so
     if _SURROGATE.search(text):
-        field = _field(body, lambda value: _SURROGATE.search(value) is not None)
+        field = _field(body, _SURROGATE)
         raise InvalidRequest(f"{field or 'the body'} has a lone surrogate, which is no character", field=field)
     if not allows_nul and _ENCODED_NUL.search(text):
-        field = _field(body, lambda value: "\0" in value)
+        field = _field(body, _NUL)
         raise InvalidRequest(f"{field or 'the body'} must not have a NUL character", field=field)
 
 
-def _field(body: Any, is_faulty: Callable[[str], bool]) -> str | None:
+def _field(body: Any, fault: re.Pattern[str]) -> str | None:
     """The path of the first faulty string, or of the object with a faulty name; None for the body itself."""
-    path: list[str] = []
-    levels: list[Iterator[tuple[str, Any]]] = [iter([("", body)])]
+    path: list[str | int] = []
+    levels: list[Iterator[tuple[str | int, Any]]] = [iter([("", body)])]
     while levels:
         for name, value in levels[-1]:
-            if isinstance(value, dict):
-                faulty, inner = any(map(is_faulty, value)), iter(value.items())
-            elif isinstance(value, list):
-                faulty, inner = False, ((str(index), each) for index, each in enumerate(value))
-            else:
-                faulty, inner = isinstance(value, str) and is_faulty(value), iter(())
-            if faulty:
-                return ".".join([*path, name][1:]) or None
-            if isinstance(value, dict | list):
+            is_object = isinstance(value, dict)
+            if any(map(fault.search, value)) if is_object else isinstance(value, str) and fault.search(value):
+                return ".".join(map(str, [*path, name][1:])) or None
+            if is_object or isinstance(value, list):
                 path.append(name)
-                levels.append(inner)
+                levels.append(iter(value.items()) if is_object else enumerate(value))
                 break
         else:
             levels.pop()
