@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -197,6 +198,27 @@ async def test_unreleased_reservation_ends_with_its_lease(rig: LimitRig) -> None
 async def test_concurrent_reservations_stay_within_the_budget(rig: LimitRig) -> None:
     results = await asyncio.gather(*(rig.admit(budget_nano=5 * 1010) for _ in range(20)), return_exceptions=True)
     assert sum(not isinstance(result, BaseException) for result in results) == 5
+
+
+async def test_cancelled_admission_reserves_nothing(rig: LimitRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis has answered, or answers later."""
+    run, asked, may_answer = rig.limits._run, asyncio.Event(), asyncio.Event()
+
+    async def run_late(*args: Any) -> Any:
+        answer = await run(*args)
+        asked.set()
+        await may_answer.wait()
+        return answer
+
+    monkeypatch.setattr(rig.limits, "_run", run_late)
+    admitting = asyncio.ensure_future(rig.admit(budget_nano=1010))
+    await asked.wait()
+    admitting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await admitting
+    may_answer.set()
+    await eventually(lambda: not rig.limits._undoing, "the release")
+    assert (await rig.admit(budget_nano=1010)).reserved_nano == 1010
 
 
 @pytest.mark.parametrize("database_url", DATABASES, indirect=True)

@@ -15,10 +15,10 @@ from tests.support.echo_worker import NUM_DIMENSIONS, embedding_of
 from tests.support.gateway_ports import KEY, PRINCIPAL
 from tests.support.wait import eventually
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
-from torchrelay.common.errors import QuotaExceeded
+from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.gateway.core import FinishCause, RequestRate
+from torchrelay.gateway.core import FinishCause, Principal, RequestRate, Reservation
 from torchrelay.gateway.openai.embeddings.asgi_app import MAX_RUNNING
 from torchrelay.gateway.openai.embeddings.requests import MAX_INPUTS
 
@@ -141,6 +141,22 @@ async def test_request_counts_once_in_the_rate_of_its_key(rig: TokenPathRig) -> 
     assert response.headers["x-ratelimit-remaining-requests"] == "4"
 
 
+async def test_refused_request_computes_no_input(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first input asks for all of them; the others begin when that is answered."""
+    rig.ports.principals[KEY] = replace(PRINCIPAL, requests_per_minute=5)
+
+    async def refuse(principal: Principal, *_: Any) -> Reservation:
+        assert principal.requests_per_minute == 5, "an input that takes nothing from the rate"
+        for _turn in range(20):
+            await asyncio.sleep(0)  # Redis takes its time
+        raise RateLimited("too many", retry_after_s=1.0)
+
+    monkeypatch.setattr(rig.ports, "admit", refuse)
+    response = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS})
+    assert response.status_code == 429
+    assert not rig.ports.settled and not any(worker.starts for worker in rig.workers)
+
+
 @pytest.mark.parametrize("is_left", [True, False])
 async def test_end_of_one_input_ends_all(rig: TokenPathRig, is_left: bool) -> None:
     """The client leaves, or one of them fails, whose error is the answer."""
@@ -158,7 +174,8 @@ async def test_end_of_one_input_ends_all(rig: TokenPathRig, is_left: bool) -> No
     await eventually(lambda: len(rig.ports.settled) == 3 and not rig.ports.reserved)
     billed = [usage for usages in rig.ports.settled.values() for usage in usages]
     assert {usage.num_output_tokens for usage in billed} == {0}
-    assert not is_left or {usage.cause for usage in billed} == {FinishCause.CANCELLED}
+    assert {usage.cause for usage in billed} == {FinishCause.CANCELLED if is_left else FinishCause.ERROR}
+    assert {usage.num_prompt_tokens for usage in billed} == {2 if is_left else 0}
     await eventually(lambda: rig.token_path.admissions.num_open == 0)
 
 

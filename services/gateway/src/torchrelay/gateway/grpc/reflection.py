@@ -58,6 +58,7 @@ class ReflectionServicer:
 
     async def _requests(self, context: Context, principal: Principal) -> AsyncIterator[pb.ServerReflectionRequest]:
         while (encoded := await self._calls.receive_next(context, principal)) is not None:
+            await self._calls.authenticate(context)  # the stream may be older than the key's revocation
             yield decode(pb.ServerReflectionRequest, encoded)
 
 

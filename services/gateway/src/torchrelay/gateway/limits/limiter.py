@@ -10,14 +10,16 @@ copied from SQL.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sqlalchemy import select
 
-from torchrelay.common.errors import QuotaExceeded, RateLimited
+from torchrelay.common.errors import QuotaExceeded, RateLimited, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.billing.money import dollars
 from torchrelay.gateway.billing.price_list import cost_nano
@@ -57,8 +59,10 @@ class Limiter:
         self._database = database
         self._lease_s = lease_s
         self._scripts: RedisScriptRunner | None = None
+        self._undoing: set[asyncio.Task[None]] = set()  # admissions whose callers were cancelled
 
     async def close(self) -> None:
+        await asyncio.gather(*self._undoing, return_exceptions=True)
         if self._scripts is not None:
             await self._scripts.close()
 
@@ -74,10 +78,33 @@ class Limiter:
 
         ``max_output_tokens`` is the sum over all choices. With ``min_output_tokens`` a multiple of these is reserved if
         no more is left of the budget. Raises ``RateLimited``, also while running requests reserve what this one needs,
-        or ``QuotaExceeded``.
+        or ``QuotaExceeded``. Nothing stays reserved if the call is cancelled.
         """
         if principal.requests_per_minute is None and principal.budget_nano is None:
             return Reservation("", principal.tenant_id, 0, max_output_tokens)
+        work = self._admit(principal, model, num_prompt_tokens, max_output_tokens, min_output_tokens)
+        admitting = asyncio.ensure_future(work)
+        try:
+            return await asyncio.shield(admitting)
+        except asyncio.CancelledError:
+            undoing = asyncio.ensure_future(self._undo(admitting))
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            raise
+
+    async def _undo(self, admitting: asyncio.Future[Reservation]) -> None:
+        """Releases what an admission without a caller reserves, once Redis has answered it."""
+        with suppress(TorchrelayError):
+            await self.release(await admitting, cost_nano=0)
+
+    async def _admit(
+        self,
+        principal: Principal,
+        model: PublishedModel,
+        num_prompt_tokens: int,
+        max_output_tokens: int,
+        min_output_tokens: int | None,
+    ) -> Reservation:
         price, has_budget = model.price, principal.budget_nano is not None
         least = cost_nano(price, num_prompt_tokens, 0, min_output_tokens or max_output_tokens)
         step = (min_output_tokens or 0) * price.output_nano

@@ -117,6 +117,7 @@ class OpenInferenceServicer:
         encoded = await self._calls.receive_next(context, principal)
         if encoded is None:
             return False
+        principal = await self._calls.authenticate(context)  # the stream may be older than the key's revocation
         arrived_unix_us, request_id = now_unix_us(), ""
         try:
             request = decode(pb.ModelInferRequest, encoded)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.inference.core import ClientDisconnected, EmbeddingDelta
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
@@ -72,14 +72,27 @@ class EmbeddingsApp(CompletionsApp):
         params.clear()
         body_bytes.release()
 
+        is_admitted, running = asyncio.Event(), set[RequestSession]()
+
         async def vector_of(index: int) -> msgspec.Raw:
-            # The request counts once in the rate of its key, however many inputs it has.
-            caller = replace(principal, requests_per_minute=None) if index else principal
+            # The request counts once in the rate of its key, by its first input, however many it has.
+            caller = principal
+            if index:
+                await is_admitted.wait()
+                caller = replace(principal, requests_per_minute=None)
             request_id = f"{exchange.request_id}-{index}" if index else exchange.request_id
-            running = self._pipeline.embedding(caller, model, prompts[index], request_id, exchange.arrived_unix_us)
-            async with running as session:
-                exchange.rate = exchange.rate or session.rate
-                values = await _values(session)
+            entering = self._pipeline.embedding(caller, model, prompts[index], request_id, exchange.arrived_unix_us)
+            try:
+                async with entering as session:
+                    is_admitted.set()
+                    running.add(session)
+                    exchange.rate = exchange.rate or session.rate
+                    values = await _values(session)
+            except TorchrelayError as error:
+                for other in running:
+                    other.request.stop(error)  # the caller, who has not left, pays for none
+                raise
+            running.discard(session)
             return encoded(shortened(values, size, embedding.is_normalized), body.encoding_format == "base64")
 
         vectors = await _each(range(num_inputs), vector_of)
