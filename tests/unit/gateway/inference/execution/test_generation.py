@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,7 +16,7 @@ from tests.support.wait import eventually
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.core import FinishCause, OpenedRequest, Reservation
-from torchrelay.gateway.inference.execution.generation import Generation, LogprobGeneration
+from torchrelay.gateway.inference.execution.generation import EmbeddingGeneration, Generation, LogprobGeneration
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.notifier import Notifier
 
@@ -128,13 +130,23 @@ def test_cancel_before_first_token_bills_the_computed_prompt() -> None:
         assert generation.accept(progress) is None
         generation.advance_prompt(progress)
     assert billed(generation, by_caller=True) == (20, 8, 0)
-    assert billed(generation, by_caller=False) == (0, 8, 0)
+    assert billed(generation, by_caller=False) == (0, 0, 0)
     generation.resume(1)
     for attempt, computed in ((1, 29), (2, 4)):  # of a stale attempt; of one that begins anew
         generation.advance_prompt(prompt_progress(attempt, computed, 0))
     assert billed(generation, by_caller=True) == (20, 8, 0)
     generation.advance_prompt(prompt_progress(2, 99, 0))
     assert billed(generation, by_caller=True) == (30, 8, 0)
+
+
+@pytest.mark.parametrize("make", [partial(Generation, 1, 10), EmbeddingGeneration])
+def test_cached_part_of_a_computed_prompt_is_billed_as_cached(make: Callable[[], Generation]) -> None:
+    """Also of an embedding, whose progress no choice accepts."""
+    generation = make()
+    for computed, cached in ((512, 512), (1024, 1024), (1536, 1024)):
+        generation.advance_prompt(prompt_progress(1, computed, cached))
+    (usage,) = generation.settlement("r", 2000, FinishCause.CANCELLED, by_caller=True)
+    assert (usage.num_prompt_tokens, usage.num_cached_prompt_tokens) == (1536, 1024)
 
 
 def test_first_token_bills_the_whole_prompt() -> None:

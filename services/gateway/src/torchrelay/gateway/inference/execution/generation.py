@@ -53,6 +53,7 @@ class Generation:
         self._last_attempt = FIRST_ATTEMPT
         self._num_cached: int | None = None
         self._num_prompt = 0  # tokens of a long prompt computed or found cached before the first token
+        self._num_found = 0  # those of them that were cached
         self.choices = [ChoiceProgress(choice, attempt=FIRST_ATTEMPT) for choice in range(num_choices)]
 
     @property
@@ -116,6 +117,7 @@ class Generation:
         """Notes how much of a long prompt is computed; ``output`` has no tokens."""
         if self.carries(output.key.attempt, output.choice):
             self._num_prompt = max(self._num_prompt, output.num_prompt_tokens)
+            self._num_found = max(self._num_found, output.num_cached_prompt_tokens)
 
     def _append(self, progress: ChoiceProgress, position: int, tokens: list[int], cause: FinishCause | None) -> None:
         num_known = len(progress.tokens) - position
@@ -166,8 +168,12 @@ class Generation:
         """Whether anything was accepted that only a computed prompt gives."""
         return self.num_output_tokens > 0
 
+    @property
+    def _num_cached_so_far(self) -> int:
+        return self._num_found if self._num_cached is None else self._num_cached
+
     def usage(self, num_prompt_tokens: int) -> Usage:
-        return Usage(num_prompt_tokens, self._num_cached or 0, self.num_output_tokens)
+        return Usage(num_prompt_tokens, self._num_cached_so_far, self.num_output_tokens)
 
     def settlement(
         self, request_id: str, num_prompt_tokens: int, unfinished: FinishCause, *, by_caller: bool
@@ -184,7 +190,7 @@ class Generation:
                 request_id=request_id,
                 choice=progress.choice,
                 num_prompt_tokens=num_prompt_tokens,
-                num_cached_prompt_tokens=self._num_cached or 0,
+                num_cached_prompt_tokens=min(self._num_cached_so_far, num_prompt_tokens),
                 num_output_tokens=len(progress.tokens),
                 cause=progress.finish or unfinished,
             )

@@ -228,12 +228,14 @@ class RunningRequest:
     def close(self, unfinished: FinishCause = FinishCause.ERROR) -> None:
         """Stops and releases everything still running and settles the accepted usage. Idempotent.
 
-        ``unfinished`` is the cause for choices that have not finished.
+        ``unfinished`` is the cause for choices that have not finished, unless the request has failed before.
         """
         if self._opening is None or self._settling is not None:
             return
         self._notifier.close()
         self._free()
+        if isinstance(self._failure, TorchrelayError):
+            unfinished = FinishCause.ERROR
         is_late = isinstance(self._failure, DeadlineExceeded) and self.resolved.is_callers_deadline
         by_caller = unfinished is FinishCause.CANCELLED or is_late
         usages = self._generation.settlement(
