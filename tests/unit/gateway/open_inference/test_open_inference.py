@@ -165,6 +165,7 @@ async def test_faulty_requests_name_their_field(stub: Any) -> None:
         (request(max_tokens="many"), "max_tokens"),
         (request(logprobs=1), "logprobs"),
         (request(beam_width=2), "beam_width"),
+        (request(best_of=3), "best_of"),
         (request(stream=True), "stream"),
         (request(""), "prompt"),
         (request(TEXT, infer_tensor("exclude_input_in_output", False)), "exclude_input_in_output"),
@@ -232,6 +233,16 @@ async def test_silent_streams_leave_other_calls_their_turns(make_rig: MakeRig) -
         # Two of them have the tenant's turns to send a message; the third waits for a turn, not for the time limit.
         async with asyncio.timeout(50):
             assert await asyncio.gather(*map(answered, streams)) == [[12]] * 3
+
+
+async def test_revoked_key_begins_no_further_request_of_a_stream(rig: TokenPathRig, stub: Any) -> None:
+    stream = stub.ModelStreamInfer(metadata=METADATA)
+    await stream.write(request())
+    assert outputs_of((await stream.read()).infer_response)["num_output_tokens"] == [12]
+    rig.ports.principals.clear()
+    await stream.write(request())
+    assert isinstance(await error_of(stream.read()), Unauthenticated)
+    assert len(rig.ports.settled) == 1
 
 
 async def test_stream_that_stays_silent_ends(make_rig: MakeRig) -> None:

@@ -184,6 +184,11 @@ JSON_OBJECT = {"format": {"type": "json_object"}}
 ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION] * 129}
 
 
+def namespace(name: str, num_tools: int) -> dict[str, Any]:
+    tools = [{"type": "function", "name": f"f{number}"} for number in range(num_tools)]
+    return {"type": "namespace", "name": name, "tools": tools}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "why"),
     [
@@ -230,6 +235,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION] * 129}
         ({"tools": [{**FUNCTION, "strict": True}]}, "tools", "tools[0].parameters: an object of a strict schema must"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "tools[1] has the name of another tool"),
         ({"tools": [FUNCTION] * 129}, "tools", "at most 128"),
+        ({"tools": [namespace("a", 65), namespace("b", 64)]}, "tools", "more than 128 entries, with those of its"),
         ({"tools": [{"type": ["function"]}]}, "tools", "tools[0].type must be function"),
         ({"tools": [FUNCTION], "tool_choice": ALLOWED}, "tool_choice", "allows 129 tools"),
         (

@@ -42,7 +42,7 @@ from torchrelay.gateway.sql.tables import tenants, uploads
 
 log = get_logger(__name__)
 Files = Sequence[param_store_pb2.FileState]
-MAX_FILES = 1000
+MAX_FILES = 512  # as the param-store takes them
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torchrelay.inference.v2 import open_inference_pb2 as pb
 
 _KNOWN: Final = frozenset(requests.CompletionBody.__struct_fields__) | requests.IGNORED
 # Fields with a place of their own in the request, or without one in the response.
-_ELSEWHERE: Final = frozenset(("model", "prompt", "stream_options", "logprobs", "return_token_ids", "echo"))
+_ELSEWHERE: Final = frozenset(("model", "prompt", "stream_options", "logprobs", "return_token_ids", "echo", "best_of"))
 _TEXTS: Final = frozenset(("stop", "service_tier", "user", "session_id", "request_id"))  # never read as JSON
 _MAX_PARAMETERS, _MAX_CHARS = 128, 64 << 10  # of a text with JSON
 _OF_CLIENTS: Final = "triton_"  # what its clients say of themselves

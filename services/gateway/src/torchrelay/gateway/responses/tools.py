@@ -123,6 +123,9 @@ def _add(tools: Tools, tool: Mapping[str, Any], where: str, namespace: str | Non
     _check_name(name.name, where)
     if name.shown in tools.names:
         raise InvalidRequest(f"{where} has the name of another tool, {name.shown!r}", field="tools")
+    if len(tools.names) == MAX_TOOLS:
+        message = f"tools has more than {MAX_TOOLS} entries, with those of its namespaces"
+        raise InvalidRequest(message, field="tools")
     tools.names[name.shown] = name
     shown: dict[str, Any] = {"name": name.shown}
     if description or preface:

@@ -143,10 +143,12 @@ def _version_entry(version: Version) -> dict[str, Any]:
 
 
 @router.post("/{name:path}/rollback")
-async def roll_back(services: ServicesOf, caller: Caller, name: str, body: RollbackBody) -> dict[str, Any]:
+async def roll_back(
+    services: ServicesOf, caller: Caller, name: str, body: RollbackBody | None = None
+) -> dict[str, Any]:
     """Makes a replaced version current again, without an upload; running requests finish on their version."""
     model = await services.catalog.resolve(caller, name)
-    version_id = body.version
+    version_id = None if body is None else body.version
     if version_id is None:
         replaced = await services.catalog.replaced(model)
         if not replaced:
