@@ -53,15 +53,15 @@ def kill_all(*variables: str) -> None:
     arenas: set[bytes] = set()
 
     def are_gone() -> bool:
-        is_left = False
-        for pid, path in _processes():
-            if not wanted <= (parts := _parts(path / "environ")):
-                continue
-            is_left = True
-            arenas.update(part.removeprefix(_ARENA) for part in parts if part.startswith(_ARENA))
+        """Kills those that live, once all are known: the end of one may end others."""
+        living = {pid: parts for pid, path in _processes() if wanted <= (parts := _parts(path / "environ"))}
+        arenas.update(
+            part.removeprefix(_ARENA) for parts in living.values() for part in parts if part.startswith(_ARENA)
+        )
+        for pid in living:  # they may have started others meanwhile
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return not is_left
+        return not living
 
     wait_until(are_gone, f"the end of all processes of {variables}")
     for arena in arenas:
