@@ -21,13 +21,13 @@ class BuildOnce(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
-        kept = BUILT / target.name
-        if not kept.exists() or any(
-            kept.stat().st_mtime < os.stat(each).st_mtime for each in ext.sources + ext.depends
-        ):
+        kept, needed = BUILT / target.name, map(Path, ext.sources + ext.depends)
+        if not kept.exists() or any(kept.stat().st_mtime < source.stat().st_mtime for source in needed):
             super().build_extension(ext)
             BUILT.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(target, kept)
+            draft = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(target, draft)
+            draft.replace(kept)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(kept, target)

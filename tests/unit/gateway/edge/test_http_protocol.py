@@ -478,19 +478,22 @@ async def test_requests_that_reach_a_stopping_server_are_answered() -> None:
     async with AsyncExitStack() as stack:
         sending = [stack.enter_context(socket.socket()) for _ in range(20)]
         async with http_server(NotedApp(), "127.0.0.1", 0, 5) as server, crowd(server, 10) as silent:
-            idle, begun, *silent = silent
-            await idle.send(head())
-            assert (await idle.answer()).status == 200
-            await begun.send(head()[:9])
+            idle, begun, again, *silent = silent
+            for client in (idle, again):
+                await client.send(head())
+                assert (await client.answer()).status == 200
+            for client in (begun, again):
+                await client.send(head()[:9])
             for waiting in sending:  # the event loop cannot run meanwhile
                 waiting.connect(("127.0.0.1", server.port))
                 waiting.sendall(head())
             stopping = asyncio.create_task(server.shutdown())  # at once, where stop_accepting would take a moment
             await server.ending.wait()
-            await begun.send(head()[9:])
+            for client in (begun, again):
+                await client.send(head()[9:])
             for client in (idle, *silent):
                 await client.send(head())
-            for client in (idle, begun, *silent):
+            for client in (idle, begun, again, *silent):
                 answer = await client.answer()
                 assert answer.status == 200 and answer.headers["connection"] == "close"
                 await client.wait_closed()

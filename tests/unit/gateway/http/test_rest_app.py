@@ -128,6 +128,14 @@ async def test_oversized_body_is_refused_with_or_without_a_length(rig: RestRig) 
         }
 
 
+async def test_declaration_of_an_upload_may_name_512_files(rig: RestRig) -> None:
+    files = [{**FILE, "path": f"{'a' * 20}/{number}.safetensors"} for number in range(512)]
+    declared = await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})
+    assert declared.status_code == 201 and len(declared.request.content) > 64 << 10
+    refused = await rig.acme.post("/v1/uploads", json={"model": "m", "files": [*files, FILE]})
+    assert (refused.status_code, fault(refused)["param"]) == (400, "files")
+
+
 def of_size(num_bytes: int, begin: bytes, part: bytes, end: bytes) -> bytes:
     """``part`` again and again between ``begin`` and ``end``; ``%d`` in it is its number."""
     num_parts = (num_bytes - len(begin) - len(end)) // (len(part) + 4 * part.count(b"%d"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from contextlib import AsyncExitStack
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -36,7 +35,7 @@ ROUTES = [
 FILE = ("PUT", "/v1/uploads/upl-1/files/w")  # of any length
 ODD_TARGETS = [("TRACE", "/"), ("GET", "http://other/v1/models"), ("GET", "/v1/../../etc/passwd")]
 HUGE = 100 << 20
-TOO_LARGE = r"the body is larger than (65,536|1,048,576) bytes"
+TOO_LARGE = "the body is larger than 65,536 bytes"
 
 
 async def early_answer(rig: RestRig, method: str, path: str, **headers: str | int) -> RawAnswer:
@@ -69,7 +68,10 @@ async def test_declared_length_above_the_limit_is_refused_at_once(rig: RestRig, 
     for method, path in ROUTES:
         with subtests.test(f"{method} {path}"):
             answer = await early_answer(rig, method, path, authorization=key, content_length=HUGE)
-            assert answer.status == 413 and re.fullmatch(TOO_LARGE, answer.message)
+            expected = (
+                TOO_LARGE.replace("65,536", "1,048,576") if (method, path) == ("POST", "/v1/uploads") else TOO_LARGE
+            )
+            assert (answer.status, answer.message) == (413, expected)
 
 
 async def test_public_pages_read_no_body_and_name_no_tenant(rig: RestRig) -> None:

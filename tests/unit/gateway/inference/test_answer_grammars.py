@@ -119,7 +119,7 @@ def test_calls(calls: Any) -> None:
     assert (_verdict(single, "hello"), _verdict(single, two)) == ("may end", "refused")
 
     if calls.style == "llama":
-        for space in (" ", "\n", "\t "):  # the parser skips it before a call
+        for space in (" ", "\n", "\t \r", "\f\v", "\x1c", "\u00a0", "\u3000"):  # the parser skips it before a call
             assert _verdict(free, f"{space}{wrong}") == _verdict(single, f"{space}{two}") == "refused"
             assert _verdict(free, f"{space}hello") == _verdict(free, space) == "may end"
         with pytest.raises(UnsupportedFormat, match="tool_choice"):
@@ -158,7 +158,7 @@ def test_schemas_of_tools_keep_their_definitions_and_unknown_keywords_bind_only_
 
 
 @pytest.mark.parametrize("begins_thinking", [False, True])
-@pytest.mark.parametrize("closing", ["</think>", "</thought>", "\n</thought>"])
+@pytest.mark.parametrize("closing", ["</think>", "</thought>", "\n</thought>", "◁/think▷", "|/[{(.-\\~"])
 def test_reasoning_precedes_the_format(closing: str, begins_thinking: bool) -> None:
     """The closing marker is a special token, or text."""
     syntax = AnswerSyntax(None, ("<think>", closing), begins_thinking)

@@ -60,7 +60,7 @@ class GatewaySettings(ServiceSettings):
     )
     keep_alive_s: float = Field(5.0, gt=0, description="Interval of keep-alive comments on a waiting stream.")
     max_attempts: int = Field(5, ge=1, description="Placements tried before a request fails.")
-    max_body_bytes: int = Field(8 << 20, ge=1 << 10, description="Largest JSON body or gRPC message accepted.")
+    max_body_bytes: int = Field(8 << 20, ge=1 << 10, description="Largest body of a prompt, or gRPC message, accepted.")
     tokenizer_cache_bytes: int = Field(
         96 << 20, description="Memory for recently used tokenizers, in the gateway and in each of its text processes."
     )

@@ -143,8 +143,10 @@ def test_cancel_before_first_token_bills_the_computed_prompt() -> None:
 def test_cached_part_of_a_computed_prompt_is_billed_as_cached(make: Callable[[], Generation]) -> None:
     """Also of an embedding, whose progress no choice accepts."""
     generation = make()
-    for computed, cached in ((512, 512), (1024, 1024), (1536, 1024)):
-        generation.advance_prompt(prompt_progress(1, computed, cached))
+    for computed, cached in ((1024, 1024), (1536, 1024)):
+        progress = prompt_progress(1, computed, cached)
+        assert generation.accept(progress) is None
+        generation.advance_prompt(progress)
     (usage,) = generation.settlement("r", 2000, FinishCause.CANCELLED, by_caller=True)
     assert (usage.num_prompt_tokens, usage.num_cached_prompt_tokens) == (1536, 1024)
 

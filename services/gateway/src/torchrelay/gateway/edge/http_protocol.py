@@ -258,7 +258,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_ending = True
         if self._is_idle():
             self.loop.call_later(LAST_REQUEST_S, self._close_if_idle)
-        elif self.cycle is not None:
+        elif self.cycle is not None and not self.cycle.response_complete:
             super().shutdown()
 
     def _is_idle(self) -> bool:

@@ -21,6 +21,7 @@ from sqlalchemy import select
 
 from torchrelay.common.errors import QuotaExceeded, RateLimited, TorchrelayError
 from torchrelay.common.ids import new_id
+from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.billing.money import dollars
 from torchrelay.gateway.billing.price_list import cost_nano
 from torchrelay.gateway.core import Principal, PublishedModel, RequestRate, Reservation
@@ -31,7 +32,9 @@ from torchrelay.gateway.sql.tables import balances
 if TYPE_CHECKING:
     from torchrelay.gateway.limits.script_runner import RedisScriptRunner
 
+log = get_logger(__name__)
 _SPENT_TTL_S = 60
+_RELEASE_PAUSES_S = (1.0, 5.0, 30.0)  # between attempts to release what nobody waits for
 _RESERVED_RETRY_S = 1.0  # running requests usually cost a small part of their reservation
 
 
@@ -95,7 +98,12 @@ class Limiter:
     async def _undo(self, admitting: asyncio.Future[Reservation]) -> None:
         """Releases what an admission without a caller reserves, once Redis has answered it."""
         with suppress(TorchrelayError):
-            await self.release(await admitting, cost_nano=0)
+            reservation = await admitting
+            for pause_s in (*_RELEASE_PAUSES_S, 0.0):
+                if await self.release(reservation, cost_nano=0):
+                    return
+                await asyncio.sleep(pause_s)
+            log.warning("reservation_left_to_its_lease", reservation_id=reservation.reservation_id)
 
     async def _admit(
         self,

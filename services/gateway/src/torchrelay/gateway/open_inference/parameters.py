@@ -16,7 +16,8 @@ _KNOWN: Final = frozenset(requests.CompletionBody.__struct_fields__) | requests.
 # Fields with a place of their own in the request, or without one in the response.
 _ELSEWHERE: Final = frozenset(("model", "prompt", "stream_options", "logprobs", "return_token_ids", "echo", "best_of"))
 _TEXTS: Final = frozenset(("stop", "service_tier", "user", "session_id", "request_id"))  # never read as JSON
-_MAX_PARAMETERS, _MAX_CHARS = 128, 64 << 10  # of a text with JSON
+_MAX_PARAMETERS = 128
+_MAX_CHARS, _MAX_GRAMMAR_CHARS = 64 << 10, 512 << 10  # of a parameter; of one that describes an answer's format
 _OF_CLIENTS: Final = "triton_"  # what its clients say of themselves
 
 
@@ -55,7 +56,7 @@ def _given(parameters: Mapping[str, pb.InferParameter]) -> Iterator[tuple[str, A
 
 def _sampling(text: str) -> dict[str, Any]:
     """The parameters in a JSON object, whose values may be strings of JSON, as some clients write them."""
-    _check_length("sampling_parameters", text)
+    _check_length("sampling_parameters", text, _MAX_GRAMMAR_CHARS)
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -67,7 +68,8 @@ def _sampling(text: str) -> dict[str, Any]:
 
 def _typed(name: str, text: str) -> Any:
     """The value that a string stands for, as the parameters of the standard have neither fractions nor lists."""
-    _check_length(name[:80], text)
+    is_grammar = name.startswith("guided_")
+    _check_length(name[:80], text, _MAX_GRAMMAR_CHARS if is_grammar else _MAX_CHARS)
     if name in _TEXTS and not text.startswith("["):
         return text
     try:
@@ -76,6 +78,6 @@ def _typed(name: str, text: str) -> Any:
         return text
 
 
-def _check_length(name: str, text: str) -> None:
-    if len(text) > _MAX_CHARS:
-        raise InvalidRequest(f"{name} has {len(text):,} characters; at most {_MAX_CHARS:,} are allowed", field=name)
+def _check_length(name: str, text: str, max_chars: int) -> None:
+    if len(text) > max_chars:
+        raise InvalidRequest(f"{name} has {len(text):,} characters; at most {max_chars:,} are allowed", field=name)

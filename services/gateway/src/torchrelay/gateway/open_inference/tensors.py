@@ -87,7 +87,7 @@ def add_outputs(response: pb.ModelInferResponse, request: pb.ModelInferRequest, 
 
 
 def check_outputs(request: pb.ModelInferRequest) -> None:
-    """Raises ``InvalidRequest`` for an output that there is not, and for too many."""
+    """Raises ``InvalidRequest`` for an unknown output, or for more than ``_MAX_OUTPUTS``."""
     if len(request.outputs) > _MAX_OUTPUTS:
         message = f"outputs has {len(request.outputs):,} entries; at most {_MAX_OUTPUTS} are allowed"
         raise InvalidRequest(message, field="outputs")

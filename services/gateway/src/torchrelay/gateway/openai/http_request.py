@@ -94,7 +94,7 @@ class HttpRequest:
         return principal
 
     async def read(self, max_bytes: int, account: ShareAccount, setting: str = "max_body_bytes") -> bytearray:
-        """The whole body, counted in ``account`` as it arrives. ``setting``: that of the limit, if it has one.
+        """The whole body, counted in ``account`` as it arrives. ``setting`` gives the limit; empty: it is fixed.
 
         Raises ``EncodedBody``; ``OtherThanJson``; ``BodyTooLarge``, at once if that much is declared;
         ``ClientDisconnected`` before the end of the body, and as ``ShareAccount.take``.

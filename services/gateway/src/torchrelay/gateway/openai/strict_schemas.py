@@ -9,7 +9,7 @@ from torchrelay.common.errors import InvalidRequest
 
 MAX_PROPERTIES: Final = 5000  # of all objects together
 MAX_DEPTH: Final = 10  # of nested objects
-MAX_PARTS: Final = 20_000  # schemas within the schemas of a request, which take 0.1 s
+MAX_PARTS: Final = 20_000  # of the schemas of a request: the schemas within them, which take 0.1 s
 _MAX_NAME_CHARS: Final = 80
 _NAMED: Final = ("properties", "$defs", "definitions")  # keywords with schemas by name
 _UNSUPPORTED: Final = ("allOf", "not", "dependentRequired", "dependentSchemas", "if", "then", "else", "oneOf")
@@ -19,8 +19,8 @@ def check_strict(schema: Any, where: str, field: str, num_parts: int = 0) -> int
     """Raises ``InvalidRequest`` with the path of the part that breaks a rule, which begins with ``where``.
 
     The root is an object; every object lists all its properties as required and forbids others; at most
-    ``MAX_PROPERTIES``, nested at most ``MAX_DEPTH`` deep, of at most ``MAX_PARTS``. ``num_parts``: those of the
-    request's schemas before it; returns their number with its own.
+    ``MAX_PROPERTIES``, nested at most ``MAX_DEPTH`` deep, of at most ``MAX_PARTS``. ``num_parts`` is the number of
+    parts in the request's earlier schemas. Returns that number plus this schema's.
     """
     if not isinstance(schema, dict) or schema.get("type") != "object" or "anyOf" in schema:
         raise InvalidRequest(f"{where}: a strict schema must be an object at its root, not anyOf", field=field)
@@ -28,9 +28,10 @@ def check_strict(schema: Any, where: str, field: str, num_parts: int = 0) -> int
     pending = [(_Path(None, where), schema, 1)]
     while pending:
         path, part, depth = pending.pop()
-        num_parts += 1 + _num_children(part)
-        if num_parts > MAX_PARTS:
-            raise InvalidRequest(f"{where} has more than {MAX_PARTS:,} parts, with the schemas before it", field=field)
+        num_parts += _num_children(part)
+        if num_parts > MAX_PARTS or len(_list(part.get("required"))) > MAX_PARTS:
+            message = f"{where} and the strict schemas before it have more than {MAX_PARTS:,} parts"
+            raise InvalidRequest(message, field=field)
         pending += _children(path, part, depth)
         if fault := _fault(part):
             raise InvalidRequest(f"{path}: {fault}", field=field)
@@ -88,9 +89,13 @@ class _Path:
 
 
 def _num_children(part: dict[str, Any]) -> int:
-    """How many entries of a part ``_children`` and ``_fault`` walk."""
-    walked = (part.get(name) for name in (*_NAMED, "anyOf", "required"))
-    return sum(len(entries) for entries in walked if isinstance(entries, dict | list))
+    """At least the number of schemas directly within a part."""
+    named = sum(len(entries) for name in _NAMED if _is(entries := part.get(name)))
+    return named + len(_list(part.get("anyOf"))) + ("items" in part)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _children(path: _Path, part: dict[str, Any], depth: int) -> Iterator[tuple[_Path, dict[str, Any], int]]:

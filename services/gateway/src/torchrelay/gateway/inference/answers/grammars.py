@@ -78,7 +78,7 @@ def _until(marker: _Marker, name: str) -> tuple[str, list[str]]:
 
 def _escaped(text: str) -> str:
     """The text in a regular expression."""
-    return re.sub(r"([^a-zA-Z0-9_ <>\n])", r"\\\1", text).replace("\n", "\\n")
+    return re.sub(r"([!-;=?-\[\]-^`{-~\\])", r"\\\1", text).replace("\n", "\\n")
 
 
 class _CallRules:
@@ -107,7 +107,7 @@ class _CallRules:
                 raise UnsupportedFormat(message)
             return [f"answer: content | {calls}", f"content: {format_.content}", *rules]
         if self._syntax.style == "llama":  # text that begins like a call is one
-            return [f"answer: /[ \\t\\n]*([^{{ \\t\\n](.|\\n)*)?/ | {calls}", *rules]
+            return [f"answer: /[\\s\\x1c-\\x1f]*([^{{\\s\\x1c-\\x1f](.|\\n)*)?/ | {calls}", *rules]
         text, text_rules = _until(self._opening, "text")
         more = f"({text} body)+" if several else f"{text} body"
         if not several:

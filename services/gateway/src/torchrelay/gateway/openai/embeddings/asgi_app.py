@@ -90,7 +90,7 @@ class EmbeddingsApp(CompletionsApp):
                     values = await _values(session)
             except TorchrelayError as error:
                 for other in running:
-                    other.request.stop(error)  # the caller, who has not left, pays for none
+                    other.request.stop(error)  # its caller has not left, so it is not billed
                 raise
             running.discard(session)
             return encoded(shortened(values, size, embedding.is_normalized), body.encoding_format == "base64")
