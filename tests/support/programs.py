@@ -34,9 +34,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Program(subprocess.Popen[Any]):
     """A ``Popen`` of a command. A command of Torchrelay is forked from a template, if there is one."""
 
-    controls: ClassVar[
-        dict[bool, socket.socket]
-    ] = {}  # to the templates, children of this process; True: of text processes
+    # To the templates, children of this process; True: of text processes.
+    controls: ClassVar[dict[bool, socket.socket]] = {}
     starts_templates = True  # when they are needed
     _templates: ClassVar[list[subprocess.Popen[bytes]]] = []
     _lock = threading.Lock()

@@ -158,7 +158,9 @@ def test_schemas_of_tools_keep_their_definitions_and_unknown_keywords_bind_only_
 
 
 @pytest.mark.parametrize("begins_thinking", [False, True])
-@pytest.mark.parametrize("closing", ["</think>", "</thought>", "\n</thought>", "◁/think▷", "|/[{(.-\\~"])
+@pytest.mark.parametrize(
+    "closing", ["</think>", "</thought>", "\n</thought>", "◁/think▷", "|/[{(.-\\~", "[/THINK 09_d]"]
+)
 def test_reasoning_precedes_the_format(closing: str, begins_thinking: bool) -> None:
     """The closing marker is a special token, or text."""
     syntax = AnswerSyntax(None, ("<think>", closing), begins_thinking)

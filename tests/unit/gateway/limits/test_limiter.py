@@ -221,6 +221,25 @@ async def test_cancelled_admission_reserves_nothing(rig: LimitRig, monkeypatch: 
     assert (await rig.admit(budget_nano=1010)).reserved_nano == 1010
 
 
+async def test_close_does_not_wait_for_a_lost_redis(rig: LimitRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The releases that it does not answer are left to the lease of their reservations."""
+    asked = asyncio.Event()
+
+    async def lost(*_: Any) -> None:
+        asked.set()
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(rig.limits, "_run", lost)
+    admitting = asyncio.ensure_future(rig.admit(budget_nano=1010))
+    await asked.wait()
+    admitting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await admitting
+    async with asyncio.timeout(20):  # of the 36 s in which it is released again and again
+        await rig.limits.close()
+    assert not rig.limits._undoing
+
+
 @pytest.mark.parametrize("database_url", DATABASES, indirect=True)
 async def test_emptied_redis_is_filled_from_sql(rig: LimitRig, redis_url: str) -> None:
     await rig.admit(budget_nano=3000)

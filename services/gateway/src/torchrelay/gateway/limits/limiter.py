@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 _SPENT_TTL_S = 60
-_RELEASE_PAUSES_S = (1.0, 5.0, 30.0)  # between attempts to release what nobody waits for
+_RELEASE_PAUSES_S = (0.0, 1.0, 5.0, 30.0)  # before each attempt to release what nobody waits for
+_CLOSE_S = 1.0  # for these attempts when the gateway stops
 _RESERVED_RETRY_S = 1.0  # running requests usually cost a small part of their reservation
 
 
@@ -65,7 +66,12 @@ class Limiter:
         self._undoing: set[asyncio.Task[None]] = set()  # admissions whose callers were cancelled
 
     async def close(self) -> None:
-        await asyncio.gather(*self._undoing, return_exceptions=True)
+        if self._undoing:
+            await asyncio.wait(self._undoing, timeout=_CLOSE_S)
+        undoing = [*self._undoing]
+        for each in undoing:
+            each.cancel()
+        await asyncio.gather(*undoing, return_exceptions=True)
         if self._scripts is not None:
             await self._scripts.close()
 
@@ -99,10 +105,10 @@ class Limiter:
         """Releases what an admission without a caller reserves, once Redis has answered it."""
         with suppress(TorchrelayError):
             reservation = await admitting
-            for pause_s in (*_RELEASE_PAUSES_S, 0.0):
+            for pause_s in _RELEASE_PAUSES_S:
+                await asyncio.sleep(pause_s)
                 if await self.release(reservation, cost_nano=0):
                     return
-                await asyncio.sleep(pause_s)
             log.warning("reservation_left_to_its_lease", reservation_id=reservation.reservation_id)
 
     async def _admit(

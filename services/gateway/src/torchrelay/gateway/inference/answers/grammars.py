@@ -78,7 +78,7 @@ def _until(marker: _Marker, name: str) -> tuple[str, list[str]]:
 
 def _escaped(text: str) -> str:
     """The text in a regular expression."""
-    return re.sub(r"([!-;=?-\[\]-^`{-~\\])", r"\\\1", text).replace("\n", "\\n")
+    return re.sub(r"([!-/:;=?@\[-^`{-~])", r"\\\1", text).replace("\n", "\\n")
 
 
 class _CallRules:
