@@ -321,12 +321,13 @@ class ProcessRights:
         )
 
 
-async def test_process_has_no_secrets_and_no_rights(rig: TextRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_has_no_secrets_and_no_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Program.__base__)  # not forked from a template of the tests
     monkeypatch.setenv("TORCHRELAY_ADMIN_KEY", "tra-secret")
-    await rig.rendered("fine")
-    (pid,) = rig.processes.pids
-    rights = ProcessRights.of(pid)
+    async with text_rig(tmp_path, num_processes=1) as rig:
+        await rig.rendered("fine")
+        (pid,) = rig.processes.pids
+        rights = ProcessRights.of(pid)
     assert "tra-secret" not in rights.environment
     for name in ("Max open files", "Max processes", "Max file size", "Max core file size"):
         assert rights.limits[name] == "0", name
