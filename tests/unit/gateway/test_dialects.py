@@ -187,7 +187,7 @@ REFUSALS: list[tuple[Any, dict[str, Any], str, str | None]] = [
     (None, {"key": ADMIN_KEY, "model": "acme/echo"}, "permission_denied", None),
     (None, {"model": "none"}, "model_not_found", None),
     (None, {"model": "other/echo"}, "model_not_found", None),
-    (None, {"max_tokens": 9999}, "context_length_exceeded", None),
+    (None, {"answer": "a " * 600}, "context_length_exceeded", None),
     (RateLimited("too many", retry_after_s=2.5), {}, "rate_limited", "3"),
     (QuotaExceeded("the budget is spent"), {}, "quota_exceeded", None),
     (Refusal(reason=Refusal.REASON_QUEUE_FULL, message="full", retry_after_s=3), {}, "queue_full", "3"),
@@ -202,7 +202,7 @@ async def test_refusals_have_their_codes(rig: TokenPathRig, subtests: pytest.Sub
                 rig.ports.refusal = None if isinstance(cause, Refusal) else cause
                 rig.scheduler.refusals += [cause] if isinstance(cause, Refusal) else []
                 with pytest.raises(Failure) as refused:
-                    await dialect.ask(rig, Wish("a", **wishes), is_streamed=is_streamed)
+                    await dialect.ask(rig, Wish(**{"answer": "a", **wishes}), is_streamed=is_streamed)
                 assert refused.value.code == dialect.codes.get(code, code)
                 if (dialect.name, is_streamed) != ("open_inference", True):  # its streams have a message alone
                     assert refused.value.retry_after == retry_after

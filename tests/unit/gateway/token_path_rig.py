@@ -110,6 +110,7 @@ async def _make(
     models = [
         published("acme/echo", context=512, eos_token_ids=(eos,)),
         published("acme/plain", file_digests={"tokenizer.json": digests["tokenizer.json"]}, context=512),
+        published("acme/long", context=5000),
         published("acme/headless", embedding=embedding(True), has_no_head=True),
         published("acme/embed", context=64, embedding=embedding(True)),
         published("acme/embed-raw", context=64, embedding=embedding(False)),

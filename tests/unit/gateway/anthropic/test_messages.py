@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.gateway_ports import KEY
@@ -113,18 +114,94 @@ async def test_fields_without_effect_are_taken(rig: TokenPathRig) -> None:
     assert (await rig.http.post("/v1/messages", json=body)).status_code == 200
 
 
+HELLO = {"role": "user", "content": "Hello."}
+
+
+async def prompt_of(rig: TokenPathRig, messages: list[dict[str, Any]], **fields: Any) -> tuple[str, httpx.Headers]:
+    """The prompt of a request as its worker gets it, and the headers of its answer."""
+    body = {"model": "echo", "messages": messages, "max_tokens": 1, **fields}
+    response = await rig.http.post("/v1/messages", json=body)
+    assert response.status_code == 200, response.text
+    [*_, prompt] = [list(start.prompt) for worker in rig.workers for _, start in worker.starts if start.prompt]
+    return rig.tokenizer.decode(prompt), response.headers
+
+
+ROLES = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
+
+async def test_turns_of_a_role_are_one_and_the_system_may_speak_later(make_rig: MakeRig) -> None:
+    """Coding agents describe their surroundings in a message of the system after the user's."""
+    rig = await make_rig(template=ROLES)
+    blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turns = [("user", "u"), ("system", blocks), ("user", "v"), ("assistant", "x"), ("assistant", "y")]
+    more = [("system", "late"), ("user", "w")]
+    messages = [{"role": role, "content": content} for role, content in (*turns, *more)]
+    prompt, headers = await prompt_of(rig, messages, system="s")
+    assert prompt == "<system>s\n\na\nb<user>u\nv<assistant>x\ny<user>late\nw"
+    assert "x-torchrelay-left-out" not in headers
+
+
+async def test_content_of_other_kinds_is_text(make_rig: MakeRig) -> None:
+    rig = await make_rig(template=ROLES)
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+    note = {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "n"}}
+    scan = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA"}}
+    used = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}}
+    hits = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result"}]}
+    answer = [used, hits, {"type": "tool_use", "id": "c1", "name": "f", "input": {}}]
+    failed = {"type": "tool_result", "tool_use_id": "c1", "is_error": True, "content": [image]}
+    prompt, headers = await prompt_of(
+        rig,
+        [
+            {"role": "user", "content": [note, scan]},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": [failed]},
+        ],
+        tools=[TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}],
+    )
+    text, _, tools = prompt.partition("[{")
+    assert text == (
+        "<user>Notes\nn\n[file left out: this model reads text only]"
+        '<assistant>[called web_search: {"query": "q"}]\n[result left out]<tool_call>f</tool_call>'
+        "<tool>Error: [image left out: this model reads text only]"
+    )
+    assert "weather" in tools and "web_search" not in tools
+    assert headers["x-torchrelay-left-out"] == "file, image, tool"
+
+
+async def test_deferred_tool_is_shown_once_a_result_refers_to_it(make_rig: MakeRig) -> None:
+    rig = await make_rig(template=ROLES)
+    tools = [{**TOOL, "name": "rain", "defer_loading": True}, TOOL]
+    prompt, _ = await prompt_of(rig, [HELLO], tools=tools)
+    assert "weather" in prompt and "rain" not in prompt
+    found = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "rain"}]}
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+    turns = [HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [found]}]
+    prompt, _ = await prompt_of(rig, turns, tools=tools)
+    shown = json.loads(prompt[prompt.index("[{") :])
+    assert [tool["function"]["name"] for tool in shown] == ["weather", "rain"]
+    assert "<tool>The tool rain can be called now." in prompt
+
+
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
     ({"max_tokens": 0}, "max_tokens must be at least 1"),
     ({"messages": []}, "messages must not be empty"),
-    ({"messages": [{"role": "system", "content": "a"}]}, "role must be one of user, assistant"),
+    ({"messages": [{"role": "developer", "content": "a"}]}, "role must be one of user, assistant, system"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "must have a turn of the user"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}, HELLO]}, "without a name"),
     ({"messages": [{"role": "user", "content": ""}]}, "must have content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type 'image'"),
+    ({"messages": [{"role": "user", "content": [{"type": "picture"}]}]}, "content of type 'picture'"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}, "must end with the"),
     ({"temperature": 1.5}, "temperature must be at most 1"),
     ({"top_k": -1}, "top_k must be at least 0"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only custom tools are"),
-    ({"tools": [{"name": "a b", "input_schema": {}}]}, "not 'a b'"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must have 1 to 128 letters"),
+    ({"tools": [{"name": "f", "strict": True, "input_schema": {}}]}, "tools[0].input_schema: a strict schema"),
+    ({"tools": [TOOL] * 1025}, "tools has 1,025 entries"),
     ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "must be auto, any, none, or a tool with its name"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "w"}}, "'w', which is not among tools"),
     ({"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type must be json_sch"),
@@ -132,7 +209,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object", "if": {}}}}},
         "output_config: no answer can follow this format: ",
     ),
-    ({"stop_sequences": [""]}, "stop strings"),
+    ({"stop_sequences": [""]}, "strings of stop_sequences must"),
     ({"service_tier": "fast"}, "auto or standard_only"),
     ({"thinking": {"type": "maybe"}}, "thinking.type"),
     ({"max_token": 3, "max_tokens": None}, "did you mean max_tokens"),

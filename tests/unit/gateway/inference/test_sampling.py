@@ -25,10 +25,8 @@ EXCEEDED = ContextLengthExceeded
 @pytest.mark.parametrize(
     ("params", "num_prompt", "error", "field", "said"),
     [
-        (TEXT, 100, EXCEEDED, "prompt", "has 100 tokens; the model"),
-        (GenerateParams("m", messages=()), 100, EXCEEDED, "messages", "has 100 tokens; the model"),
-        (replace(TEXT, max_tokens=91), 10, EXCEEDED, "max_tokens", "exceed the context"),
-        (replace(TEXT, max_tokens=2), 99, EXCEEDED, "max_tokens", "99 prompt and 2 output tokens exceed the context "),
+        (TEXT, 100, EXCEEDED, "prompt", "100 tokens > 100 maximum"),
+        (GenerateParams("m", messages=()), 100, EXCEEDED, "messages", "model's maximum context length is 100 tokens"),
         (replace(TEXT, min_tokens=9, max_tokens=8), 10, InvalidRequest, "min_tokens", "be at most max_tokens .8., "),
         (replace(TEXT, min_tokens=91), 10, InvalidRequest, "min_tokens", "10 prompt and 91 output tokens .min_tokens."),
         (replace(TEXT, logit_bias=((1 << 20, 1.0),)), 1, InvalidRequest, "logit_bias", BEYOND),
@@ -47,8 +45,9 @@ def test_request_beyond_a_limit_is_refused(
 def test_max_tokens_is_given_or_default() -> None:
     for params, num_prompt, max_tokens in (
         (TEXT, 10, 40),  # the default
-        (TEXT, 90, 10),  # which alone is cut to the context
+        (TEXT, 90, 10),  # what the context leaves
         (TEXT, 99, 1),
+        (replace(TEXT, max_tokens=32_000), 90, 10),
         *((replace(TEXT, max_tokens=given), 100 - given, given) for given in (90, 99, 1)),
         (replace(TEXT, min_tokens=60), 10, 60),
         (replace(TEXT, min_tokens=8, max_tokens=8), 10, 8),

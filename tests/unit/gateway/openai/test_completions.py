@@ -112,8 +112,8 @@ FAULTS: list[tuple[Any, str, str]] = [
     (["a", ""], "invalid_request", "prompt"),
     ([1 << 19], "invalid_request", "token id 524288 is out of range"),
     ([], "invalid_request", "prompt"),
-    ("a" * 20_000, "context_length_exceeded", "the prompt has"),
-    ([[1], [1] * 512], "context_length_exceeded", "the prompt has 512 tokens"),
+    ("a" * 20_000, "context_length_exceeded", "prompt is too long"),
+    ([[1], [1] * 512], "context_length_exceeded", "prompt is too long: 512 tokens > 512 maximum; this model's maximum context length is 512"),
 ]
 
 

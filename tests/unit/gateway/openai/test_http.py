@@ -130,7 +130,7 @@ async def test_refusals_have_their_status(rig: TokenPathRig) -> None:
 
 
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": [1] * 500, "max_tokens": 20, "min_tokens": 13}, "min_tokens", "context_length_exceeded"),
     ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_request"),
     ({"stop_token_ids": [99999]}, "stop_token_ids", "invalid_request"),
     ({"n": 17}, "n", "invalid_request"),

@@ -180,10 +180,20 @@ def test_message_forms_are_decoded() -> None:
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
         {"role": "assistant", "content": None, "reasoning": "Hm."},
+        {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "tool", "content": []},
     ]
     params = of_chat(messages=messages, max_tokens=3, max_completion_tokens=4)
     answer = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
-    assert params.messages == ({"role": "system", "content": "a\nb", "name": "n"}, answer)
+    assert params.messages == (
+        {"role": "system", "content": "a\nb", "name": "n"},
+        answer,
+        {"role": "user", "content": "See\n[image left out: this model reads text only]"},
+        {"role": "assistant", "content": "No."},
+        {"role": "tool", "content": ""},
+    )
+    assert params.left_out == ("image",)
     assert (params.max_tokens, params.max_tokens_field) == (4, "max_completion_tokens")
 
 
@@ -235,7 +245,7 @@ ROLES = "messages[0].role must be one of system, developer, user, assistant, too
         (chat(messages=[said("user", "c"), {"role": "system"}]), "messages", "messages[1] of role system"),
         (chat(messages=[said("user", None)]), "messages", "must have content"),
         (chat(messages=[said("user", [])]), "messages", "must have content"),
-        (chat(messages=[said("user", [{"type": "image_url"}])]), "messages", "content of type 'image_url' is not"),
+        (chat(messages=[said("user", [{"type": "picture"}])]), "messages", "content of type 'picture' is not"),
         (chat(messages=[said("user", 5)]), "messages", "messages[0].content must be a string or a list, not an int"),
         (chat(messages=[{"content": "c"}]), "messages", "messages[0].role is missing"),
         (chat(messages="a secret"), "messages", SECRET),

@@ -159,8 +159,24 @@ def test_reasoning_is_that_of_the_answer_after_it() -> None:
 def test_many_items_are_joined_in_linear_time(role: str) -> None:
     """Copies of the text so far would be 60 GB, which would take minutes."""
     items = [said(role, "x" * 240)] * MAX_MESSAGES
-    [message] = messages_of(msgspec.convert(items, list[Item]), None)
+    [message], _ = messages_of(msgspec.convert(items, list[Item]), None)
     assert message["content"].count("x") == 240 * MAX_MESSAGES
+
+
+def test_content_that_no_model_reads_has_a_remark() -> None:
+    parts = [{"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": "data:x"}]
+    viewed = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file", "file_id": "f"}]}
+    params = decoded(input=[said("user", parts), CALL, viewed])
+    asked, _, result = params.messages or ()
+    assert asked["content"] == "Look:\n[image left out: this model reads text only]"
+    assert result["content"] == "[file left out: this model reads text only]" and params.left_out == ("file", "image")
+
+
+def test_records_of_hosted_tools_are_shown_as_text() -> None:
+    searched = {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "relay"}}
+    refused = said("assistant", [{"type": "refusal", "refusal": "I cannot."}])
+    _, answer, *_ = messages(said("user", ""), searched, {"type": "compaction", "encrypted_content": "x"}, refused)
+    assert answer["content"] == '[web_search_call: {"action":{"type":"search","query":"relay"}}]\nI cannot.'
 
 
 def test_arguments_that_are_no_object_are_shown_as_they_were_written() -> None:
@@ -197,10 +213,10 @@ def namespace(name: str, num_tools: int) -> dict[str, Any]:
         ({"input": [{"type": "reasoning"}]}, "input", "has no message"),
         ({"input": [{"content": "a"}]}, "input", "input[0].role is missing"),
         ({"input": [said("tool", "a")]}, "input", "role must be one of user, assistant"),
-        ({"input": [said("user", [])]}, "input", "must have content"),
-        ({"input": [said("user", [{"type": "input_image", "image_url": "x"}])]}, "input", "type 'input_image'"),
+        ({"input": [said("user", None)]}, "input", "must have content"),
+        ({"input": [said("user", [{"type": "input_picture"}])]}, "input", "type 'input_picture'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "send the item itself"),
-        ({"input": [{"type": "web_search_call"}]}, "input", "input[0].type 'web_search_call'"),
+        ({"input": [{"type": "web_call"}]}, "input", "input[0].type 'web_call'"),
         ({"input": [RESULT]}, "input", "no earlier item calls it"),
         ({"input": [{**CALL, "call_id": None}]}, "input", "input[0].call_id is missing"),
         ({"input": [{**CALL, "arguments": None}]}, "input", "input[0].arguments is missing"),

@@ -54,7 +54,9 @@ def test_request_that_no_slot_can_hold_is_refused(model: dict[str, Any], admitte
     scene.admit(a_model(**model), "r1", **admitted)
     scene.pass_time(scene.config.unserved_s + 1)
     refusal = scene.refused("r1")
-    assert refusal.reason is RefusalReason.NO_CAPACITY and told in refusal.message, refusal
+    is_long = "max_tokens" in admitted
+    assert refusal.reason is (RefusalReason.TOO_LONG if is_long else RefusalReason.NO_CAPACITY)
+    assert told in refusal.message, refusal
 
 
 @pytest.mark.parametrize(("num_devices", "own_s", "kept_s"), [(1, 0.0, 8.0), (4, 0.0, 2.0), (4, 8.0, 8.0)])

@@ -132,7 +132,7 @@ class Running(RuleBasedStateMachine):
             assert scene.now < last + 65.0, (scene.faults, scene.open_calls)
         late = [call for call in scene.calls.values() if call.end.startswith("DEADLINE")]
         assert not late or self.had_liar, (scene.faults, late)
-        assert not [call for call in scene.calls.values() if call.end.startswith("NO_CAPACITY")]
+        assert not [call for call in scene.calls.values() if call.end.startswith(("NO_CAPACITY", "TOO_LONG"))]
         scene.pass_time(15.0)
         state = scene.policy.state
         stuck = {worker_id for worker_id, fault in scene.faults.items() if fault is Fault.NEVER_DRAINS}

@@ -332,7 +332,7 @@ def test_request_too_large_for_remaining_slots_is_refused() -> None:
     assert scene.refusal("large") is None, "its worker may come back"
     scene.pass_time(2.0)
     refusal = scene.refused("large")
-    assert refusal.reason is RefusalReason.NO_CAPACITY and "KV" in refusal.message
+    assert refusal.reason is RefusalReason.TOO_LONG and "KV" in refusal.message
     assert scene.refusal("resumed", attempt=2) is None, "somebody has read its first tokens"
     scene.pass_time(50.0, step_s=0.5)
     assert scene.refusal("resumed", attempt=2) is not None

@@ -158,7 +158,7 @@ class Policing(RuleBasedStateMachine):
         for answer in scene.answers[self.num_seen :]:
             if isinstance(answer, AdmissionRefused):
                 self.open.discard(answer.key)
-                assert answer.reason is not RefusalReason.NO_CAPACITY
+                assert answer.reason not in (RefusalReason.NO_CAPACITY, RefusalReason.TOO_LONG)
                 if answer.reason is RefusalReason.QUEUE_FULL:
                     assert answer.retry_after_s >= 1.0
             elif isinstance(answer, Placed):

@@ -584,6 +584,8 @@ class Refusal(_message.Message):
         REASON_NO_CAPACITY: Refusal._Reason.ValueType  # 2
         """no slot of the pool can ever hold the model"""
         REASON_LOAD_FAILED: Refusal._Reason.ValueType  # 3
+        REASON_TOO_LONG: Refusal._Reason.ValueType  # 6
+        """no KV pool holds the attempt to its last token"""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: Refusal.Reason.ValueType  # 0
@@ -591,6 +593,8 @@ class Refusal(_message.Message):
     REASON_NO_CAPACITY: Refusal.Reason.ValueType  # 2
     """no slot of the pool can ever hold the model"""
     REASON_LOAD_FAILED: Refusal.Reason.ValueType  # 3
+    REASON_TOO_LONG: Refusal.Reason.ValueType  # 6
+    """no KV pool holds the attempt to its last token"""
 
     KEY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int

@@ -51,7 +51,9 @@ class GatewaySettings(ServiceSettings):
         60.0, gt=0, description="The scheduler's default for models that set none; shown to tenants."
     )
     max_instances: int = Field(8, ge=1, description="The scheduler's default maximum of instances per role.")
-    default_max_tokens: int = Field(512, ge=1, description="max_tokens of a request that sets none.")
+    default_max_tokens: int = Field(
+        32_768, ge=1, description="max_tokens of a request that sets none, as far as the context and its budget allow."
+    )
     max_choices: int = Field(16, ge=1, description="Largest n a request may ask for.")
     request_timeout_s: float = Field(
         0.0,

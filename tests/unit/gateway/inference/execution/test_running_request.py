@@ -71,6 +71,34 @@ async def test_dead_worker_does_not_change_the_tokens(rig: TokenPathRig) -> None
     await eventually(lambda: len(rig.scheduler.releases) == 2)
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_long_answer_goes_on_in_attempts_that_are_longer_each(rig: TokenPathRig, logprobs: int | None) -> None:
+    """Workers keep KV for an attempt's last token, and few answers are as long as they may be."""
+    answers = await ask(rig, 4200, 2, model="long", logprobs=logprobs)
+    assert answers == [rig.echoed(PROMPT, 4200, choice) for choice in range(2)]
+    limits = [(admitted.num_forced_tokens, admitted.max_tokens) for admitted in rig.scheduler.admits]
+    assert sorted(limits) == [(0, 512), (512, 2048), (512, 2048), (2048, 4200), (2048, 4200)]
+    assert {start.sampling.max_tokens for _, start in rig.workers[0].starts} == {512, 2048, 4200}
+    assert [usage[2:] for usage in settled_of(rig)] == [(4200, FinishCause.LENGTH)] * 2
+    await eventually(lambda: len(rig.scheduler.releases) == 5)
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_answer_that_no_pool_holds_ends_there(rig: TokenPathRig, logprobs: int | None) -> None:
+    worker = rig.workers[0]
+    worker.pause_at = 500
+    asking = asyncio.ensure_future(ask(rig, 4200, 1, model="long", logprobs=logprobs))
+    await eventually(lambda: rig.num_accepted() == [500])
+    too_long = scheduler_pb2.Refusal(reason=scheduler_pb2.Refusal.REASON_TOO_LONG, message="needs more KV")
+    rig.scheduler.refusals.append(too_long)
+    worker.resume()
+    assert await asking == [rig.echoed(PROMPT, 512)]
+    assert settled_of(rig) == [(len(PROMPT), 0, 512, FinishCause.LENGTH)]
+    rig.scheduler.refusals.append(too_long)
+    refused = await rig.http.post("/v1/completions", json={"model": "long", "prompt": PROMPT})
+    assert refused.status_code == 503 and refused.json()["error"]["message"] == "needs more KV"
+
+
 @pytest.mark.parametrize("keeps_prompt", [True, False])
 async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(
     rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch, keeps_prompt: bool

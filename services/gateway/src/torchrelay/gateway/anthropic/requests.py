@@ -6,44 +6,39 @@ template says; ``thinking`` decides whether the answer shows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.anthropic.conversation import Block, Conversation, Message
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
-from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
+from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import check_num_messages, check_sampling
 from torchrelay.gateway.openai.answer_formats import schema_rule
 from torchrelay.gateway.openai.body_decoder import decode
-from torchrelay.gateway.openai.tools import chosen_tools, declared_tools
+from torchrelay.gateway.openai.strict_schemas import check_strict
+from torchrelay.gateway.openai.tools import NO_PARAMETERS, chosen_tools
 
-_ROLES: Final = ("user", "assistant")
-_THOUGHTS: Final = ("thinking", "redacted_thinking")  # blocks of earlier answers
+MAX_TOOLS: Final = 1024  # a coding agent with several servers of tools declares hundreds
+_TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 # What changes no answer here: names of callers, hints for caches, and the wish for a faster answer.
 IGNORED: Final = frozenset(("metadata", "cache_control", "diagnostics", "speed", "user_profile_id", "workspace_id"))
 _REFUSED: Final = ("container", "inference_geo")
 _TIERS: Final = {"auto": "auto", "standard_only": "default"}
 
 
-class Block(msgspec.Struct):
-    """A part of a message. Each type uses some of the fields."""
+class Tool(msgspec.Struct):
+    """A tool that the client runs, or with a ``type`` one that Anthropic's servers or clients know."""
 
-    type: str
-    text: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[Block] | None = None
-    thinking: str | None = None
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[Block]
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -79,7 +74,7 @@ class Body(msgspec.Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     service_tier: str | None = None
     thinking: Thinking | None = None
@@ -124,29 +119,56 @@ def prompt_of(body: Body) -> GenerateParams:
         raise InvalidRequest(message, field="service_tier")
     given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    checked = check_sampling(sampling, {}, body.stop_sequences or [], [], _TIERS[tier])
-    tools, format_ = _tools(body)
+    checked = check_sampling(sampling, {}, body.stop_sequences or [], [], _TIERS[tier], "stop_sequences")
+    conversation = Conversation(body.system)
+    for index, turn in enumerate(body.messages):
+        conversation.add(turn, f"messages[{index}]")
+    if not conversation.has_turns:
+        raise InvalidRequest("messages must have a turn of the user", field="messages")
+    tools, format_ = _tools(body, _functions(body.tools or [], conversation))
     return GenerateParams(
         model=body.model,
-        messages=tuple(_messages(body)),
+        messages=conversation.messages(),
         tools=tools,
         answer_format=format_,
         max_tokens=body.max_tokens,
+        left_out=tuple(sorted(conversation.left_out)),
         **sampling,
         **checked,
     )
 
 
-def _tools(body: Body) -> tuple[tuple[dict[str, Any], ...], AnswerFormat | None]:
-    """The tools as OpenAI has them, which chat templates expect, and the format of the answer."""
-    declared: list[dict[str, Any]] = []
-    for index, tool in enumerate(body.tools or []):
-        if tool.get("type", "custom") != "custom":
-            message = f"tools[{index}] of type {str(tool['type'])[:40]!r} is not supported; only custom tools are"
+def _functions(tools: list[Tool], conversation: Conversation) -> tuple[dict[str, Any], ...]:
+    """The tools as OpenAI has them, which chat templates expect.
+
+    Those that other servers run are left out. Those with ``defer_loading`` follow once a result of a tool refers to
+    them.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools):,} entries; at most {MAX_TOOLS:,} are allowed", field="tools")
+    shown: dict[str, dict[str, Any]] = {}
+    deferred: dict[str, dict[str, Any]] = {}
+    num_parts = 0
+    for index, tool in enumerate(tools):
+        if tool.type not in (None, "custom"):
+            conversation.left_out.add("tool")
+            continue
+        where = f"tools[{index}]"
+        if not _TOOL_NAME.fullmatch(tool.name):
+            message = f"{where}.name must have 1 to 128 letters, digits, _ or -, not {tool.name[:140]!r}"
             raise InvalidRequest(message, field="tools")
-        function: dict[str, Any] = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
-        function["parameters"] = tool.get("input_schema")
-        declared.append({"type": "function", "function": function})
+        parameters = NO_PARAMETERS if tool.input_schema is None else tool.input_schema
+        if tool.strict:
+            num_parts = check_strict(parameters, f"{where}.input_schema", "tools", num_parts)
+        function: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+        given = {name: value for name, value in function.items() if value is not None}
+        entry = {"type": "function", "function": {**given, "parameters": parameters}}
+        (deferred if tool.defer_loading else shown)[tool.name] = entry
+    return (*shown.values(), *(deferred[name] for name in conversation.referenced if name in deferred))
+
+
+def _tools(body: Body, functions: tuple[dict[str, Any], ...]) -> tuple[tuple[dict[str, Any], ...], AnswerFormat | None]:
+    """The tools that the prompt shows, and the format of the answer."""
     given = body.tool_choice or ToolChoice("auto")
     choice: Any = given.type
     match given:
@@ -159,7 +181,7 @@ def _tools(body: Body) -> tuple[tuple[dict[str, Any], ...], AnswerFormat | None]
         case _:
             message = f"tool_choice must be auto, any, none, or a tool with its name, not {given.type[:40]!r}"
             raise InvalidRequest(message, field="tool_choice")
-    return chosen_tools(declared_tools(declared), choice, not given.disable_parallel_tool_use, _format(body))
+    return chosen_tools(functions, choice, not given.disable_parallel_tool_use, _format(body))
 
 
 def _format(body: Body) -> AnswerFormat | None:
@@ -169,58 +191,3 @@ def _format(body: Body) -> AnswerFormat | None:
         message = f"output_config.format.type must be json_schema, not {asked.type[:40]!r}"
         raise InvalidRequest(message, field="output_config")
     return AnswerFormat(content=schema_rule(asked.schema, "output_config"), field="output_config")
-
-
-def _messages(body: Body) -> Iterator[ChatMessage]:
-    if body.system:
-        yield {"role": "system", "content": _text(body.system, "system")}
-    for index, message in enumerate(body.messages):
-        where = f"messages[{index}]"
-        if message.role not in _ROLES:
-            wrong = f"{where}.role must be one of {', '.join(_ROLES)}, not {message.role[:40]!r}"
-            raise InvalidRequest(wrong, field="messages")
-        if message.role == "assistant":
-            yield _answer(message.content, where)
-        else:
-            yield from _users(message.content, where)
-
-
-def _users(content: str | list[Block], where: str) -> Iterator[ChatMessage]:
-    """A user's message, after a message for each result of a tool in it."""
-    blocks = [Block("text", content)] if isinstance(content, str) else content
-    results = [block for block in blocks if block.type == "tool_result"]
-    for block in results:
-        message: ChatMessage = {"role": "tool", "content": _text(block.content or "", where)}
-        yield message if block.tool_use_id is None else {**message, "tool_call_id": block.tool_use_id}
-    texts = [block for block in blocks if block.type != "tool_result"]
-    if texts or not results:
-        text = _text(texts, where)
-        if not text:
-            raise InvalidRequest(f"{where} of role user must have content", field="messages")
-        yield {"role": "user", "content": text}
-
-
-def _answer(content: str | list[Block], where: str) -> ChatMessage:
-    """An earlier answer, with its calls of tools."""
-    blocks = [Block("text", content)] if isinstance(content, str) else content
-    texts = [block for block in blocks if block.type not in (*_THOUGHTS, "tool_use")]
-    message: ChatMessage = {"role": "assistant", "content": _text(texts, where)}
-    if thoughts := "\n".join(block.thinking for block in blocks if block.type == "thinking" and block.thinking):
-        message["reasoning_content"] = thoughts
-    calls = [block for block in blocks if block.type == "tool_use"]
-    if calls:
-        message["tool_calls"] = [
-            {"id": block.id or "", "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
-            for block in calls
-        ]
-    return message
-
-
-def _text(content: str | list[Block], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if block.type != "text" or block.text is None:
-            message = f"{where} has content of type {block.type[:40]!r}, which is not supported here; send text"
-            raise InvalidRequest(message, field=where.partition("[")[0])
-    return "\n".join(block.text or "" for block in content)

@@ -45,6 +45,7 @@ class GenerateParams(SharedSampling):
     messages_field: str = "messages"
     text_field: str = "prompt"  # the field of ``text`` or ``token_ids``
     service_class: ServiceClass | None = None  # None: the caller's
+    left_out: tuple[str, ...] = ()  # kinds of content in whose place the messages have a remark, and of tools
 
     @property
     def prompt_field(self) -> str:

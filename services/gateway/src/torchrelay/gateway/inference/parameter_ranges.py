@@ -68,12 +68,13 @@ def check_sampling(
     stops: Collection[str],
     stop_tokens: Collection[int],
     service_tier: str,
+    stop_field: str = "stop",
 ) -> dict[str, Any]:
     """Checks the parameters that both APIs share. Returns all except ``sampling``, as ``GenerateParams`` has them."""
     _check_ranges(sampling)
     return {
         "logit_bias": _check_biases(biases),
-        "stop": _check_stops(stops),
+        "stop": _check_stops(stops, stop_field),
         "stop_token_ids": _check_stop_tokens(stop_tokens),
         "service_class": _class_of(service_tier),
     }
@@ -118,11 +119,11 @@ def check_top_logprobs(count: int, most: int = MAX_TOP_LOGPROBS, field: str = "t
     return count
 
 
-def _check_stops(stops: Collection[str]) -> tuple[str, ...]:
+def _check_stops(stops: Collection[str], field: str) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", field="stop")
+        raise InvalidRequest(f"{field} has {len(stops)} strings; at most {MAX_STOPS} are allowed", field=field)
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise InvalidRequest(f"stop strings must have 1 to {MAX_STOP_CHARS} characters", field="stop")
+        raise InvalidRequest(f"strings of {field} must have 1 to {MAX_STOP_CHARS} characters", field=field)
     return tuple(stops)
 
 

@@ -30,8 +30,7 @@ def sampling_of(
 ) -> pb.Sampling:
     """The sampling of all attempts of a request; a missing seed is drawn here, once.
 
-    The default ``max_tokens`` is reduced to what the context leaves, a given one is not. Raises ``InvalidRequest``,
-    ``ContextLengthExceeded``.
+    ``max_tokens`` is reduced to what the context leaves. Raises ``InvalidRequest``, ``ContextLengthExceeded``.
     """
     if params.num_choices > bounds.max_choices:
         field = params.num_choices_field
@@ -68,15 +67,18 @@ def _max_tokens(params: GenerateParams, context: int, num_prompt_tokens: int, bo
     if params.min_tokens > params.max_tokens:
         message = f"min_tokens must be at most {params.max_tokens_field} ({params.max_tokens}), not {params.min_tokens}"
         raise InvalidRequest(message, field="min_tokens")
-    if params.max_tokens > num_left:
-        message = (
-            f"{num_prompt_tokens} prompt and {params.max_tokens} output tokens exceed the context length of {context}"
-        )
-        raise ContextLengthExceeded(message, field=params.max_tokens_field)
-    return params.max_tokens
+    return min(params.max_tokens, num_left)
 
 
 def context_exceeded(num_prompt_tokens: int, context: int, field: str) -> ContextLengthExceeded:
     """The error of a prompt that leaves no space for output."""
-    message = f"the prompt has {num_prompt_tokens} tokens; the model's context length is {context}"
+    message = too_long(f"{num_prompt_tokens} tokens", context)
     return ContextLengthExceeded(message, field=field)
+
+
+def too_long(length: str, context: int) -> str:
+    """The message about a prompt of some ``length``.
+
+    It has the words by which clients of OpenAI's and Anthropic's APIs know that they must shorten a conversation.
+    """
+    return f"prompt is too long: {length} > {context} maximum; this model's maximum context length is {context} tokens"

@@ -91,6 +91,7 @@ class CompletionsApp:
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
             encoded = await exchange.request.read(self._max_body_bytes, body_bytes)
             prompts, reply_format, is_stream = self._decoded(encoded, path)
+            exchange.left_out = prompts[0].left_out
             del encoded  # otherwise kept until the end of the answer, as each prompt would be in ``prompts``
             held.take(len(prompts) - 1)
             async with AsyncExitStack() as stack:
@@ -134,6 +135,7 @@ class HttpExchange:
         self._write_gap_s = write_gap_s
         self.request_id, self.arrived_unix_us = new_id("req"), now_unix_us()
         self.rate: RequestRate | None = None
+        self.left_out: tuple[str, ...] = ()  # of the prompt
 
     async def answer(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat, is_stream: bool) -> None:
         """Runs the requests to their ends, or until their client disconnects."""
@@ -191,6 +193,8 @@ class HttpExchange:
         elapsed_ms = max(0, now_unix_us() - self.arrived_unix_us) // 1000  # until the answer begins
         listed = [*headers, *((name, self.request_id.encode()) for name in self.id_headers)]
         listed.append((b"openai-processing-ms", b"%d" % elapsed_ms))
+        if self.left_out:
+            listed.append((b"x-torchrelay-left-out", ", ".join(self.left_out).encode()))
         if self.rate is not None:
             listed += encoded_headers(errors.rate_headers(self.rate))
         await self._send({"type": "http.response.start", "status": status, "headers": listed})

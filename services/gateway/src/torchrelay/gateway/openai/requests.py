@@ -27,6 +27,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
 )
 from torchrelay.gateway.openai.answer_formats import ResponseFormat, StructuredOutputs, answer_format
 from torchrelay.gateway.openai.body_decoder import decode
+from torchrelay.gateway.openai.contents import remark
 from torchrelay.gateway.openai.tools import CalledTool, called_tools, chosen_tools, declared_tools
 
 Count = Annotated[int, Meta(ge=1)]
@@ -40,6 +41,7 @@ class StreamOptions(msgspec.Struct):
 class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessageBody(msgspec.Struct):
@@ -244,11 +246,13 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         raise InvalidRequest("top_logprobs requires logprobs to be true", field="logprobs")
     format_ = format_of(body)
     tools, format_ = chosen_tools(declared_tools(body.tools or []), body.tool_choice, body.parallel_tool_calls, format_)
+    left_out: set[str] = set()
     if tools and body.logprobs:
         raise InvalidRequest("logprobs of an answer with tools are not supported yet", field="logprobs")
     return shared_params(
         body,
-        messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
+        messages=tuple(_message(message, index, left_out) for index, message in enumerate(body.messages)),
+        left_out=tuple(sorted(left_out)),
         tools=tools,
         template_kwargs=check_template_kwargs(body.chat_template_kwargs or {}),
         answer_format=format_,
@@ -323,16 +327,13 @@ def shared_params(body: BaseBody, **fields: Any) -> GenerateParams:
     )
 
 
-def _message(message: ChatMessageBody, index: int) -> ChatMessage:
+def _message(message: ChatMessageBody, index: int, left_out: set[str]) -> ChatMessage:
     check_role(message.role, index)
     content = message.content
-    if content in (None, []) and message.role != "assistant":
+    if content in (None, []) and message.role not in ("assistant", "tool", "function"):
         raise InvalidRequest(f"messages[{index}] of role {message.role} must have content", field="messages")
     if isinstance(content, list):
-        for part in content:
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(f"content of type {part.type!r} is not supported yet", field="messages")
-        content = "\n".join(part.text or "" for part in content)
+        content = "\n".join(_part_text(part, left_out) for part in content)
     plain: ChatMessage = {"role": message.role, "content": content or ""}
     if message.name is not None:
         plain["name"] = message.name
@@ -343,6 +344,13 @@ def _message(message: ChatMessageBody, index: int) -> ChatMessage:
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
+
+
+def _part_text(part: ContentPart, left_out: set[str]) -> str:
+    text = part.text if part.type == "text" else part.refusal if part.type == "refusal" else None
+    if text is None and (text := remark(part.type, left_out)) is None:
+        raise InvalidRequest(f"content of type {part.type[:40]!r} is not supported yet", field="messages")
+    return text
 
 
 def _require(name: str, **others: object) -> None:

@@ -13,7 +13,7 @@ from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 from torchrelay.gateway.openai.strict_schemas import check_strict
 
 MAX_TOOLS: Final = 128  # as OpenAI
-_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+NO_PARAMETERS: Final = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
 TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -31,14 +31,14 @@ class _Tool(msgspec.Struct):
 
 class CalledFunction(msgspec.Struct):
     name: str
-    arguments: str = ""  # JSON
+    arguments: str | dict[str, Any] | None = None  # JSON, or what it says
 
 
 class CalledTool(msgspec.Struct):
     """A call of an earlier answer."""
 
-    id: str
     function: CalledFunction
+    id: str | None = None
     type: str = "function"
 
 
@@ -60,7 +60,7 @@ def declared_tools(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
             message = f"{where}.function.name must have 1 to 64 letters, digits, _ or -, not {function.name[:80]!r}"
             raise InvalidRequest(message, field="tools")
         if function.strict:
-            parameters = function.parameters or _NO_PARAMETERS
+            parameters = function.parameters or NO_PARAMETERS
             num_parts = check_strict(parameters, f"{where}.function.parameters", "tools", num_parts)
     return tuple(tools)
 
@@ -123,7 +123,7 @@ def called_tools(calls: list[CalledTool]) -> list[dict[str, Any]]:
     """The calls as chat templates expect them: arguments as objects, unless they are no JSON object."""
     return [
         {
-            "id": call.id,
+            "id": call.id or "",
             "type": call.type,
             "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
         }
@@ -131,7 +131,9 @@ def called_tools(calls: list[CalledTool]) -> list[dict[str, Any]]:
     ]
 
 
-def _arguments(text: str) -> Any:
+def _arguments(text: str | dict[str, Any] | None) -> Any:
+    if isinstance(text, dict):
+        return text
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):

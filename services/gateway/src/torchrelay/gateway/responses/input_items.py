@@ -10,17 +10,29 @@ import msgspec
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.core import ChatMessage
 from torchrelay.gateway.inference.parameter_ranges import MAX_MESSAGES
+from torchrelay.gateway.openai.contents import remark
 from torchrelay.gateway.openai.tools import CalledFunction, CalledTool, called_tools
 from torchrelay.gateway.responses.tools import INPUT, ToolName
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _INSTRUCTING: Final = ("system", "developer")
 _TEXTS: Final = ("input_text", "output_text", "text")
+# Records of tools that OpenAI's servers run, or that its models were trained on, and of shortened conversations.
+_HOSTED: Final = frozenset(
+    (
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
+        *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
+        *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("tool_search_call", "tool_search_output", "compaction"),
+    )
+)
 
 
 class Part(msgspec.Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Item(msgspec.Struct):
@@ -34,11 +46,17 @@ class Item(msgspec.Struct):
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[Part] | dict[str, Any] | None = None
+    action: Any = None
 
 
-def messages_of(given: str | Sequence[Item], instructions: str | None) -> tuple[ChatMessage, ...]:
-    """The messages of a conversation, begun by the instructions. Raises ``InvalidRequest``."""
+def messages_of(
+    given: str | Sequence[Item], instructions: str | None
+) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
+    """The messages of a conversation, begun by the instructions, and the kinds of content left out.
+
+    Raises ``InvalidRequest``.
+    """
     conversation = _Conversation(instructions)
     if isinstance(given, str):
         conversation.messages.append({"role": "user", "content": [given]})
@@ -50,7 +68,7 @@ def messages_of(given: str | Sequence[Item], instructions: str | None) -> tuple[
             conversation.add(item, f"input[{index}]")
     if not conversation.messages:
         raise InvalidRequest("input has no message", field="input")
-    return tuple(map(_joined, conversation.messages))
+    return tuple(map(_joined, conversation.messages)), tuple(sorted(conversation.left_out))
 
 
 class _Conversation:
@@ -63,6 +81,7 @@ class _Conversation:
 
     def __init__(self, instructions: str | None) -> None:
         self.messages: list[ChatMessage] = []
+        self.left_out: set[str] = set()
         self._call_ids: set[str] = set()
         self._thoughts: list[str] = []  # of the assistant, before its next message
         if instructions:
@@ -85,6 +104,10 @@ class _Conversation:
             case "item_reference":
                 message = f"{where} refers to an item, and none is stored; send the item itself"
                 raise InvalidRequest(message, field="input")
+            case hosted if hosted in _HOSTED:
+                record = {"action": item.action, "arguments": item.arguments, "output": item.output}
+                if shown := {name: value for name, value in record.items() if isinstance(value, (str, dict))}:
+                    self._say(f"[{hosted}: {msgspec.json.encode(shown).decode()}]")
             case other:
                 message = f"{where}.type {other[:40]!r} is not supported; send messages, calls of functions and custom "
                 raise InvalidRequest(message + "tools, and their outputs", field="input")
@@ -95,11 +118,11 @@ class _Conversation:
             message = f"{where}.role must be one of {', '.join(_ROLES)}, not {role[:40]!r}"
             raise InvalidRequest(message, field="input")
         if role == "assistant":
-            self._say(_text(item.content or "", where))
+            self._say(self._text(item.content or "", where))
             return
-        if not item.content:
+        if item.content is None:
             raise InvalidRequest(f"{where} of role {role} must have content", field="input")
-        text = _text(item.content, where)
+        text = self._text(item.content, where)
         self._thoughts.clear()  # reasoning without an answer
         if role in _INSTRUCTING and len(self.messages) == 1 and self.messages[0]["role"] in _INSTRUCTING:
             self.messages[0]["content"].append(text)
@@ -123,7 +146,7 @@ class _Conversation:
         name = ToolName(_given(item.name, f"{where}.name"), item.namespace)
         self._call_ids.add(call_id)
         calls: list[dict[str, Any]] = self._say("").setdefault("tool_calls", [])
-        calls += called_tools([CalledTool(call_id, CalledFunction(name.shown, arguments))])
+        calls += called_tools([CalledTool(CalledFunction(name.shown, arguments), call_id)])
 
     def _add_result(self, item: Item, where: str) -> None:
         call_id = _given(item.call_id, f"{where}.call_id")
@@ -134,7 +157,22 @@ class _Conversation:
             raise InvalidRequest(message + "responses are not stored", field="input")
         if item.output is None:
             raise InvalidRequest(f"{where}.output is missing", field="input")
-        self.messages.append({"role": "tool", "content": [_text(item.output, where)], "tool_call_id": call_id})
+        text = self._text(item.output, where)
+        self.messages.append({"role": "tool", "content": [text], "tool_call_id": call_id})
+
+    def _text(self, content: str | list[Part] | dict[str, Any], where: str) -> str:
+        if isinstance(content, str):
+            return content
+        if isinstance(content, dict):
+            return msgspec.json.encode(content).decode()
+        return "\n".join(self._part_text(part, where) for part in content)
+
+    def _part_text(self, part: Part, where: str) -> str:
+        text = part.text if part.type in _TEXTS else part.refusal if part.type == "refusal" else None
+        if text is None and (text := remark(part.type, self.left_out)) is None:
+            message = f"{where} has content of type {part.type[:40]!r}, which is not supported here; send text"
+            raise InvalidRequest(message, field="input")
+        return text
 
 
 def _joined(message: ChatMessage) -> ChatMessage:
@@ -150,13 +188,3 @@ def _given(value: str | None, name: str) -> str:
     if value is None:
         raise InvalidRequest(f"{name} is missing", field="input")
     return value
-
-
-def _text(content: str | list[Part], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type not in _TEXTS or part.text is None:
-            message = f"{where} has content of type {part.type[:40]!r}, which is not supported here; send text"
-            raise InvalidRequest(message, field="input")
-    return "\n".join(part.text or "" for part in content)

@@ -121,9 +121,11 @@ def params_of(body: ResponseBody) -> tuple[GenerateParams, Tools]:
     shown, format_ = chosen_tools(
         tuple(tools.functions), chat_choice(body.tool_choice, tools), body.parallel_tool_calls, _format(body)
     )
+    messages, left_out = messages_of(body.input, body.instructions)
     params = shared_params(
         body,
-        messages=messages_of(body.input, body.instructions),
+        messages=messages,
+        left_out=left_out,
         messages_field="input",
         tools=shown,
         answer_format=format_,

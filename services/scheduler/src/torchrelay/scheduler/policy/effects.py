@@ -99,6 +99,7 @@ class RefusalReason(enum.IntEnum):
     QUEUE_FULL = 1
     NO_CAPACITY = 2
     LOAD_FAILED = 3
+    TOO_LONG = 6
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):

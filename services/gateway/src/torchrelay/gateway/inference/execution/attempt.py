@@ -60,7 +60,7 @@ def admit_request(
         version=model_version(resolved.model),
         num_prompt_tokens=len(resolved.prompt),
         num_forced_tokens=plan.num_forced_tokens,
-        max_tokens=resolved.sampling.max_tokens,
+        max_tokens=plan.max_tokens,
         num_choices=len(plan.forced),
         block_hashes=routing_hashes(salt, resolved.prompt) if has_routing_keys else (),
         lost_workers=lost_workers,
@@ -133,6 +133,7 @@ class Attempt:
             pooling=types_pb2.Pooling.ValueType(self.resolved.pooling),
             adapter=_adapter(self.resolved.model.version),
         )
+        start.sampling.max_tokens = self.plan.max_tokens
         if role == "prefill":
             start.prompt.extend(self.resolved.prompt)
             start.decode.CopyFrom(placement.decode)

@@ -16,6 +16,8 @@ from torchrelay.gateway.inference.core import EmbeddingDelta, LogprobDelta, Toke
 
 FIRST_ATTEMPT = 1
 LEAST_LOGPROB = -9999.0
+_FIRST_LIMIT = 512  # output tokens of a first attempt
+_LIMIT_GROWTH = 4
 _CAUSES = {pb.FINISH_REASON_STOP: FinishCause.STOP, pb.FINISH_REASON_LENGTH: FinishCause.LENGTH}
 
 
@@ -25,11 +27,24 @@ class AttemptPlan:
 
     attempt: int
     forced: dict[int, tuple[int, ...]]
+    max_tokens: int  # per choice, forced ones included
 
     @property
     def num_forced_tokens(self) -> int:
         """The largest number of forced tokens of any choice."""
         return max(map(len, self.forced.values()))
+
+
+def attempt_limit(num_tokens: int, max_tokens: int) -> int:
+    """The most tokens of an attempt at an answer that has ``num_tokens`` and may have ``max_tokens``.
+
+    Workers keep KV for an attempt's last token from its beginning. Since few answers are as long as they may be, an
+    attempt gets a part of ``max_tokens``, and an answer that reaches it goes on in another attempt.
+    """
+    limit = _FIRST_LIMIT
+    while limit <= num_tokens:
+        limit *= _LIMIT_GROWTH
+    return max_tokens if max_tokens <= 2 * limit else limit
 
 
 @dataclass(slots=True)
@@ -38,6 +53,7 @@ class ChoiceProgress:
 
     choice: int
     attempt: int
+    limit: int  # tokens at which it ends
     num_attempts: int = 1
     tokens: list[int] = field(default_factory=list)
     num_forced: int = 0  # tokens the current attempt started with
@@ -54,7 +70,9 @@ class Generation:
         self._num_cached: int | None = None
         self._num_prompt = 0  # tokens of a long prompt computed or found cached before the first token
         self._num_found = 0  # those of them that were cached
-        self.choices = [ChoiceProgress(choice, attempt=FIRST_ATTEMPT) for choice in range(num_choices)]
+        self._at_limit: list[int] = []  # choices at the limit of their attempt, which may have more tokens
+        limit = attempt_limit(0, max_tokens)
+        self.choices = [ChoiceProgress(choice, FIRST_ATTEMPT, limit) for choice in range(num_choices)]
 
     @property
     def is_finished(self) -> bool:
@@ -66,7 +84,14 @@ class Generation:
 
     def first(self) -> AttemptPlan:
         """The initial attempt: all choices, nothing forced."""
-        return AttemptPlan(FIRST_ATTEMPT, {progress.choice: () for progress in self.choices})
+        return self._plan(FIRST_ATTEMPT, self.choices)
+
+    def _plan(self, attempt: int, choices: list[ChoiceProgress]) -> AttemptPlan:
+        forced = {progress.choice: tuple(progress.tokens) for progress in choices}
+        limit = attempt_limit(max(map(len, forced.values())), self._max_tokens)
+        for progress in choices:
+            progress.limit = limit
+        return AttemptPlan(attempt, forced, limit)
 
     def carries(self, attempt: int, choice: int) -> bool:
         """Whether ``choice`` still expects tokens from ``attempt``."""
@@ -101,8 +126,8 @@ class Generation:
         cause = _CAUSES.get(reason) if reason else None
         if position == num_before and not progress.early and num_before + len(tokens) < self._max_tokens:
             progress.tokens += tokens  # the path of nearly every token
-            progress.finish = cause
-            return TokenDelta(progress.choice, tuple(tokens), cause) if tokens or cause else None
+            progress.finish = self._finish(progress, cause) if cause else None
+            return TokenDelta(progress.choice, tuple(tokens), progress.finish) if tokens or cause else None
         if position > num_before:
             if position <= self._max_tokens:
                 progress.early[position] = (tokens, cause)
@@ -124,10 +149,18 @@ class Generation:
         if num_known > len(tokens):
             return
         progress.tokens += tokens[num_known:]
-        progress.finish = cause
         if len(progress.tokens) >= self._max_tokens:
             del progress.tokens[self._max_tokens :]
             progress.finish = cause or FinishCause.LENGTH
+        else:
+            progress.finish = self._finish(progress, cause)
+
+    def _finish(self, progress: ChoiceProgress, cause: FinishCause | None) -> FinishCause | None:
+        """The cause of the choice's end; None if only its attempt has ended, at its limit."""
+        if cause is FinishCause.LENGTH and len(progress.tokens) >= progress.limit:
+            self._at_limit.append(progress.choice)
+            return None
+        return cause
 
     def resume(self, attempt: int) -> list[AttemptPlan]:
         """The attempts that take over from the failed ``attempt``.
@@ -148,11 +181,32 @@ class Generation:
             plans.append(self._take_over(fresh))
         return plans
 
+    def extend(self) -> list[AttemptPlan]:
+        """The attempts that continue the choices at the limits of theirs."""
+        plans: list[AttemptPlan] = []
+        while self._at_limit:
+            progress = self.choices[self._at_limit.pop()]
+            self._restart(progress)
+            plans.append(self._take_over([progress]))
+        return plans
+
+    def cut(self, attempt: int) -> list[TokenDelta]:
+        """Ends the choices of an attempt that continues them, since nothing holds more tokens."""
+        ended = self._carried_by(attempt)
+        if not all(progress.tokens for progress in ended):
+            return []
+        for progress in ended:
+            progress.finish = FinishCause.LENGTH
+        return [self._ending(progress) for progress in ended]
+
+    def _ending(self, progress: ChoiceProgress) -> TokenDelta:
+        return TokenDelta(progress.choice, (), progress.finish)
+
     def _take_over(self, choices: list[ChoiceProgress]) -> AttemptPlan:
         self._last_attempt += 1
         for progress in choices:
             progress.attempt = self._last_attempt
-        return AttemptPlan(self._last_attempt, {progress.choice: tuple(progress.tokens) for progress in choices})
+        return self._plan(self._last_attempt, choices)
 
     def _restart(self, progress: ChoiceProgress) -> None:
         """Continues the choice after the accepted tokens in another attempt, which computes early tokens again."""
@@ -224,6 +278,9 @@ class LogprobGeneration(Generation):
             return None
         accepted = tuple(waiting.pop(position) for position in range(num_before, len(tokens)))
         return LogprobDelta(delta.choice, delta.token_ids, delta.finish, accepted)
+
+    def _ending(self, progress: ChoiceProgress) -> LogprobDelta:
+        return LogprobDelta(progress.choice, (), progress.finish, ())
 
     def _restart(self, progress: ChoiceProgress) -> None:
         self._waiting[progress.choice].clear()

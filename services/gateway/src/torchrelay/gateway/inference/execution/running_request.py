@@ -62,7 +62,7 @@ def refusal_error(refusal: scheduler_pb2.Refusal) -> TorchrelayError:
     match refusal.reason:
         case scheduler_pb2.Refusal.REASON_QUEUE_FULL:
             return QueueFull(message, retry_after_s=retry_after_s or 1.0)
-        case scheduler_pb2.Refusal.REASON_NO_CAPACITY:
+        case scheduler_pb2.Refusal.REASON_NO_CAPACITY | scheduler_pb2.Refusal.REASON_TOO_LONG:
             return Unavailable(message, field="model", retry_after_s=retry_after_s)
         case _:
             return Unavailable(message, retry_after_s=retry_after_s)
@@ -308,14 +308,20 @@ class RunningRequest:
             self.ttft_s = time.monotonic() - self._arrived_at
         attempt.note(output, len(delta.token_ids))
         self._accepted.append(delta)
-        if delta.finish is not None and self._generation.is_over(number):
-            del self._attempts[number]
-            attempt.end(is_running=False)
-            if self._generation.is_finished:
-                self._generated_s = time.monotonic() - self._arrived_at
-                self._notifier.end_pause()
+        plans = self._generation.extend()
+        if (plans or delta.finish is not None) and self._generation.is_over(number):
+            self._end(number)
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
+        for plan in plans:
+            self._admit(plan)
+
+    def _end(self, number: int) -> None:
+        """Ends an attempt whose choices have ended, or continue in other attempts."""
+        self._attempts.pop(number).end(is_running=False)
+        if self._generation.is_finished:
+            self._generated_s = time.monotonic() - self._arrived_at
+            self._notifier.end_pause()
 
     def _output_failed(self, output: pb.ChoiceOutput) -> None:
         number, error = output.key.attempt, output.error
@@ -334,7 +340,12 @@ class RunningRequest:
         if attempt is None:
             return
         if attempt.placement is None:
-            raise refusal_error(refusal)
+            is_too_long = refusal.reason == scheduler_pb2.Refusal.REASON_TOO_LONG
+            if not (is_too_long and (ended := self._generation.cut(refusal.key.attempt))):
+                raise refusal_error(refusal)
+            self._accepted += ended
+            self._end(refusal.key.attempt)
+            return
         self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler reports that its workers are gone
 
     def _recall(self, number: int, keeps_prompt: bool) -> None:

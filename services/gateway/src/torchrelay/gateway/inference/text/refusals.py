@@ -12,7 +12,7 @@ from torchrelay.common.errors import (
     Unavailable,
 )
 from torchrelay.gateway.core import PublishedModel
-from torchrelay.gateway.inference.sampling import context_exceeded
+from torchrelay.gateway.inference.sampling import context_exceeded, too_long
 from torchrelay.gateway.inference.text.processes.frames import TOKENIZER, Refusal, TextLimits
 from torchrelay.gateway.inference.text.processes.text_pool import FileRefused, PromptKilled
 
@@ -78,5 +78,4 @@ def kill_error(killed: PromptKilled, limits: TextLimits, field: str) -> Torchrel
 
 def too_many_characters(num_chars: int, model: PublishedModel, field: str) -> ContextLengthExceeded:
     max_tokens = model.version.shape.max_context_tokens
-    message = f"the prompt has {num_chars} characters, too many for the context length of {max_tokens} tokens"
-    return ContextLengthExceeded(message, field=field)
+    return ContextLengthExceeded(too_long(f"{num_chars} characters", max_tokens), field=field)

@@ -284,7 +284,7 @@ def _refuse_if_infeasible(
 ) -> None:
     model = state.models[admission.version_id]
     arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
-    needed = admission.kv_bytes(model)
+    needed, reason = admission.kv_bytes(model), effects.RefusalReason.NO_CAPACITY
     if not arena and model.engine:
         on = f" on {model.num_devices} devices" if model.num_devices > 1 else ""
         message = f"{admission.model} needs a worker with the engine {model.engine}{on}; no worker has it"
@@ -296,9 +296,10 @@ def _refuse_if_infeasible(
     elif needed > pool > 0:
         message = f"the request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}: "
         message += "shorten the prompt or lower max_tokens"
+        reason = effects.RefusalReason.TOO_LONG
     else:
         return
-    refuse(state, admission, effects.RefusalReason.NO_CAPACITY, message, now)
+    refuse(state, admission, reason, message, now)
 
 
 def absence_limit_s(state: State, admission: Admission) -> float:
