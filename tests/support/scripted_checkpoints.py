@@ -16,7 +16,7 @@ CONTEXT = 4096
 SCRIPT_GAIN, END_PREFERENCE = 4.0, 2.0  # sampling at temperature 1 leaves the script once in millions of tokens
 
 
-def make_scripted_checkpoint(folder: Path, script: Mapping[str, str], template: str) -> Path:
+def make_scripted_checkpoint(folder: Path, script: Mapping[str, str], template: str, context: int = CONTEXT) -> Path:
     """Writes a checkpoint that continues the token ``key`` of the script with the token that is its value.
 
     Each key and value becomes one token. A value that is no key ends the answer, as every other token does. Under a
@@ -33,7 +33,7 @@ def make_scripted_checkpoint(folder: Path, script: Mapping[str, str], template: 
         intermediate_size=8,
         num_hidden_layers=1,
         vocab_size=size,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -227,3 +228,9 @@ async def test_faulty_request_is_refused(rig: TokenPathRig, subtests: pytest.Sub
             assert response.status_code == 400 and why in error["error"]["message"]
             assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
             assert error["request_id"] == response.headers["request-id"]
+
+
+async def test_prompt_that_is_too_long_is_refused_in_the_words_that_agents_know(rig: TokenPathRig) -> None:
+    """Claude Code shortens a conversation if the whole message matches."""
+    error = (await posted(rig, asked("a " * 600)))["error"]
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > 512 maximum", error["message"])

@@ -113,7 +113,11 @@ FAULTS: list[tuple[Any, str, str]] = [
     ([1 << 19], "invalid_request", "token id 524288 is out of range"),
     ([], "invalid_request", "prompt"),
     ("a" * 20_000, "context_length_exceeded", "prompt is too long"),
-    ([[1], [1] * 512], "context_length_exceeded", "prompt is too long: 512 tokens > 512 maximum; this model's maximum context length is 512"),
+    (
+        [[1], [1] * 512],
+        "context_length_exceeded",
+        "prompt is too long: 512 tokens > 512 maximum; this model's maximum context length is 512",
+    ),
 ]
 
 

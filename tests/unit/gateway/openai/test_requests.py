@@ -180,7 +180,10 @@ def test_message_forms_are_decoded() -> None:
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
         {"role": "assistant", "content": None, "reasoning": "Hm."},
-        {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}],
+        },
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
         {"role": "tool", "content": []},
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.errors import ContextLengthExceeded, TorchrelayError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -22,4 +22,6 @@ def error_body(error: TorchrelayError, request_id: str) -> dict[str, Any]:
     """The JSON body of ``error``, also used as the last event of a broken stream."""
     default = "invalid_request_error" if error.http_status < 500 else "api_error"
     kind = _TYPES.get(error.http_status, default)
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    # Clients that shorten conversations by themselves know Anthropic's words for this error, and no more.
+    message = error.message.partition(";")[0] if isinstance(error, ContextLengthExceeded) else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
