@@ -103,6 +103,10 @@ HERMES_CASES = [
     (f"{TIME} done", " done", [("time", "{}")]),
     ('<tool_call>{"name": "a"}</tool_call>', "", [("a", "{}")]),
     ('<tool_call>{"name": "a", "arguments": "{\\"b\\": 1}"}</tool_call>', "", [("a", '{"b": 1}')]),
+    *(
+        (f'<tool_call>{{"name": "time", "arguments": {nothing}}}</tool_call>', "", [("time", "{}")])
+        for nothing in ("null", '""', '" "', '"null"')
+    ),
     ("a <tool_cal", "a <tool_cal", []),
     ("<<tool_call> <tool", "<<tool_call> <tool", []),
     ('<tool_call>{"name": "a"} \n', "", [("a", "{}")]),
@@ -166,7 +170,12 @@ XML_CASES = [
         "!",
         [("b", '{"c": [1], "d": "x\\ny"}')],
     ),
-    ("<tool_call><function=weather><parameter=city>K", "K", [("weather", "{")]),
+    ("<tool_call><function=weather><parameter=city>\nK\n</param", "", [("weather", '{"city": "K\\n')]),
+    ("<tool_call><function=weather><parameter=days>\n2", "", [("weather", '{"days": 2')]),
+    ("<tool_call><function=weather><parameter=ci", "", [("weather", "{")]),
+    ("<tool_call><function=weather>\n<para", "", [("weather", "{")]),
+    ("<tool_call><function=time></func", "", [("time", "{")]),
+    ("<tool_call><function=time> no", "no", [("time", "{")]),
     ("<tool_call><function=b><parameter=city>K", None, []),
     ("<tool_call><function=b></tool_call>", None, []),
     ("<tool_call> {}", None, []),
@@ -261,6 +270,59 @@ def test_content_and_arguments_are_shown_as_they_arrive() -> None:
         assert parser.push('"city": "K') == [CallArguments(0, '"city": "K')]
         assert parser.push(f'öln"}}{end}') == [CallArguments(0, 'öln"}')]
         assert parser.flush() == []
+
+
+TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        *(
+            (schema, written, written)
+            for schema in (
+                TEXT,
+                {"anyOf": [TEXT, {"type": "null"}]},
+                {"oneOf": [{"type": "null"}, TEXT]},
+                {"type": ["string", "null"]},
+                {"$ref": "#/$defs/text"},
+                {"allOf": [{"$ref": "#/$defs/nullable"}], "description": "a name"},
+                {"enum": ["12345", "true", "2024"]},
+                {"const": "12345"},
+                {"type": ["string", "integer"], "enum": ["true", "12345"]},
+            )
+            for written in ("12345", "true", "2024", '"a"', "[1]")
+        ),
+        (TEXT, "null", "null"),
+        (TEXT, "None", "None"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"type": ["string", "number"]}, "12", 12),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["boolean", "null"]}, "False", False),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": "array", "items": TEXT}, '["a"]', ["a"]),
+        ({}, "12", 12),
+        ({}, "True", "True"),
+        ({"$ref": "#/$defs/loop"}, "12", 12),
+        ({"$ref": "#text"}, "12", 12),
+    ],
+)
+def test_values_of_xml_calls_have_the_types_that_the_tool_allows(schema: object, written: str, value: object) -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}] * 2}
+    definitions = {"text": TEXT, "nullable": {"anyOf": [TEXT, {"type": "null"}]}, "loop": loop}
+    for parameters in (
+        {"type": "object", "properties": {"a": schema}, "$defs": definitions},
+        {"type": "object", "additionalProperties": schema, "$defs": definitions},
+        {"$ref": "#/$defs/all", "$defs": {**definitions, "all": {"properties": {"a": schema}}}},
+    ):
+        types = parameter_types([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+        parser = AnswerParser(AnswerSyntax(QWEN_CODER), types)
+        parts = parser.push(f"<tool_call><function=f><parameter=a>\n{written}\n</parameter></function></tool_call>")
+        assert json.loads(joined(parts).calls[0].arguments) == {"a": value}
 
 
 def test_xml_arguments_are_shown_as_each_ends() -> None:

@@ -106,7 +106,9 @@ class JsonCalls(ToolCallParser):
             key = next((key for key in self._syntax.arguments_keys if key in fields), "")
             arguments: Any = bytes(fields[key]).decode() if key else "{}"
             if arguments.startswith('"'):  # some models write the object as a string
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments).strip()
+            if arguments in ("", "null"):
+                arguments = "{}"
         except (KeyError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
             return None
         return (name, arguments) if isinstance(name, str) and is_object(arguments) else None

@@ -71,16 +71,11 @@ def joined(parts: Iterable[Part]) -> ParsedAnswer:
     return answer
 
 
-# By tool: the JSON types of its parameters, where declared.
+# By tool: the schema that declares the types of its parameters.
 ParameterTypes: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def parameter_types(tools: Sequence[Mapping[str, Any]]) -> ParameterTypes:
-    """The declared types of the parameters of ``tools``, which are in OpenAI's format."""
-    types: dict[str, dict[str, Any]] = {}
-    for tool in tools:
-        function = tool["function"]
-        properties = (function.get("parameters") or {}).get("properties")
-        listed = properties.items() if isinstance(properties, dict) else ()
-        types[function["name"]] = {key: value.get("type") for key, value in listed if isinstance(value, dict)}
-    return types
+    """The schemas of the parameters of ``tools``, which are in OpenAI's format."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") or {} for function in functions}
