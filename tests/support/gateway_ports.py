@@ -68,6 +68,7 @@ class InMemoryPorts:
         self.max_output_tokens: int | None = None  # what is left of the budget
         self.rate: RequestRate | None = None  # of every key, after each ``admit``
         self.refusal: TorchrelayError | None = None  # what ``admit`` raises
+        self.num_until_refusal = 0  # admissions before that
         self.open_error: Exception | None = None
         self.is_open_error_late = False  # the row is there, its answer got lost
         self.settle_errors: list[Exception] = []
@@ -112,7 +113,7 @@ class InMemoryPorts:
         max_output_tokens: int,
         min_output_tokens: int | None = None,
     ) -> Reservation:
-        if self.refusal is not None:
+        if self.refusal is not None and len(self.admitted) >= self.num_until_refusal:
             raise self.refusal
         self.admitted.append((num_prompt_tokens, max_output_tokens))
         self.admitted_rates.append(principal.requests_per_minute)
@@ -123,6 +124,10 @@ class InMemoryPorts:
         reservation = Reservation(reservation_id, principal.tenant_id, 1, max_output_tokens, self.rate)
         self.reserved.add(reservation.reservation_id)
         return reservation
+
+    def abandon(self, reservation: Reservation) -> None:
+        self.reserved.discard(reservation.reservation_id)
+        self.released[reservation.reservation_id] = 0
 
     async def release(self, reservation: Reservation, cost_nano: int) -> bool:
         self.reserved.discard(reservation.reservation_id)

@@ -211,19 +211,21 @@ def num_decoded(platform: Platform, *worker_ids: str) -> int:
 def test_requests_of_a_killed_gateway_are_settled_fairly(shaken: Tenant) -> None:
     platform, model = shaken.platform, shaken.model()
     before, num_decoded_before = shaken.usage()["completion_tokens"], num_decoded(platform)
-    killed = num_seen = 0
+    killed = num_seen = num_at_kill = 0
     with pytest.raises(httpx.TransportError):
         for state in stream(platform, shaken.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True):
             num_seen = len(state.token_ids)
             if num_seen >= 30 and not killed:
                 killed = platform.kill("gateway")
+                num_at_kill = num_decoded(platform) - num_decoded_before
     platform.await_restart("gateway", killed)
     wait_until(lambda: shaken.usage()["completion_tokens"] > before, "the sweep of the killed gateway's request")
     billed = shaken.usage()["completion_tokens"] - before
     # Nothing was sent that was not computed: a token by prefill, the others by decode until it found the gateway gone.
     num_computed = 1 + num_decoded(platform) - num_decoded_before
     assert num_seen <= billed <= num_computed
-    assert num_computed < NUM_TOKENS, "the workers went on for nobody"
+    # On a busy machine they may have computed all before the kill.
+    assert num_computed < NUM_TOKENS or num_at_kill >= NUM_TOKENS - 1, "the workers went on for nobody"
     with platform.admin() as admin:
         report = admin.call("GET", "/v1/reconcile")
     assert report["ok"], report

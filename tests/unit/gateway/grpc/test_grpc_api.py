@@ -122,7 +122,7 @@ async def test_errors_name_their_field(stub: Any) -> None:
         (request(temperature=3), "temperature"),
         (request(top_p=-0.1), "top_p"),
         (request(max_tokens=0), "max_tokens"),
-        (request(max_tokens=100_000), "max_tokens"),
+        (request(max_tokens=100, min_tokens=101), "min_tokens"),
         (request(stop=[""]), "stop"),
         (request(service_tier="fast"), "service_tier"),
         (pb.GenerateRequest(model="echo"), "prompt"),

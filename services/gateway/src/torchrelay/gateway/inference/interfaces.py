@@ -48,6 +48,9 @@ class RequestLimiter(Protocol):
         no more is left of the budget. Raises ``RateLimited`` or ``QuotaExceeded``.
         """
 
+    def abandon(self, reservation: Reservation) -> None:
+        """Ends the reservation of a request that never began, without waiting."""
+
     async def release(self, reservation: Reservation, cost_nano: int) -> bool:
         """Ends the reservation; ``cost_nano`` is the billed cost. Idempotent.
 

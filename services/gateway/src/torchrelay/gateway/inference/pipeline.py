@@ -6,9 +6,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from opentelemetry.metrics import Meter
@@ -44,6 +44,7 @@ from torchrelay.gateway.inference.execution.running_request import RunningReques
 from torchrelay.gateway.inference.interfaces import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.metrics import InferenceMetrics, Operation
 from torchrelay.gateway.inference.sampling import GenerationBounds, context_exceeded, sampling_of
+from torchrelay.gateway.inference.text.decoder_cache import ModelDecoder
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer, PlacedToken
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 
@@ -74,6 +75,61 @@ class RequestSession:
         text = self.texts[delta.choice]
         for token_id, logprobs in LogprobDelta.pairs(delta):
             yield text.step_placed(token_id, self.tokens.in_text(token_id)), token_id, logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request with everything that can fail before it is admitted."""
+
+    model: PublishedModel
+    params: GenerateParams  # without the prompt
+    prompt: tuple[int, ...]
+    syntax: AnswerSyntax
+    sampling: generation_pb2.Sampling
+    decoder: ModelDecoder
+    echo: str
+
+    @property
+    def prompt_end(self) -> tuple[int, ...]:
+        return prompt_end(self.decoder.tokens, self.prompt)
+
+    def resolved(
+        self,
+        request_id: str,
+        principal: Principal,
+        arrived_unix_us: int,
+        deadline: tuple[int, bool],
+        reservation: Reservation,
+    ) -> ResolvedRequest:
+        params = self.params
+        self.sampling.max_tokens = reservation.max_output_tokens // params.num_choices
+        return ResolvedRequest(
+            request_id,
+            principal,
+            self.model,
+            self.prompt,
+            self.prompt_end,
+            self.sampling,
+            params.num_choices,
+            arrived_unix_us,
+            *deadline,
+            principal.service_class if params.service_class is None else params.service_class,
+        )
+
+    def detokenizers(self) -> tuple[ChoiceDetokenizer, ...]:
+        """A detokenizer for each choice."""
+        params = self.params
+        markers = self.syntax.markers(has_tools=bool(params.tools))
+        text_ends = params.stop, self.sampling.stop_token_ids, params.min_tokens, markers
+        last_tokens = self.prompt_end
+        return tuple(ChoiceDetokenizer(self.decoder.tokens, last_tokens, *text_ends) for _ in range(params.num_choices))
+
+    def session(
+        self, request: RunningRequest, texts: tuple[ChoiceDetokenizer, ...], rate: RequestRate | None
+    ) -> RequestSession:
+        tokens = None if self.params.top_logprobs is None else self.decoder.token_bytes
+        tools = parameter_types(self.params.tools) or None
+        return RequestSession(request, texts, rate, tokens, self.syntax, tools, self.echo)
 
 
 def earlier_deadline(arrived_unix_us: int, callers_s: float | None, operators_s: float) -> tuple[int, bool]:
@@ -134,17 +190,32 @@ class RequestPipeline:
         arrived_unix_us: int,
         timeout_s: float | None = None,
     ) -> AsyncIterator[RequestSession]:
-        """Starts a request; on leaving the block it is freed, released and settled, whatever happened.
-
-        ``arrived_unix_us``: when the server began handling it, the origin of its timeline. ``timeout_s``: how long
-        after that its caller waits; None: indefinitely. Raises ``TorchrelayError`` if it cannot be started.
-        """
-        name = params.model
-        operation = Operation.COMPLETION if params.messages is None else Operation.CHAT
-        starting = self._start(principal, params, request_id, arrived_unix_us, timeout_s)
-        del params  # megabytes of text, perhaps; they are kept until the prompt is encoded
-        async with self._entered(starting, operation, request_id, name) as session:
+        """The session of a single prompt; see ``sessions``."""
+        prompts = [params]
+        del params
+        async with self.sessions(principal, prompts, request_id, arrived_unix_us, timeout_s) as [session]:
             yield session
+
+    @asynccontextmanager
+    async def sessions(
+        self,
+        principal: Principal,
+        prompts: list[GenerateParams],
+        request_id: str,
+        arrived_unix_us: int,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[list[RequestSession]]:
+        """Starts a request for each of ``prompts``, which are taken out of the list, or none if any cannot be started.
+
+        On leaving the block they are freed, released and settled, whatever happened. The first has ``request_id``, the
+        others that with ``-1``, ``-2``, ... ``arrived_unix_us``: when the server began handling them, the origin of
+        their timelines. ``timeout_s``: how long after that the caller waits; None: indefinitely. Raises
+        ``TorchrelayError``.
+        """
+        name, operation = prompts[0].model, Operation.COMPLETION if prompts[0].messages is None else Operation.CHAT
+        starting = self._start(principal, prompts, request_id, arrived_unix_us, timeout_s)
+        async with self._entered(starting, operation, request_id, name) as sessions:
+            yield sessions
 
     @asynccontextmanager
     async def embedding(
@@ -157,32 +228,34 @@ class RequestPipeline:
     ) -> AsyncIterator[RequestSession]:
         """Starts a request for the embedding of an encoded prompt; the same as ``session`` otherwise."""
         starting = self._start_embedding(principal, model, prompt, request_id, arrived_unix_us)
-        async with self._entered(starting, Operation.EMBEDDINGS, request_id, model.name) as session:
+        async with self._entered(starting, Operation.EMBEDDINGS, request_id, model.name) as [session]:
             yield session
 
     @asynccontextmanager
     async def _entered(
-        self, starting: Coroutine[Any, Any, RequestSession], operation: Operation, request_id: str, model_name: str
-    ) -> AsyncIterator[RequestSession]:
+        self,
+        starting: Coroutine[Any, Any, list[RequestSession]],
+        operation: Operation,
+        request_id: str,
+        model_name: str,
+    ) -> AsyncIterator[list[RequestSession]]:
         self._num_inside += 1
         self._idle.clear()
         began_s, outcome = time.monotonic(), TorchrelayError.code
-        request: RunningRequest | None = None
+        requests: list[RunningRequest] = []
         with span_of("gateway.request", request_id=request_id, model=model_name[:200]) as span:
             try:
-                session = await starting
-                request = session.request
+                sessions = await starting
+                requests = [session.request for session in sessions]
                 try:
-                    yield session
+                    yield sessions
                 except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
-                    request.close(FinishCause.CANCELLED)
+                    for request in requests:
+                        request.close(FinishCause.CANCELLED)
                     raise
                 finally:
-                    request.close()
-                    self.requests.discard(request)
-                    if request.ttft_s is not None:
-                        tenant_id = request.resolved.principal.tenant_id
-                        self.first_tokens.append(FirstToken(time.monotonic(), tenant_id, request.ttft_s))
+                    for request in requests:
+                        self._leave(request)
                 outcome = "ok"
             except TorchrelayError as error:
                 outcome = error.code
@@ -191,10 +264,19 @@ class RequestPipeline:
                 outcome = "client_left"
                 raise
             finally:
-                self._metrics.ended(operation, request, outcome, time.monotonic() - began_s, span)
+                ended: list[RunningRequest] | list[None] = requests or [None]
+                for each in ended:
+                    self._metrics.ended(operation, each, outcome, time.monotonic() - began_s, span)
                 self._num_inside -= 1
                 if not self._num_inside:
                     self._idle.set()
+
+    def _leave(self, request: RunningRequest) -> None:
+        request.close()
+        self.requests.discard(request)
+        if request.ttft_s is not None:
+            tenant_id = request.resolved.principal.tenant_id
+            self.first_tokens.append(FirstToken(time.monotonic(), tenant_id, request.ttft_s))
 
     async def num_prompt_tokens(self, principal: Principal, params: GenerateParams) -> int:
         """The number of prompt tokens that a request would have; runs nothing. Raises ``TorchrelayError``."""
@@ -223,54 +305,56 @@ class RequestPipeline:
     async def _start(
         self,
         principal: Principal,
-        params: GenerateParams,
+        prompts: list[GenerateParams],
         request_id: str,
         arrived_unix_us: int,
         timeout_s: float | None,
-    ) -> RequestSession:
-        deadline_unix_us, is_callers_deadline = earlier_deadline(arrived_unix_us, timeout_s, self._request_timeout_s)
+    ) -> list[RequestSession]:
+        deadline = earlier_deadline(arrived_unix_us, timeout_s, self._request_timeout_s)
         _refuse_admin(principal)
+        prepared: list[PreparedRequest] = []
+        while prompts:  # megabytes of text, perhaps; each is kept until it is encoded
+            prepared.append(await self._prepare(principal, prompts.pop(0)))
+        reservations = await self._admit(principal, prepared)
+        sessions = []
+        for number, (each, reservation) in enumerate(zip(prepared, reservations, strict=True)):
+            number_id = f"{request_id}-{number}" if number else request_id
+            resolved = each.resolved(number_id, principal, arrived_unix_us, deadline, reservation)
+            texts = each.detokenizers()
+            sessions.append(each.session(self._new(resolved, reservation), texts, reservations[0].rate))
+        for session in sessions:  # nothing may fail from here on: a request that has started is billed
+            self._run(session.request)
+        return sessions
+
+    async def _prepare(self, principal: Principal, params: GenerateParams) -> PreparedRequest:
         model = await self._catalog.resolve(principal, params.model)
         if model.version.has_no_head:
             message = f"{model.name} has no head for tokens: it gives embeddings alone, by /v1/embeddings"
             raise InvalidRequest(message, field="model")
         encoded = await self._prompts.encode(principal, model, params)
-        prompt, syntax = encoded.token_ids, encoded.syntax
+        prompt = encoded.token_ids
         sampling = sampling_of(params, model, len(prompt), self._bounds, encoded.grammar)
         decoder = await self._prompts.decoder(principal, model)
-        last_tokens = prompt_end(decoder.tokens, prompt)
         echo = (prompt_text(decoder.tokens, prompt) if params.text is None else params.text) if params.echo else ""
-        # Without a limit of its own, an answer gets what is left of the budget: at least a token per choice.
-        least = params.num_choices if params.max_tokens is None else None
-        most = sampling.max_tokens * params.num_choices
-        reservation = await self._limits.admit(principal, model, len(prompt), most, least)
-        sampling.max_tokens = reservation.max_output_tokens // params.num_choices
-        resolved = ResolvedRequest(
-            request_id,
-            principal,
-            model,
-            prompt,
-            last_tokens,
-            sampling,
-            params.num_choices,
-            arrived_unix_us,
-            deadline_unix_us,
-            is_callers_deadline,
-            principal.service_class if params.service_class is None else params.service_class,
-        )
-        request = self._run(resolved, reservation)
-        markers = syntax.markers(has_tools=bool(params.tools))
-        text_ends = params.stop, sampling.stop_token_ids, params.min_tokens, markers
-        texts = tuple(ChoiceDetokenizer(decoder.tokens, last_tokens, *text_ends) for _ in range(params.num_choices))
-        return RequestSession(
-            request,
-            texts,
-            reservation.rate,
-            None if params.top_logprobs is None else decoder.token_bytes,
-            syntax,
-            parameter_types(params.tools) or None,
-            echo,
-        )
+        rest = replace(params, messages=None, text=None, token_ids=None)
+        return PreparedRequest(model, rest, prompt, encoded.syntax, sampling, decoder, echo)
+
+    async def _admit(self, principal: Principal, prepared: Sequence[PreparedRequest]) -> list[Reservation]:
+        """A reservation for each, or for none. They count once in the rate of the caller's key."""
+        reservations: list[Reservation] = []
+        try:
+            for each in prepared:
+                # Without a limit of its own, an answer gets what is left of the budget: at least a token per choice.
+                least = each.params.num_choices if each.params.max_tokens is None else None
+                most = each.sampling.max_tokens * each.params.num_choices
+                caller = replace(principal, requests_per_minute=None) if reservations else principal
+                reservation = await self._limits.admit(caller, each.model, len(each.prompt), most, least)
+                reservations.append(reservation)
+        except BaseException:
+            for reservation in reservations:
+                self._limits.abandon(reservation)
+            raise
+        return reservations
 
     async def _start_embedding(
         self,
@@ -279,7 +363,7 @@ class RequestPipeline:
         prompt: tuple[int, ...],
         request_id: str,
         arrived_unix_us: int,
-    ) -> RequestSession:
+    ) -> list[RequestSession]:
         deadline_unix_us, _ = earlier_deadline(arrived_unix_us, None, self._request_timeout_s)
         embedding = model.version.embedding
         assert embedding is not None, "embedding_model has refused any other"
@@ -297,10 +381,12 @@ class RequestPipeline:
             service_class=principal.service_class,
             pooling=embedding.pooling,
         )
-        return RequestSession(self._run(resolved, reservation), (), reservation.rate)
+        request = self._new(resolved, reservation)
+        self._run(request)
+        return [RequestSession(request, (), reservation.rate)]
 
-    def _run(self, resolved: ResolvedRequest, reservation: Reservation) -> RunningRequest:
-        request = RunningRequest(
+    def _new(self, resolved: ResolvedRequest, reservation: Reservation) -> RunningRequest:
+        return RunningRequest(
             resolved,
             self._upstreams,
             self._ledger_writer,
@@ -308,9 +394,10 @@ class RequestPipeline:
             max_attempts=self._max_attempts,
             keep_alive_s=self._keep_alive_s,
         )
+
+    def _run(self, request: RunningRequest) -> None:
         self.requests.add(request)
         request.start()
-        return request
 
     async def drain(self, timeout_s: float, end_s: float) -> None:
         """Waits ``timeout_s`` for running requests, then ends the rest and waits ``end_s`` for them to close."""

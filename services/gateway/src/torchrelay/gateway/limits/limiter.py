@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import select
 
@@ -63,7 +63,7 @@ class Limiter:
         self._database = database
         self._lease_s = lease_s
         self._scripts: RedisScriptRunner | None = None
-        self._undoing: set[asyncio.Task[None]] = set()  # admissions whose callers were cancelled
+        self._undoing: set[asyncio.Task[None]] = set()  # releases of reservations that nobody uses
 
     async def close(self) -> None:
         if self._undoing:
@@ -96,20 +96,29 @@ class Limiter:
         try:
             return await asyncio.shield(admitting)
         except asyncio.CancelledError:
-            undoing = asyncio.ensure_future(self._undo(admitting))
-            self._undoing.add(undoing)
-            undoing.add_done_callback(self._undoing.discard)
+            self._in_background(self._undo(admitting))
             raise
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Ends the reservation of a request that never began, without waiting."""
+        self._in_background(self._release_until_answered(reservation))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        undoing = asyncio.ensure_future(work)
+        self._undoing.add(undoing)
+        undoing.add_done_callback(self._undoing.discard)
 
     async def _undo(self, admitting: asyncio.Future[Reservation]) -> None:
         """Releases what an admission without a caller reserves, once Redis has answered it."""
         with suppress(TorchrelayError):
-            reservation = await admitting
-            for pause_s in _RELEASE_PAUSES_S:
-                await asyncio.sleep(pause_s)
-                if await self.release(reservation, cost_nano=0):
-                    return
-            log.warning("reservation_left_to_its_lease", reservation_id=reservation.reservation_id)
+            await self._release_until_answered(await admitting)
+
+    async def _release_until_answered(self, reservation: Reservation) -> None:
+        for pause_s in _RELEASE_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if await self.release(reservation, cost_nano=0):
+                return
+        log.warning("reservation_left_to_its_lease", reservation_id=reservation.reservation_id)
 
     async def _admit(
         self,

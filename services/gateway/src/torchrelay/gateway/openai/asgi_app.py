@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -87,19 +86,15 @@ class CompletionsApp:
         return HttpExchange(request, send, self._write_gap_s)
 
     async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:
-        """Answers each prompt by a request of its own, all at once; the first one has the id of the reply."""
+        """Answers each prompt by a request of its own, all at once."""
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
             encoded = await exchange.request.read(self._max_body_bytes, body_bytes)
             prompts, reply_format, is_stream = self._decoded(encoded, path)
             exchange.left_out = prompts[0].left_out
             del encoded  # otherwise kept until the end of the answer, as each prompt would be in ``prompts``
             held.take(len(prompts) - 1)
-            async with AsyncExitStack() as stack:
-                sessions: list[RequestSession] = []
-                while prompts:
-                    request_id = f"{exchange.request_id}-{len(sessions)}" if sessions else exchange.request_id
-                    entering = self._pipeline.session(principal, prompts.pop(0), request_id, exchange.arrived_unix_us)
-                    sessions.append(await stack.enter_async_context(entering))
+            entering = self._pipeline.sessions(principal, prompts, exchange.request_id, exchange.arrived_unix_us)
+            async with entering as sessions:
                 body_bytes.release(reply_format.num_held_bytes)  # the prompts are encoded
                 await exchange.answer(sessions, reply_format, is_stream)
 
@@ -139,7 +134,7 @@ class HttpExchange:
 
     async def answer(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat, is_stream: bool) -> None:
         """Runs the requests to their ends, or until their client disconnects."""
-        self.rate = sessions[-1].rate
+        self.rate = sessions[0].rate
         watcher = asyncio.ensure_future(self._watch(sessions))
         try:
             await (self._stream(sessions, reply_format) if is_stream else self._answer_at_once(sessions, reply_format))
