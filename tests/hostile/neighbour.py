@@ -4,8 +4,8 @@
 
 Each line of stdin asks for a round: at least so many chats, one after the other with a pause between, each over a new
 connection, until the next line of stdin ends it. Then a line of stdout is a JSON list of the seconds of each. A chat
-that fails, takes longer than ``HANG_S``, or is answered differently from the first chat ends the process. A 503 is asked
-again, twice, as the official clients do; the seconds count from the first try.
+that fails, takes longer than ``HANG_S``, or is answered differently from the first chat ends the process. After a 503
+it is asked again, twice, as the official clients do; the seconds count from the first try.
 """
 
 from __future__ import annotations

@@ -126,6 +126,13 @@ def test_formats_of_vllm(platform: Platform, tenant: Tenant, model: str) -> None
     assert text_of("p", ignore_eos=True, guided_json={"enum": [1, "b"]}) in ("1", '"b"')
 
 
+def test_format_that_becomes_too_complex_is_the_callers_fault(platform: Platform, tenant: Tenant, model: str) -> None:
+    body = {"model": model, "prompt": "p", "max_tokens": 400, "guided_regex": "(([a-z]{1,40}){1,40}){1,40}"}
+    refused = http.post(f"{platform.http}/v1/completions", json=body, headers=headers(tenant.key))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "guided_regex") and "too complex" in error["message"]
+
+
 def test_required_and_named_tools_are_called(client: openai.OpenAI, model: str, biases: dict[str, int]) -> None:
     required = client.chat.completions.create(
         model=model, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **asked(1, logit_bias=biases)

@@ -519,6 +519,8 @@ class RunError(_message.Message):
         CODE_INTERNAL: RunError._Code.ValueType  # 5
         CODE_LOAD_FAILED: RunError._Code.ValueType  # 6
         """re-admit: the weights did not arrive"""
+        CODE_FORMAT: RunError._Code.ValueType  # 7
+        """the format that the request asks for allows no token"""
 
     class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
     CODE_UNSPECIFIED: RunError.Code.ValueType  # 0
@@ -532,6 +534,8 @@ class RunError(_message.Message):
     CODE_INTERNAL: RunError.Code.ValueType  # 5
     CODE_LOAD_FAILED: RunError.Code.ValueType  # 6
     """re-admit: the weights did not arrive"""
+    CODE_FORMAT: RunError.Code.ValueType  # 7
+    """the format that the request asks for allows no token"""
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int

@@ -225,6 +225,16 @@ async def test_final_error_ends_the_request_at_both_workers(rig: TokenPathRig) -
     assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.ERROR
 
 
+async def test_format_that_allows_no_token_is_the_callers_fault(rig: TokenPathRig) -> None:
+    """Clients repeat a 500 by themselves, and would pay each time."""
+    error = pb.RunError(code=pb.RunError.CODE_FORMAT, message="the format allows no token")
+    rig.workers[0].errors["prefill"].append(error)
+    body = {"model": "echo", "prompt": "a", "guided_regex": "[a-z]{3}"}
+    response = await rig.http.post("/v1/completions", json=body)
+    said = response.json()["error"]
+    assert (response.status_code, said["param"], said["message"]) == (400, "guided_regex", error.message)
+
+
 async def test_decoded_tokens_wait_for_the_first_token_and_limits_count_one_request(rig: TokenPathRig) -> None:
     rig.workers[0].prefill_delay_s = 0.1
     assert await ask(rig, 6, n=2) == [rig.echoed(PROMPT, 6, choice) for choice in range(2)]

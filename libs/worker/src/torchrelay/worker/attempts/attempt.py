@@ -173,12 +173,12 @@ def no_token_error(token: NewToken) -> pb.RunError:
             f"the model's logits are not finite (NaN or infinity) at output position {token.position}: they overflow"
             " with this prompt, and no token can be sampled"
         )
-    else:
-        message = (
-            f"the format that the answer must follow allows no token at output position {token.position}: it is too"
-            " complex, or the model's tokens cannot spell what must come next"
-        )
-    return pb.RunError(code=pb.RunError.CODE_INTERNAL, message=message)
+        return pb.RunError(code=pb.RunError.CODE_INTERNAL, message=message)
+    message = (
+        f"the format that the answer must follow allows no token at output position {token.position}: it is too"
+        " complex, or the model's tokens cannot spell what must come next; simplify it"
+    )
+    return pb.RunError(code=pb.RunError.CODE_FORMAT, message=message)
 
 
 NON_FINITE_EMBEDDING_ERROR = pb.RunError(

@@ -68,6 +68,7 @@ class ResolvedRequest:
     deadline_unix_us: int = 0  # 0: none
     is_callers_deadline: bool = False  # the operator's deadline bills nothing before the first token
     service_class: ServiceClass = ServiceClass.STANDARD
+    format_field: str = "tools"  # of the request, that has the format of the answer
     pooling: int = 0  # of the protocol: instead of tokens the prompt's embedding is computed; 0: tokens
 
     @property

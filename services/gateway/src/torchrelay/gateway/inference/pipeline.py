@@ -114,6 +114,7 @@ class PreparedRequest:
             arrived_unix_us,
             *deadline,
             principal.service_class if params.service_class is None else params.service_class,
+            "tools" if params.answer_format is None else params.answer_format.field,
         )
 
     def detokenizers(self) -> tuple[ChoiceDetokenizer, ...]:

@@ -11,7 +11,7 @@ import asyncio
 import time
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.errors import DeadlineExceeded, InvalidRequest, QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import current_traceparent, get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2
@@ -68,11 +68,13 @@ def refusal_error(refusal: scheduler_pb2.Refusal) -> TorchrelayError:
             return Unavailable(message, retry_after_s=retry_after_s)
 
 
-def run_error(error: pb.RunError) -> TorchrelayError:
-    """The user's error for a worker's final failure."""
+def run_error(error: pb.RunError, format_field: str = "response_format") -> TorchrelayError:
+    """The user's error for a worker's final failure; ``format_field`` of the request has the answer's format."""
     message = error.message or "the worker failed to continue the request"
     if error.code == pb.RunError.CODE_INTERNAL:
         return TorchrelayError(message)
+    if error.code == pb.RunError.CODE_FORMAT:
+        return InvalidRequest(message, field=format_field)
     if error.code == pb.RunError.CODE_DEADLINE:
         return DeadlineExceeded(message)
     return Unavailable(message)
@@ -328,7 +330,7 @@ class RunningRequest:
         if not self._generation.carries(number, output.choice):
             return
         if output.finish_reason == pb.FINISH_REASON_ERROR and error.code not in RETRIABLE_CODES:
-            raise run_error(error)
+            raise run_error(error, self.resolved.format_field)
         attempt = self._attempts.get(number)
         # The scheduler may take the slot of a running answer again and again, as for tenants without a slot.
         if attempt is not None and attempt.num_output_tokens and error.code == pb.RunError.CODE_WRONG_INSTANCE:
