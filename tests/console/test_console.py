@@ -146,6 +146,20 @@ def test_upload_key_chat_and_a_bill_that_equals_the_ledger(console: Console, tmp
     assert saved.value.path().read_text().splitlines()[1].endswith(f'"{cost_nano / 1e9:.9f}"')
 
 
+def test_page_has_one_header(console: Console) -> None:
+    page = console.open(console.reader)
+    assert page.locator("header").count() == 1
+    page.reload()
+    page.get_by_text("Models at zero").wait_for()
+    assert page.locator("header").count() == 1
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("API key").wait_for()
+    assert page.locator("header").count() == 0
+    page.reload()
+    page.get_by_label("API key").wait_for()
+    assert page.locator("header").count() == 0
+
+
 def test_models_are_listed_found_and_set(console: Console) -> None:
     page = console.open(console.reader)
     chat(page, "What is a slot?")  # the model is awake now

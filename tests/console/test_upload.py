@@ -12,7 +12,14 @@ import pytest
 from playwright.sync_api import Locator, Page, Request, Route, expect
 
 from tests.console.conftest import MODEL, Console
-from tests.console.test_console import assert_accessible_and_fits, chat, ledger_sums, total, turn_to
+from tests.console.test_console import (
+    assert_accessible_and_fits,
+    chat,
+    ledger_sums,
+    other_weights,
+    total,
+    turn_to,
+)
 from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.e2e
@@ -152,6 +159,30 @@ def test_upload_goes_on_after_a_reload_when_the_folder_is_dropped_again(
     assert sent[0] == ("model.safetensors", FIRST_PART_BYTES)
     assert {path for path, _ in sent} == {"model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     expect(unfinished).to_have_count(0)
+
+
+def test_folder_of_equal_sizes_and_other_weights_is_asked_for_its_name(
+    console: Console, sender: Sender, folder: Path, tmp_path: Path
+) -> None:
+    """Two fine-tunes of a model have equal paths and sizes: only their digests tell them apart."""
+    page = console.open(sender.key)
+    send_first_part(page, folder, "support-v1")
+    area(page).get_by_role("button", name="Stop").click()
+    page.unroute(WEIGHTS)
+    drop(page, other_weights(tmp_path / "support-v2"))
+    expect(page.get_by_label("Name", exact=True)).to_have_value("support-v2")
+    turn_to(page, "Cluster")  # the folder that was chosen is not of the page
+    turn_to(page, "Models")
+    page.get_by_role("button", name="Upload", exact=True).click()
+    expect_published(page, f"{sender.tenant}/support-v2")
+    with console.platform.admin() as admin:
+        [open_upload] = [
+            each for each in admin.call("GET", "/v1/uploads")["data"] if each["model"].startswith(f"{sender.tenant}/")
+        ]
+        assert open_upload["model"] == f"{sender.tenant}/support-v1"
+        models = [each["id"] for each in admin.call("GET", "/v1/models")["data"]]
+        assert f"{sender.tenant}/support-v1" not in models
+        admin.call("DELETE", f"/v1/uploads/{open_upload['id']}")
 
 
 def test_upload_goes_on_after_the_connection_broke(console: Console, sender: Sender, folder: Path) -> None:

@@ -107,4 +107,6 @@ function App() {
   return html`<${Console} onSignOut=${(why) => { key.forget(); setNote(why); setIsIn(false); }} />`;
 }
 
-render(html`<${App} />`, document.getElementById("app"));
+const root = document.getElementById("app");
+root.replaceChildren(); // Preact would leave the placeholder's header beside the page's
+render(html`<${App} />`, root);

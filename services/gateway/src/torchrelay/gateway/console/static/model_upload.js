@@ -1,4 +1,4 @@
-// The upload of a model's files: digest, declare, send what is missing, publish. It goes on while its user looks at other
+// The upload of a model's files: look for an unfinished one, digest, declare, send what is missing, publish. It goes on while its user looks at other
 // pages. The gateway knows what it has received of each file, so that a broken upload goes on there, in any browser.
 import { call, json, refusal } from "/console/api.js";
 
@@ -9,6 +9,7 @@ const PART_S = 1; // parts grow and shrink towards it: a part is as much as a br
 const MAX_FAILURES = 5; // without progress while the gateway answers: another tab sends the file, or it has changed on disk
 const MAX_PAUSE_S = 10;
 const NUM_WORKERS = Math.min(4, navigator.hardwareConcurrency);
+const DECLARED = ["path", "size", "sha256"];
 
 const escaped = (path) => path.split("/").map(encodeURIComponent).join("/");
 const isLost = ({ name, status }) => name === "TypeError" || [502, 503, 504].includes(status); // fetch throws a TypeError
@@ -39,27 +40,26 @@ async function openUploads(files, fields, signal) {
   return described.filter((upload) => isOfFiles(upload, files, fields));
 }
 
-// The models under which this folder is being uploaded already, as far as paths and sizes tell.
-export const modelsOfOpenUploads = async ({ chosen }) => (await openUploads(chosen.map(([path, { size }]) => ({ path, size })), ["path", "size"])).map(({ model }) => model);
-
 export class ModelUpload {
-  // Stages: digest, send, the stages of a commit, published; what ended it otherwise is the `error`.
-  constructor(folder, model, base, onChange) {
-    this.model = model;
-    this.stage = "digest";
+  // Stages: look, name (it waits for `publish`), digest, send, the stages of a commit, published; what ended it otherwise is
+  // the `error`. It asks for no name if the files, by their digests, are those of one unfinished upload, unless it `mustAsk`.
+  constructor(folder, mustAsk, onChange) {
+    this.folder = folder;
+    this.model = this.begun = this.base = "";
+    this.stage = "look";
     this.files = folder.chosen.map(([path, file]) => ({ path, file, size: file.size, sha256: "", digested: 0, sent: 0 }));
     this.numBytes = folder.numBytes;
     this.id = this.error = this.field = this.trouble = "";
     this.published = null;
     this.bytesPerS = 0;
     this.committed = [0, 0]; // bytes done and in total, of the stage of the commit
-    this._base = base;
+    this._mustAsk = mustAsk;
     this._onChange = onChange;
     this._partBytes = FIRST_PART_BYTES;
     this.proceed();
   }
 
-  get isRunning() { return !this._stopped.signal.aborted && !this.published; }
+  get isRunning() { return !this._stopped.signal.aborted && !this.published && this.stage !== "name"; }
   get numDigested() { return this.files.reduce((sum, { digested }) => sum + digested, 0); }
   get numSent() { return this.files.reduce((sum, { sent }) => sum + sent, 0); }
   get done() { return this.stage === "digest" ? [this.numDigested, this.numBytes] : this.stage === "send" ? [this.numSent, this.numBytes] : this.committed; }
@@ -78,12 +78,18 @@ export class ModelUpload {
     return true;
   }
 
+  // Goes on as the upload of this model.
+  publish(model, base) {
+    [this.model, this.base] = [model, base];
+    this.proceed();
+  }
+
   // Begins, or goes on after an error or a stop.
   async proceed() {
     const stopped = this._stopped = new AbortController();
     this.error = this.field = this.trouble = "";
     try {
-      this._set("digest");
+      if (!this.model && !(await this._look())) return this._set("name");
       await this._digest();
       const before = await this._version();
       await this._begin();
@@ -111,7 +117,20 @@ export class ModelUpload {
 
   async _state() { return (await this._call(`/v1/uploads/${this.id}`)).json(); }
 
+  // Whether the model is known without a question. Files are read only where an unfinished upload may be theirs.
+  async _look() {
+    this._set("look");
+    if ((await openUploads(this.files, ["path", "size"], this._stopped.signal)).length) {
+      await this._digest();
+      const open = await openUploads(this.files, DECLARED, this._stopped.signal);
+      this.begun = open.length === 1 ? open[0].model : "";
+      if (!this._mustAsk) this.model = this.begun;
+    }
+    return this.model !== "";
+  }
+
   async _digest() {
+    this._set("digest");
     const left = this.files.filter(({ sha256 }) => !sha256);
     const work = async () => {
       for (let file; (file = left.pop()); ) {
@@ -126,7 +145,7 @@ export class ModelUpload {
 
   async _begin() {
     const declared = this.files.map(({ path, size, sha256 }) => ({ path, size, sha256 }));
-    const open = (await openUploads(declared, ["path", "size", "sha256"], this._stopped.signal)).find((upload) => isOf(upload.model, this.model));
+    const open = (await openUploads(declared, DECLARED, this._stopped.signal)).find((upload) => isOf(upload.model, this.model));
     const upload = open ?? await (await this._call("/v1/uploads", { method: "POST", body: { model: this.model, files: declared } })).json();
     this.id = upload.id;
     this.model = upload.model;
@@ -180,7 +199,7 @@ export class ModelUpload {
   }
 
   async _committed() {
-    const body = this._base ? { base: this._base } : {};
+    const body = this.base ? { base: this.base } : {};
     const response = await this._call(`/v1/uploads/${this.id}/commit`, { method: "POST", body, headers: { accept: "application/x-ndjson" } });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let text = ""; ; ) {

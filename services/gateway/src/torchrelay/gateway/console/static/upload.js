@@ -2,7 +2,7 @@ import { html, useEffect, useLayoutEffect, useState } from "/console/vendor/prea
 import { call } from "/console/api.js";
 import { bytes, count, percent, seconds, time } from "/console/format.js";
 import { folderOfDropped, folderOfPicked, modelFiles } from "/console/model_folder.js";
-import { ModelUpload, modelsOfOpenUploads } from "/console/model_upload.js";
+import { ModelUpload } from "/console/model_upload.js";
 import { Alert, Confirm, Table, useAnswer } from "/console/parts.js";
 
 const NAME = "[a-z0-9][a-z0-9._\\-]{0,63}"; // the gateway's rule
@@ -16,17 +16,10 @@ const isHeld = () => current?.isRunning;
 addEventListener("beforeunload", (event) => isHeld() && event.preventDefault());
 export const stopUpload = () => { current?.stop(); current = null; };
 
-function begin(folder, model, base) {
-  current = new ModelUpload(folder, model, base, () => showCurrent());
-  showCurrent();
-}
-
 const nameOf = (folder) => folder.name.toLowerCase().replace(/[^a-z0-9._-]+/g, "-").replace(/^[._-]+/, "").slice(0, 64);
 
 export function Upload({ models, isAdmin, onPublished }) {
   const [, setTurn] = useState(0);
-  const [folder, setFolder] = useState(null);
-  const [name, setName] = useState("");
   const [error, setError] = useState("");
   const [isOver, setIsOver] = useState(false);
   const open = useAnswer("/v1/uploads", 10_000);
@@ -41,15 +34,11 @@ export function Upload({ models, isAdmin, onPublished }) {
     try {
       if (isHeld()) throw new Error("A folder is being uploaded: wait until it is published, or stop it.");
       stopUpload();
-      setFolder(null);
       setError("");
-      const chosen = await modelFiles(await taken);
-      // A folder that was being uploaded goes on at once, unless its base must be named or it may be another's.
-      const begun = await modelsOfOpenUploads(chosen);
-      const only = begun.length === 1 ? begun[0] : "";
-      if (only && !chosen.isAdapter && !isAdmin) return begin(chosen, only, "");
-      setFolder(chosen);
-      setName(only || (isAdmin ? "" : nameOf(chosen)));
+      const folder = await modelFiles(await taken);
+      // The base of an adapter must be named, and what an admin finds may be another's.
+      current = new ModelUpload(folder, folder.isAdapter || isAdmin, () => showCurrent());
+      showCurrent();
     } catch (failure) { setError(failure.message); }
   };
   useLayoutEffect(() => { // the whole page takes a folder: one dropped beside a smaller area would be opened by the browser
@@ -65,26 +54,27 @@ export function Upload({ models, isAdmin, onPublished }) {
     if (target.files.length) take(folderOfPicked(target.files));
     target.value = "";
   };
-  const submit = (event) => {
-    event.preventDefault();
-    begin(folder, name, new FormData(event.target).get("base") ?? "");
-    setFolder(null);
-  };
   return html`<section aria-label="Upload"><div class=${`drop ${isOver ? "over" : ""}`}>
       ${!isHeld() && html`<label>Upload a model: drop its folder on this page, or choose it
         <input type="file" webkitdirectory multiple onChange=${pick} /></label>`}
       ${error && html`<${Alert}>${error}<//>`}
-      ${folder && html`<${Chosen} folder=${folder} name=${name} setName=${setName} models=${models} isAdmin=${isAdmin} onSubmit=${submit} />`}
-      ${current && html`<${Progress} upload=${current} onAbort=${open.again} />`}</div>
+      ${current?.stage === "name" && html`<${Chosen} key=${current} upload=${current} models=${models} isAdmin=${isAdmin} />`}
+      ${current && current.stage !== "name" && html`<${Progress} upload=${current} onAbort=${open.again} />`}</div>
     <${Open} open=${open} /></section>`;
 }
 
 // The form of a folder that was chosen: what of it is sent, and under which name.
-function Chosen({ folder, name, setName, models, isAdmin, onSubmit }) {
+function Chosen({ upload, models, isAdmin }) {
+  const { folder, begun } = upload;
   const { chosen, leftOut, isAdapter, numBytes } = folder;
+  const [name, setName] = useState(begun || (isAdmin ? "" : nameOf(folder)));
+  const submit = (event) => {
+    event.preventDefault();
+    upload.publish(name, new FormData(event.target).get("base") ?? "");
+  };
   const isKnown = models.some(({ id }) => id === name || (!isAdmin && id.endsWith(`/${name}`)));
   const bases = models.filter(({ parent }) => !parent);
-  return html`<form onSubmit=${onSubmit}><div class="row"><label>${isAdmin ? "Name, TENANT/MODEL" : "Name"} <input required value=${name} onInput=${(event) => setName(event.target.value)}
+  return html`<form onSubmit=${submit}><div class="row"><label>${isAdmin ? "Name, TENANT/MODEL" : "Name"} <input required value=${name} onInput=${(event) => setName(event.target.value)}
         pattern=${isAdmin ? `${NAME}/${NAME}` : `(${NAME}/)?${NAME}`} title="Letters a-z, digits, '.', '_' and '-'" /></label>
       ${isAdapter && html`<label>The model that this adapter changes <select name="base" required>${bases.map(({ id }) => html`<option value=${id}>${id}</option>`)}</select></label>`}
       <button>Upload</button></div>
@@ -94,11 +84,12 @@ function Chosen({ folder, name, setName, models, isAdmin, onSubmit }) {
 }
 
 function Progress({ upload, onAbort }) {
-  const { model, stage, files, published, error, field, trouble, bytesPerS } = upload;
+  const { model, folder, stage, files, published, error, field, trouble, bytesPerS } = upload;
   if (published) {
     return html`<p role="status"><a href=${`#/models/${published.id}`}>${published.id}</a> is published.</p>
       ${published.notes?.map((note) => html`<p class="dim">${note}</p>`)}`;
   }
+  if (stage === "look" && upload.isRunning) return html`<span role="status">Looking for an unfinished upload of ${folder.name}</span>`;
   const [done, total] = upload.done;
   const isBefore = stage === "digest" || stage === "send";
   const left = upload.isRunning && stage === "send" && bytesPerS > 0 ? `, ${bytes(Math.round(bytesPerS))}/s, ${seconds((total - done) / bytesPerS)} left` : "";
@@ -108,7 +99,7 @@ function Progress({ upload, onAbort }) {
     onAbort();
   };
   const of = (file) => (stage === "digest" ? file.digested : file.sent);
-  return html`<span role="status">${upload.isRunning ? STAGES[stage] ?? stage : "Stopped:"} ${model}</span>
+  return html`<span role="status">${upload.isRunning ? STAGES[stage] ?? stage : "Stopped:"} ${model || folder.name}</span>
     <label>In total: ${bytes(done)} of ${bytes(total)}${left}
       <progress value=${done} max=${total || 1} /></label>
     ${isBefore && html`<${Table} label="Files" rows=${files} columns=${[
