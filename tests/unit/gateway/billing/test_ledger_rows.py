@@ -14,7 +14,7 @@ from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.gateway.billing.bills import BilledSum, bill_amount, month_bounds
 from torchrelay.gateway.billing.ledger_rows import LedgerRow, ledger_rows, supplement_rows
 from torchrelay.gateway.billing.money import amount_of, exact_amount
-from torchrelay.gateway.billing.price_list import cost_nano, price_at, valid_until
+from torchrelay.gateway.billing.price_list import PriceList, cost_nano
 from torchrelay.gateway.billing.usage_register import (
     EMPTY_REGISTER,
     UsageRegister,
@@ -122,7 +122,11 @@ async def test_new_price_applies_from_its_start(parts: AccountingRig) -> None:
     assert (await parts.prices.current("acme/other")).price_id == "price-default"
     later = await parts.prices.add("", 7, 8, 9, now_unix_us() + 10**9)
     assert (await parts.prices.current("acme/other")).price_id == "price-default"
-    assert [price.price_id for price in await parts.prices.all()] == ["price-default", added.price_id, later.price_id]
+    assert [price.price_id for price in (await parts.prices.all()).rows] == [
+        "price-default",
+        added.price_id,
+        later.price_id,
+    ]
     with pytest.raises(InvalidRequest):
         await parts.prices.add("", 7, 8, 9, 5)
     with pytest.raises(Conflict):
@@ -137,9 +141,9 @@ PRICES = [_price("d0", "", 0), _price("m10", "a/m", 10), _price("d20", "", 20), 
 
 
 def test_latest_row_of_the_model_wins_over_the_default_until_the_next_begins() -> None:
-    assert [price_at(PRICES, "a/m", at).price_id for at in (9, 10, 29, 30)] == ["d0", "m10", "m10", "m30"]
-    assert [price_at(PRICES, "b/x", at).price_id for at in (19, 20)] == ["d0", "d20"]
-    assert [valid_until(PRICES, price) for price in PRICES] == [20, 30, None, None]
+    assert [PriceList(PRICES).at("a/m", at).price_id for at in (9, 10, 29, 30)] == ["d0", "m10", "m10", "m30"]
+    assert [PriceList(PRICES).at("b/x", at).price_id for at in (19, 20)] == ["d0", "d20"]
+    assert [PriceList(PRICES).valid_until(price) for price in PRICES] == [20, 30, None, None]
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))

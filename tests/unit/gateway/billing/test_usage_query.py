@@ -104,7 +104,8 @@ async def test_bill_has_a_sum_per_model_and_price(settled: AccountingRig) -> Non
 
 
 def test_date_as_end_includes_its_day() -> None:
-    assert end_of("2026-11-20", "to") == instant_of("2026-11-21", "to")
+    for date in ("2026-11-20", "20261120", "2026-W47-5"):
+        assert end_of(date, "to") == instant_of("2026-11-21", "to")
     assert end_of("2026-11-20T12:00:00Z", "to") == end_of(str(NOON // 10**6), "to") == NOON
 
 

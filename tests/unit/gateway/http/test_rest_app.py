@@ -190,7 +190,7 @@ async def test_unreachable_database_is_unavailable(rig: RestRig) -> None:
     assert (reply.status_code, fault(reply)["code"]) == (503, "unavailable")
 
 
-PRICE = {"prompt_nano": 1, "cached_nano": 1, "output_nano": 1}
+PRICE = {"prompt_nano": 9, "cached_nano": 1, "output_nano": 1}
 FILE = {"path": "w", "size": 1, "sha256": "0" * 64}
 FIELDS: list[tuple[str, str, dict[str, Any], str]] = [
     *[("PUT", "/v1/prices", PRICE, name) for name in PRICE],

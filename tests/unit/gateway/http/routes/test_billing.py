@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from tests.unit.gateway.http.conftest import RestRig, client
+from tests.unit.gateway.http.routes.test_uploads import published
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
 
 
@@ -55,7 +56,7 @@ async def test_bill_of_this_month_has_its_lines_and_the_books_no_faults(billed: 
 
 
 async def test_prices_are_added_and_listed_with_their_intervals(rig: RestRig) -> None:
-    row = {"model": "acme/glossary", "prompt_nano": 1, "cached_nano": 2, "output_nano": 3}
+    row = {"model": "acme/glossary", "prompt_nano": 2, "cached_nano": 1, "output_nano": 3}
     first = (await rig.admin.put("/v1/prices", json=row)).json()
     second = (await rig.admin.put("/v1/prices", json=row | {"valid_from": "2999-01-01"})).json()
     listed = (await rig.admin.get("/v1/prices")).json()["data"]
@@ -70,12 +71,40 @@ async def test_prices_are_added_and_listed_with_their_intervals(rig: RestRig) ->
     assert (await rig.acme.put("/v1/prices", json=row)).status_code == 403
     listed = (await rig.admin.get("/v1/prices")).json()
     for name, value in (
-        *(("valid_from", "2020-01-01"), ("model", "glossary"), ("model", "")),
+        *(("valid_from", "2020-01-01"), ("model", "glossary"), ("model", ""), ("model", "acme/nothing here")),
+        ("cached_nano", 3),  # more than a prompt that is not cached, whose price a request reserves
         *(("prompt_nano", False), ("cached_nano", True), ("output_nano", None)),
     ):
         wrong = await rig.admin.put("/v1/prices", json=row | {name: value})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, name)
     assert (await rig.admin.get("/v1/prices")).json() == listed
+
+
+async def test_alias_stands_for_its_model_in_prices_and_usage(billed: RestRig) -> None:
+    await published(billed.acme)
+    await billed.acme.put("/v1/models/glossary/aliases", json={"aliases": ["gpt-4o"]})
+    row = {"model": "acme/gpt-4o", "prompt_nano": 2, "cached_nano": 1, "output_nano": 3}
+    added = (await billed.admin.put("/v1/prices", json=row)).json()
+    assert added["model"] == "acme/glossary" and "warning" not in added
+    assert (
+        "no model is named" in (await billed.admin.put("/v1/prices", json=row | {"model": "acme/x"})).json()["warning"]
+    )
+    assert (await billed.acme.get("/v1/usage?model=gpt-4o")).json()["total"]["requests"] == 1
+
+
+async def test_limited_key_makes_no_keys_and_a_tenant_has_a_thousand(
+    rig: RestRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key has a rate of its own: a limited one that made others would have no limit."""
+    limited = (await rig.acme.post("/v1/keys", json={"requests_per_minute": 5})).json()
+    async with client(rig.url, limited["key"]) as caller:
+        assert (await caller.post("/v1/keys", json={})).status_code == 403
+    monkeypatch.setattr("torchrelay.gateway.auth.api_keys.MAX_KEYS", 3)
+    assert (await rig.acme.post("/v1/keys", json={})).status_code == 201
+    full = await rig.acme.post("/v1/keys", json={})
+    assert full.status_code == 409 and "has 3 keys" in full.json()["error"]["message"]
+    assert (await rig.acme.delete(f"/v1/keys/{limited['id']}")).status_code == 204
+    assert (await rig.acme.post("/v1/keys", json={})).status_code == 201
 
 
 async def test_admin_creates_tenant_and_key_and_tenant_more_keys(rig: RestRig) -> None:

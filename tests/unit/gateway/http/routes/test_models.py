@@ -69,7 +69,9 @@ async def test_aliases_resolve_and_are_listed(rig: RestRig) -> None:
 async def test_aliases_end_with_their_model(rig: RestRig) -> None:
     await published(rig.acme)
     await rig.acme.put("/v1/models/glossary/aliases", json={"aliases": ["gpt-4o"]})
-    assert (await rig.acme.delete("/v1/models/gpt-4o")).json()["id"] == "acme/glossary"
+    refused = await rig.acme.delete("/v1/models/gpt-4o")
+    assert refused.status_code == 409 and "is an alias of acme/glossary" in refused.json()["error"]["message"]
+    assert (await rig.acme.delete("/v1/models/glossary")).json()["id"] == "acme/glossary"
     assert (await rig.acme.get("/v1/models/gpt-4o")).status_code == 404
     await published(rig.acme)
     assert (await rig.acme.get("/v1/models/glossary")).json()["aliases"] == []

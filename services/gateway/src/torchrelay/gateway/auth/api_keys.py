@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sqlalchemy import Select, func, insert, select, update
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import NotFound, Unauthenticated
+from torchrelay.common.errors import Conflict, NotFound, Unauthenticated
 from torchrelay.gateway.auth.key_format import key_id_of, mac_of, new_token
 from torchrelay.gateway.core import Principal, ServiceClass, ServiceClassName
 from torchrelay.gateway.sql.database import ANSWER_LIMIT_S, Database
@@ -23,6 +23,7 @@ from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import api_keys, secrets, tenants
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
+MAX_KEYS = 1000  # of a tenant, that are not revoked
 ADMIN = Principal(tenant_id="", tenant="", key_id="admin", is_admin=True)
 
 
@@ -132,10 +133,16 @@ class ApiKeys:
         requests_per_minute: int | None = None,
         service_class: ServiceClassName | None = None,
     ) -> tuple[KeyInfo, str]:
-        """Creates a key; returns its metadata and the token, which cannot be retrieved again."""
+        """Creates a key; returns its metadata and the token, which cannot be retrieved again.
+
+        Raises ``Conflict`` beyond ``MAX_KEYS`` keys that are not revoked.
+        """
         key_id, token = new_token()
         info = KeyInfo(key_id, name, tenant, now_unix_us(), requests_per_minute, service_class, is_revoked=False)
+        live = select(func.count()).where(api_keys.c.tenant_id == tenant_id, api_keys.c.revoked_unix_us.is_(None))
         async with self._database.write() as connection:
+            if (await connection.execute(live)).scalar_one() >= MAX_KEYS:
+                raise Conflict(f"tenant {tenant} has {MAX_KEYS} keys; revoke those that are not used", field="tenant")
             await connection.execute(
                 insert(api_keys).values(
                     key_id=key_id,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 
 from torchrelay.gateway.core import Price
@@ -13,23 +15,28 @@ def cost_nano(price: Price, num_prompt_tokens: int, num_cached_tokens: int, num_
     return num_fresh * price.prompt_nano + num_cached_tokens * price.cached_nano + num_output_tokens * price.output_nano
 
 
-def price_at(price_list: Sequence[Price], model: str, at_unix_us: int) -> Price:
-    """The row of ``model`` valid at that time, or else the default. ``price_list`` is sorted by ``valid_from_unix_us``.
+class PriceList:
+    """All rows of the price list."""
 
-    The schema has a default row valid from time 0; without it this raises ``LookupError``.
-    """
-    chosen: Price | None = None
-    for price in price_list:
-        if price.valid_from_unix_us > at_unix_us:
-            break
-        if price.model == model or (price.model == "" and (chosen is None or chosen.model == "")):
-            chosen = price
-    if chosen is None:
+    def __init__(self, rows: Sequence[Price]) -> None:
+        """``rows``: sorted by ``valid_from_unix_us``."""
+        self.rows = rows
+        self._of_model = defaultdict[str, list[Price]](list)  # "": the default
+        for row in rows:
+            self._of_model[row.model].append(row)
+
+    def at(self, model: str, at_unix_us: int) -> Price:
+        """The row of ``model`` valid at that time, or else the default.
+
+        The schema has a default row valid from time 0; without it this raises ``LookupError``.
+        """
+        for name in (model, ""):
+            rows = self._of_model.get(name, ())
+            if place := bisect_right(rows, at_unix_us, key=lambda row: row.valid_from_unix_us):
+                return rows[place - 1]
         raise LookupError("the price list has no valid default")
-    return chosen
 
-
-def valid_until(price_list: Sequence[Price], price: Price) -> int | None:
-    """The start of the model's next row; ``None`` if there is none."""
-    later = (p.valid_from_unix_us for p in price_list if p.model == price.model)
-    return min((begin for begin in later if begin > price.valid_from_unix_us), default=None)
+    def valid_until(self, price: Price) -> int | None:
+        """The start of the model's next row; ``None`` if there is none."""
+        begins = (row.valid_from_unix_us for row in self._of_model[price.model])
+        return next((begin for begin in begins if begin > price.valid_from_unix_us), None)

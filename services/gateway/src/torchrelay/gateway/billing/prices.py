@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.ids import new_id
-from torchrelay.gateway.billing.price_list import price_at
+from torchrelay.gateway.billing.price_list import PriceList
 from torchrelay.gateway.core import Price
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
@@ -25,20 +25,20 @@ class Prices:
         self._database = database
         self._versions = versions
         self._clock_unix_us = clock
-        self._loaded: tuple[int, list[Price]] = (-1, [])
+        self._loaded = -1, PriceList(())
 
-    async def all(self) -> list[Price]:
-        """All rows, by start of validity."""
+    async def all(self) -> PriceList:
+        """All rows."""
         version = await self._versions.confirmed("catalog")
         if self._loaded[0] != version:
             async with self._database.read() as connection:
                 rows = await connection.execute(select(prices).order_by(prices.c.valid_from_unix_us))
-                self._loaded = (version, [Price(*row) for row in rows])
+                self._loaded = version, PriceList([Price(*row) for row in rows])
         return self._loaded[1]
 
     async def current(self, model: str) -> Price:
         """The current price of ``model`` ("tenant/model")."""
-        return price_at(await self.all(), model, self._clock_unix_us())
+        return (await self.all()).at(model, self._clock_unix_us())
 
     async def add(
         self, model: str, prompt_nano: int, cached_nano: int, output_nano: int, valid_from_unix_us: int | None = None

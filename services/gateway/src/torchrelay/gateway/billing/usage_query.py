@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Integer, Row, Select, cast, func, select
@@ -75,8 +75,12 @@ def instant_of(text: str, field: str) -> int:
 
 def end_of(text: str, field: str) -> int:
     """``instant_of`` the end of a period: a date includes its day."""
-    is_date = len(text) == len("2026-11-21") and text[4] == text[7] == "-"
-    return instant_of(text, field) + (_DAY_US if is_date else 0)
+    instant = instant_of(text, field)
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return instant
+    return instant + _DAY_US
 
 
 async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy | None) -> list[UsageSum]:

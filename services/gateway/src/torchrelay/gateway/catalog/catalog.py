@@ -14,7 +14,6 @@ from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, insert,
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
-from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota, used_bytes
 from torchrelay.gateway.core import LatencyTargets, Price, Principal, PublishedModel, Version
@@ -135,7 +134,7 @@ class Catalog:
         return [
             _published(
                 row,
-                price_at(price_list, f"{row.tenant}/{row.name}", now),
+                price_list.at(f"{row.tenant}/{row.name}", now),
                 named,
                 parents,
                 (row.tenant_id, row.version_id) in adapted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
-from torchrelay.common.errors import InvalidRequest, PermissionDenied
+from torchrelay.common.errors import InvalidRequest, ModelNotFound, PermissionDenied
 from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
@@ -105,4 +106,7 @@ async def ledger_scope(
         if is_of_all:
             raise InvalidRequest("model must be TENANT/NAME unless tenant is given", field="model")
         model = f"{tenant or caller.tenant}/{model}"
+    if model is not None:
+        with suppress(ModelNotFound):  # it may have been deleted, and was billed before
+            model = (await services.catalog.resolve(caller, model)).name  # an alias stands for its model
     return tenant_id, model

@@ -26,7 +26,7 @@ if budget >= 0 then
   end
   local rest = budget - spent - least
   if step > 0 and spent + amount > budget and rest >= 0 then amount = least + rest - rest % step end
-  local reserved = tonumber(redis.call('GET', reserved_key) or 0)
+  local reserved = math.max(0, tonumber(redis.call('GET', reserved_key) or 0))  -- below: the key was evicted
   if spent + reserved + amount > budget then
     return {'budget', string.format('%.0f', spent), string.format('%.0f', reserved)}
   end

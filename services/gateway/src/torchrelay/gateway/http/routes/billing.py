@@ -9,10 +9,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.errors import InvalidRequest, ModelNotFound
 from torchrelay.gateway.billing.bills import BilledSum, bill_amount, month_bounds
 from torchrelay.gateway.billing.money import CURRENCY, exact_amount
-from torchrelay.gateway.billing.price_list import valid_until
 from torchrelay.gateway.billing.reconciliation import reconcile
 from torchrelay.gateway.billing.usage_query import (
     GroupBy,
@@ -26,6 +25,7 @@ from torchrelay.gateway.billing.usage_query import (
 from torchrelay.gateway.core import Price
 from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, ledger_scope, tenant_of
 from torchrelay.gateway.http.whole_number import WholeNumber
+from torchrelay.gateway.resource_names import is_name
 
 router = APIRouter(prefix="/v1")
 _MAX_NANO = 10**12  # a thousand dollars per token: certainly a mistake
@@ -94,23 +94,35 @@ async def bill(
 async def prices(services: ServicesOf, caller: Caller) -> dict[str, Any]:
     """The price list by start of validity; for a tenant, the rows that can apply to its models."""
     async with services.queries.turn(caller.tenant_id):
-        rows = await services.prices.all()
-    visible = [price for price in rows if caller.is_admin or price.model.partition("/")[0] in ("", caller.tenant)]
+        price_list = await services.prices.all()
+    visible = [
+        price for price in price_list.rows if caller.is_admin or price.model.partition("/")[0] in ("", caller.tenant)
+    ]
     return {
         "object": "list",
         "currency": CURRENCY,
-        "data": [_price(price, valid_until(rows, price)) for price in visible],
+        "data": [_price(price, price_list.valid_until(price)) for price in visible],
     }
 
 
 @router.put("/prices")
-async def add_price(services: ServicesOf, _admin: Admin, body: NewPrice) -> dict[str, Any]:
-    """Adds a row to the price list; rows are never changed."""
-    if body.model and body.model.count("/") != 1:
+async def add_price(services: ServicesOf, admin: Admin, body: NewPrice) -> dict[str, Any]:
+    """Adds a row to the price list; rows are never changed. An alias stands for its model."""
+    tenant, _, model = body.model.partition("/")
+    if body.model and not (is_name(tenant) and is_name(model)):
         raise InvalidRequest("model must be tenant/model, or omitted for the default price", field="model")
+    if body.cached_nano > body.prompt_nano:  # a request reserves the price of a prompt that is not cached
+        message = f"cached_nano must be at most prompt_nano ({body.prompt_nano}), not {body.cached_nano}"
+        raise InvalidRequest(message, field="cached_nano")
+    name, warning = body.model, {}
+    if name:
+        try:
+            name = (await services.catalog.resolve(admin, name)).name
+        except ModelNotFound:
+            warning = {"warning": f"no model is named {name} yet; the price applies once there is one"}
     begin = None if body.valid_from is None else instant_of(body.valid_from, "valid_from")
-    price = await services.prices.add(body.model, body.prompt_nano, body.cached_nano, body.output_nano, begin)
-    return _price(price, None)
+    price = await services.prices.add(name, body.prompt_nano, body.cached_nano, body.output_nano, begin)
+    return _price(price, None) | warning
 
 
 @router.get("/reconcile")

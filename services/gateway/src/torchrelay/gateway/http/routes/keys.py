@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
+from torchrelay.common.errors import PermissionDenied
 from torchrelay.gateway.auth.api_keys import KeyInfo
 from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.http.dependencies import Caller, ServicesOf, tenant_of
@@ -26,10 +27,11 @@ class NewKey(BaseModel):
 @router.post("", status_code=201)
 async def create(services: ServicesOf, caller: Caller, body: NewKey) -> dict[str, Any]:
     tenant = await tenant_of(services, caller, body.tenant)
-    limit = body.requests_per_minute
-    if caller.requests_per_minute is not None:  # a limited key cannot create one with a higher limit
-        limit = min(limit or caller.requests_per_minute, caller.requests_per_minute)
-    info, token = await services.keys.create(tenant.name, tenant.tenant_id, body.name, limit, body.service_class)
+    if caller.requests_per_minute is not None:  # each new key would have a rate of its own
+        raise PermissionDenied("a key with requests_per_minute cannot create keys; use a key without, or the admin's")
+    info, token = await services.keys.create(
+        tenant.name, tenant.tenant_id, body.name, body.requests_per_minute, body.service_class
+    )
     return {**_shown(info), "key": token}
 
 

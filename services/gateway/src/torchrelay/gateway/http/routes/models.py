@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Header, Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from torchrelay.common.errors import InvalidRequest, NotFound, PermissionDenied
+from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
 from torchrelay.gateway.core import (
@@ -184,6 +184,10 @@ async def change(services: ServicesOf, caller: Caller, name: str, body: Settings
 @router.delete("/{name:path}")
 async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, Any]:
     model = await services.catalog.resolve(caller, name)
+    own = model.name.partition("/")[2]
+    if name.rpartition("/")[2] != own:
+        message = f"{name} is an alias of {model.name}: PUT /v1/models/{own}/aliases removes it, and "
+        raise Conflict(f"{message}DELETE /v1/models/{own} the model with all its aliases", field="name")
     await services.catalog.delete(model)
     await services.model_changed("deleted", model.name, None)
     return {"id": model.name, "object": "model", "deleted": True}
