@@ -5,15 +5,32 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace as replaced
 from tokenizers.decoders import ByteFallback
 
-from torchrelay.common.tokens.grammar import GrammarCompiler, grammar_error
+from torchrelay.common.tokens.grammar import Grammar, GrammarCompiler, GrammarState, grammar_error
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, choice_rule, json_rule, regex_rule
+from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.answers.grammars import UnsupportedFormat, grammar_source
-from torchrelay.gateway.inference.answers.syntax import HERMES, LLAMA, MISTRAL, PLAIN, QWEN_CODER, AnswerSyntax
+from torchrelay.gateway.inference.answers.parts import joined, parameter_types
+from torchrelay.gateway.inference.answers.syntax import (
+    COMMAND,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    NEMOTRON,
+    PHI,
+    PLAIN,
+    QWEN_CODER,
+    AnswerSyntax,
+    CallSyntax,
+)
+from torchrelay.gateway.inference.text.processes.answer_syntax import declared_syntax
 
 _SPECIAL = {"[TOOL_CALLS]": 256, "[ARGS]": 257, "<|python_tag|>": 258, "</think>": 259}
 _COMPILER = GrammarCompiler(
@@ -50,7 +67,11 @@ def _verdict(source: str, text: str) -> str:
         return "refused"
     if state.is_complete:
         return "ends"
-    return "may end" if state.allowed()[grammar.end_id // 8] >> grammar.end_id % 8 & 1 else "goes on"
+    return "may end" if _may_end(grammar, state) else "goes on"
+
+
+def _may_end(grammar: Grammar, state: GrammarState) -> bool:
+    return bool(state.allowed()[grammar.end_id // 8] >> grammar.end_id % 8 & 1)
 
 
 def _source(format_: AnswerFormat, tools: list[dict[str, Any]] | None = None, syntax: AnswerSyntax = PLAIN) -> str:
@@ -130,6 +151,37 @@ def test_calls(calls: Any) -> None:
     assert _verdict(content, "hello") == "refused"
 
 
+_LISTS = {
+    PHI: '<|tool_call|>[{"name": "f", "arguments": %s}, {"name": "f", "arguments": %s}]<|/tool_call|>',
+    NEMOTRON: '<TOOLCALL>[{"name": "f", "arguments": %s},\n{"name": "f", "arguments": %s}]</TOOLCALL>',
+    COMMAND: '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": %s},'
+    '\n    {"tool_call_id": "1", "tool_name": "f", "parameters": %s}\n]<|END_ACTION|>',
+}
+
+
+@pytest.mark.parametrize("calls", _LISTS, ids=lambda calls: calls.opening)
+def test_lists_of_calls(calls: CallSyntax) -> None:
+    right, wrong = (_LISTS[calls] % ('{"x": 1}', last) for last in ('{"x": 2}', '{"x": ""}'))
+    tools = [_tool("f", _NUMBER, strict=True)]
+    for needs_call in (True, False):
+        source = _source(AnswerFormat(needs_call=needs_call), tools, AnswerSyntax(calls))
+        assert (_verdict(source, right), _verdict(source, wrong)) == ("may end", "refused")
+        single = _source(AnswerFormat(needs_call=needs_call, allows_several_calls=False), tools, AnswerSyntax(calls))
+        assert _verdict(single, right) == "refused"
+
+
+def test_a_marker_of_calls_within_reasoning_forces_no_call() -> None:
+    for tools in ([_tool("f", _NUMBER, strict=True)], _TOOLS):
+        syntax = AnswerSyntax(HERMES, ("<thought>", "</thought>"))
+        source = _source(AnswerFormat(allows_several_calls=False), tools, syntax)
+        thoughts = "\n<thought>I use <tool_call> and {"
+        assert _verdict(source, thoughts) == "goes on"
+        assert _verdict(source, f"{thoughts}</thought>\n\nHello <thought>") == "may end"
+        call = _CALLS[HERMES].format(name="f", arguments='{"x": 3}')
+        assert _verdict(source, f"{thoughts}</thought>\n\n{call}") == "ends"
+        assert _verdict(source, f"{thoughts}</thought>\n\n<tool_call>a") == "refused"
+
+
 def test_mistral_without_argument_marker_writes_lists() -> None:
     def special(text: str) -> int | None:
         return _SPECIAL[text] if text == "[TOOL_CALLS]" else None
@@ -185,3 +237,85 @@ def test_own_grammar_is_used_as_it_is_and_cannot_change_options() -> None:
     source = 'start: "a" | "b"'
     assert _source(AnswerFormat(grammar=source)) == source
     assert "%llguidance" in grammar_error(f"%llguidance {json.dumps({'no_forcing': False})}\n{source}")
+
+
+_THOUGHTS = ("<think>", "</think>")  # its end is a special token here
+_DECLARED = {
+    "reasoning": {"open": "<why>\n", "close": "\n</why>", "content": "text"},
+    "tool_calls": {
+        "open": "\n<do>\n",
+        "close": "\n</do>\n",
+        "content": "json",
+        "transform": {"function": {"name": "{content.tool}", "arguments": "{content.with}"}},
+    },
+}
+_SYNTAXES = [
+    declared_syntax({"fields": _DECLARED}),
+    *(
+        AnswerSyntax(calls, thoughts, begins_thinking)
+        for calls in (HERMES, PHI, COMMAND, MISTRAL, LLAMA)
+        for thoughts, begins_thinking in ((None, False), (_THOUGHTS, False), (("<why>", "</why>"), False))
+    ),
+    AnswerSyntax(HERMES, _THOUGHTS, True),
+    AnswerSyntax(LLAMA, ("<why>", "</why>"), True),
+]
+_FORMATS = [
+    AnswerFormat(),
+    AnswerFormat(allows_several_calls=False),
+    AnswerFormat(needs_call=True),
+    AnswerFormat(needs_call=True, tool="f", allows_several_calls=False),
+    AnswerFormat(content=json_rule(_NUMBER)),
+    AnswerFormat(content=regex_rule("[^q]{0,90}")),
+]
+_STRICT = [_tool("f", _NUMBER, strict=True), _tool("g-2", _NUMBER)]
+
+
+def _fragments(syntax: AnswerSyntax) -> list[list[int]]:
+    """Parts of answers of the syntax, whose special tokens are such, or their spellings."""
+    calls = syntax.calls
+    assert calls is not None
+    key = calls.arguments_keys[-1 if calls.style == "llama" else 0]
+    names = ("f", "g-2", "h")
+    heads = [f'{{"{calls.name_key}": "{name}", "{key}": ' for name in names]
+    texts = [*heads, *names, '{"x": 1}', '{"x": "a"}', *"{}[];q", ", ", " ", "\n", "\u00a0", "a", "[ARGS]"]
+    texts += [calls.opening, calls.closing, *(syntax.thoughts or ())] * 3
+    whole = [f'{head}{{"x": {value}}}}}' for head in heads for value in ("2", '"b"')]
+    whole += ['f[ARGS]{"x": 3}', 'f[ARGS]{"x": []}']
+    texts += [f"{opening}{call}{calls.closing}" for call in whole for opening in (calls.opening, "", "; ")]
+    tokens = [encoded(text) for text in texts if text for encoded in (_tokens, lambda text: list(text.encode()))]
+    return [list(fragment) for fragment in dict.fromkeys(map(tuple, tokens))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(_SYNTAXES), st.sampled_from(_FORMATS), st.data())
+def test_what_a_grammar_accepts_follows_the_schemas_once_it_is_parsed(
+    syntax: AnswerSyntax, format_: AnswerFormat, data: st.DataObject
+) -> None:
+    try:
+        grammar = _COMPILER.compile(_source(format_, _STRICT, syntax))
+    except UnsupportedFormat:
+        return
+    tokens: list[int] = []
+    fragments = _fragments(syntax)
+    drawn = data.draw(st.lists(st.sampled_from(fragments), max_size=25))
+    for number, fragment in enumerate(drawn + fragments):
+        state = grammar.start(tokens)
+        if state.is_complete or (number >= len(drawn) and _may_end(grammar, state)):
+            break
+        if not grammar.start(tokens + fragment).error:
+            tokens += fragment
+    else:
+        return
+    names = {number: marker.encode() for marker, number in _SPECIAL.items()}
+    text = b"".join(names.get(token) or bytes([token]) for token in tokens).decode()
+    parser = AnswerParser(syntax, parameter_types(_STRICT))
+    answer = joined(parser.push(text) + parser.flush())
+    for call in answer.calls:
+        assert call.name in ("f", "g-2") and format_.tool in ("", call.name)
+        jsonschema.validate(json.loads(call.arguments), _NUMBER)
+    assert len(answer.calls) <= 1 or format_.allows_several_calls
+    assert answer.calls or not format_.needs_call
+    if format_.content.startswith("%json"):
+        assert answer.calls or jsonschema.validate(json.loads(answer.content), _NUMBER) is None
+    elif format_.content:
+        assert "q" not in answer.content

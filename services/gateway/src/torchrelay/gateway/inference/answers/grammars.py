@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torchrelay.gateway.inference.answers.answer_format import JSON_STYLE, AnswerFormat
-from torchrelay.gateway.inference.answers.syntax import ARGUMENTS, AnswerSyntax, CallSyntax
+from torchrelay.gateway.inference.answers.syntax import ARGUMENTS, AnswerSyntax
 
 SpecialId: TypeAlias = Callable[[str], int | None]  # the id of a special token, which is no text; None: it is text
 _ANY_TEXT = "/(.|\\n)*/"
+_SPACE = "[\\s\\x1c-\\x1f]"  # what the parser of answers skips
 
 
 class UnsupportedFormat(Exception):
@@ -37,10 +38,9 @@ def grammar_source(
     is_any_strict = any(function.get("strict") for function in functions)
     limits_calls = format_.needs_call or bool(format_.content) or not format_.allows_several_calls or is_any_strict
     if called and limits_calls:
-        assert syntax.calls is not None, "tools are refused without a syntax of calls"
-        rules = _CallRules(syntax.calls, special_id).rules(format_, called)
+        rules = _CallRules(syntax, special_id).rules(format_, called)
     elif format_.content:
-        rules = [f"answer: {format_.content}"]
+        rules = _content_rules("answer", format_.content, _not_reasoning(syntax))
     else:
         return ""
     return "\n".join([*_start(syntax, special_id), *rules])
@@ -51,8 +51,32 @@ def _start(syntax: AnswerSyntax, special_id: SpecialId) -> list[str]:
         return ["start: answer"]
     opening, closing = (_Marker.of(marker, special_id) for marker in syntax.thoughts)
     thought, rules = _until(closing, "thought")
-    prefix = f"{thought} SPACE" if syntax.begins_thinking else f"({opening.rule} {thought} SPACE)?"
+    if syntax.begins_thinking:
+        prefix = f"{thought} SPACE"
+    elif opening.is_special:
+        prefix = f"({opening.rule} {thought} SPACE)?"
+    else:
+        prefix = f"(opening {thought} SPACE)?"
+        rules.append(f"opening[lazy]: /{_SPACE}*{_escaped(opening.text)}/")
     return [f"start: {prefix} answer", "SPACE: /[ \\n]{0,3}/", *rules]
+
+
+def _not_reasoning(syntax: AnswerSyntax) -> str:
+    """The end of a pattern that excludes text which the parser takes for reasoning; empty if there is none."""
+    if syntax.thoughts is None or syntax.begins_thinking:
+        return ""
+    return f" & ~/{_SPACE}*{_escaped(syntax.thoughts[0])}(.|\\n)*/"
+
+
+def _without(marker: str) -> str:
+    """The end of a pattern that excludes text with a marker, which the parser sees in whichever tokens it is."""
+    return f" & ~/(.|\\n)*{_escaped(marker)}(.|\\n)*/"
+
+
+def _content_rules(name: str, content: str, excluded: str) -> list[str]:
+    if not excluded or content.startswith("%json"):  # JSON does not begin like reasoning, and escapes quotes in strings
+        return [f"{name}: {content}"]
+    return [f"{name}: CONTENT", f"CONTENT: ({content}){excluded}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +93,12 @@ class _Marker:
         return cls(text, f"<[{number}]>", True)
 
 
-def _until(marker: _Marker, name: str) -> tuple[str, list[str]]:
+def _until(marker: _Marker, name: str, excluded: str = "") -> tuple[str, list[str]]:
     """The rule of any text up to the end of the first ``marker``, and the rules that it needs."""
     if marker.is_special:
-        return f"({_ANY_TEXT} {marker.rule})", []
-    return name, [f"{name}[lazy]: /(.|\\n)*{_escaped(marker.text)}/"]
+        before = f"BEFORE_{name.upper()}_END"
+        return f"({before} {marker.rule})", [f"{before}: {_ANY_TEXT}{_without(marker.text)}{excluded}"]
+    return name, [f"{name}[lazy]: /(.|\\n)*{_escaped(marker.text)}/{excluded}"]
 
 
 def _escaped(text: str) -> str:
@@ -84,12 +109,15 @@ def _escaped(text: str) -> str:
 class _CallRules:
     """The rules ``answer`` and below, of answers with calls in a syntax."""
 
-    def __init__(self, syntax: CallSyntax, special_id: SpecialId) -> None:
+    def __init__(self, answers: AnswerSyntax, special_id: SpecialId) -> None:
+        syntax = answers.calls
+        assert syntax is not None, "tools are refused without a syntax of calls"
         if syntax.style == "xml":
             raise UnsupportedFormat("the model writes calls as XML, whose arguments no format is applied to")
         self._syntax = syntax
         self._opening = _Marker.of(syntax.opening, special_id)
         self._closing = _Marker.of(syntax.closing, special_id) if syntax.closing else None
+        self._not_reasoning = _not_reasoning(answers)
         arguments_id = special_id(ARGUMENTS) if syntax.style == "mistral" else None
         self._arguments_marker = None if arguments_id is None else f"<[{arguments_id}]>"
 
@@ -101,22 +129,23 @@ class _CallRules:
         rules += [f"object: {objects}", *call_rules]
         if format_.needs_call:
             return [f"answer: {calls}", *rules]
+        excluded = _without(self._opening.text) + self._not_reasoning
         if format_.content:
             if self._syntax.style == "llama":  # the beginning of a call may be that of the content
                 message = "the model writes calls as plain JSON: set tool_choice to none or required"
                 raise UnsupportedFormat(message)
-            return [f"answer: content | {calls}", f"content: {format_.content}", *rules]
+            return [f"answer: content | {calls}", *_content_rules("content", format_.content, excluded), *rules]
         if self._syntax.style == "llama":  # text that begins like a call is one
-            return [f"answer: /[\\s\\x1c-\\x1f]*([^{{\\s\\x1c-\\x1f](.|\\n)*)?/ | {calls}", *rules]
-        text, text_rules = _until(self._opening, "text")
-        more = f"({text} body)+" if several else f"{text} body"
-        if not several:
-            return [f"answer: {_ANY_TEXT} | {more}", *rules, *text_rules]
-        return [f"answer: {_ANY_TEXT} | {more} {_ANY_TEXT}", *rules, *text_rules]
+            text = f"/{_SPACE}*([^{{\\s\\x1c-\\x1f](.|\\n)*)?/{excluded}"
+            return [f"answer: TEXT | {calls}", f"TEXT: {text}", *rules]
+        text, text_rules = _until(self._opening, "text", self._not_reasoning)
+        rules += [f"TEXT: {_ANY_TEXT}{excluded}", *text_rules]
+        return [f"answer: TEXT | ({text} body)+ TEXT" if several else f"answer: TEXT | {text} body", *rules]
 
     def _calls(self, *, several: bool) -> tuple[str, list[str]]:
         """The rule of an answer of calls alone, and the rules that it needs; ``body`` is a call after its opening."""
         opening, closing = self._opening.rule, "" if self._closing is None else self._closing.rule
+        gap = "[ \\n]{0,5}"
         match self._syntax.style:
             case "llama":
                 return f"{opening}? object" + (' (";" /[ \\n]?/ object)*' if several else ""), []
@@ -125,7 +154,8 @@ class _CallRules:
                 return f"{opening} body", [f'body: /[ \\n]?\\[/ object{more} "]"']
             case "mistral":
                 return f"({opening} body)" + ("+" if several else ""), ["body: object"]
-        body = f'body: "\\n"? object "\\n"? {closing}'
+        more = f" (/,{gap}/ object)*" if several else ""
+        body = f'body: "\\n"? (object | /\\[{gap}/ object{more} /{gap}\\]/) "\\n"? {closing}'
         return f"{opening} body" + (f' ("\\n"? {opening} body)*' if several else ""), [body]
 
     def _call(self, number: int, function: dict[str, Any]) -> str:
@@ -136,5 +166,6 @@ class _CallRules:
         if self._arguments_marker is not None:
             return f'call_{number}: "{name}" {self._arguments_marker} {arguments}'
         key = self._syntax.arguments_keys[-1 if self._syntax.style == "llama" else 0]
-        opening = f'/\\{{ ?"{_escaped(self._syntax.name_key)}": ?"{name}", ?"{_escaped(key)}": ?/'
+        call_id = f'("{self._syntax.id_key}": ?"[0-9]{{1,3}}", ?)?' if self._syntax.id_key else ""
+        opening = f'/\\{{ ?{call_id}"{_escaped(self._syntax.name_key)}": ?"{name}", ?"{_escaped(key)}": ?/'
         return f"call_{number}: {opening} {arguments} /[ \\n]?\\}}/"

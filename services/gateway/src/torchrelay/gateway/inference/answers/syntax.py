@@ -23,6 +23,7 @@ class CallSyntax(msgspec.Struct, frozen=True):
     closing: str = ""  # may be missing
     name_key: str = "name"
     arguments_keys: tuple[str, ...] = ("arguments", "parameters")
+    id_key: str = ""  # of a number that may precede the name
 
 
 class AnswerSyntax(msgspec.Struct, frozen=True):
@@ -49,5 +50,5 @@ SEED: Final = CallSyntax("xml", "<seed:tool_call>", "</seed:tool_call>")
 MISTRAL: Final = CallSyntax("mistral", "[TOOL_CALLS]")
 PHI: Final = CallSyntax("json", "<|tool_call|>", "<|/tool_call|>")
 NEMOTRON: Final = CallSyntax("json", "<TOOLCALL>", "</TOOLCALL>")
-COMMAND: Final = CallSyntax("json", "<|START_ACTION|>", "<|END_ACTION|>", "tool_name", ("parameters",))
+COMMAND: Final = CallSyntax("json", "<|START_ACTION|>", "<|END_ACTION|>", "tool_name", ("parameters",), "tool_call_id")
 LLAMA: Final = CallSyntax("llama", "<|python_tag|>")

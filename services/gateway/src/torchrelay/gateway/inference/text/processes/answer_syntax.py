@@ -87,6 +87,7 @@ def _field(fields: Mapping[str, Any], name: str, content: str) -> _Field | None:
         field = msgspec.convert(fields[name], _Field)
     except (KeyError, msgspec.ValidationError):
         return None
+    field.open, field.close = field.open.strip(), field.close.strip()  # the parser skips white space around markers
     return field if field.open and field.content == content and not field.content_args else None
 
 
