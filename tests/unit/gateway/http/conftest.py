@@ -106,6 +106,8 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             store=store_client,
             scheduler=scheduler,
             queries=shares.queries,
+            lists=shares.lists,
+            explanations=shares.explanations,
             default_scaling=ScalingSettings(60.0, 8),
             health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,

@@ -212,6 +212,12 @@ async def test_early_refusal_of_a_file_closes_the_connection(rig: RestRig) -> No
     assert (reply.status_code, reply.headers["connection"]) == (404, "close")
 
 
+async def test_callers_id_comes_back_on_every_path(rig: RestRig) -> None:
+    for path in ("/v1/models", "/v1/models/absent"):
+        answer = await rig.acme.get(path, headers={"x-request-id": "trace-7"})
+        assert answer.headers["x-client-request-id"] == "trace-7" != answer.headers["x-request-id"]
+
+
 async def test_queries_wait_only_for_those_of_their_tenant(rig: RestRig) -> None:
     queries = rig.services.queries
     async with await rig.client_of("zoo") as zoo, queries.turn(rig.parts.acme.tenant_id):
@@ -219,7 +225,9 @@ async def test_queries_wait_only_for_those_of_their_tenant(rig: RestRig) -> None
         quick = await zoo.post("/v1/keys", json={"name": "y"})
         assert quick.status_code == 201
         assert (await rig.acme.get("/v1/models/absent")).status_code == 404, "reading a row needs no turn"
-        too_many = [asyncio.ensure_future(rig.acme.get("/v1/keys")) for _ in range(6)]
+        assert (await rig.acme.get("/v1/models")).status_code == 200, "an index answers lists"
+        assert (await rig.acme.get("/v1/keys")).status_code == 200
+        too_many = [asyncio.ensure_future(rig.acme.get("/v1/requests")) for _ in range(6)]
         refused, _ = await asyncio.wait(too_many, timeout=20, return_when=asyncio.FIRST_COMPLETED)
         reply: httpx.Response = refused.pop().result()
         assert (reply.status_code, "max_queries_per_tenant" in reply.text) == (429, True)

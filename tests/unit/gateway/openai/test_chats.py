@@ -68,10 +68,13 @@ async def test_reasoning_has_the_names_of_two_servers_and_counts(rig: TokenPathR
     assert "".join(delta.get("content", "") for delta in deltas) == "Hot."
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": True}, {"n": 2}])
-async def test_streamed_choices_are_those_of_the_reply(rig: TokenPathRig, fields: dict[str, Any]) -> None:
-    whole = await posted(rig, asked(THOUGHT, **fields))
-    events = await streamed(rig, asked(THOUGHT, **fields, stream=True, stream_options={"include_usage": True}))
+@pytest.mark.parametrize(
+    ("answer", "fields"),
+    [(THOUGHT, {"logprobs": True}), (THOUGHT, {"n": 2}), (f"I look.\n{CALL}", {"logprobs": True, "tools": [TOOL]})],
+)
+async def test_streamed_choices_are_those_of_the_reply(rig: TokenPathRig, answer: str, fields: dict[str, Any]) -> None:
+    whole = await posted(rig, asked(answer, **fields))
+    events = await streamed(rig, asked(answer, **fields, stream=True, stream_options={"include_usage": True}))
     choices = [choice for event in events for choice in event["choices"]]
     for expected in whole["choices"]:
         deltas = [choice["delta"] for choice in choices if choice["index"] == expected["index"]]
@@ -79,6 +82,7 @@ async def test_streamed_choices_are_those_of_the_reply(rig: TokenPathRig, fields
             assert "".join(delta.get(name, "") for delta in deltas) == expected["message"].get(name, ""), name
     entries = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
     assert entries == [e for choice in whole["choices"] for e in (choice["logprobs"] or {}).get("content", ())]
+    assert len(entries) == ("logprobs" in fields) * whole["usage"]["completion_tokens"]
     assert events[-1]["usage"] == whole["usage"]
 
 
@@ -164,7 +168,6 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
         "allows 129 tools",
     ),
     ({"extra_body": {"guided_grammar": 'start: "a"'}}, "guided_grammar", "cannot be combined with tools"),
-    ({"logprobs": True}, "logprobs", "not supported yet"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": HUGE}}}]},
         "tools",

@@ -111,6 +111,16 @@ async def test_answers_tell_their_time_and_what_is_left_of_the_rate(rig: TokenPa
         assert int(each.headers["openai-processing-ms"]) <= 60_000 and each.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("name", ["X-Request-ID", "X-Client-Request-Id"])
+async def test_callers_id_comes_back_beside_ours(rig: TokenPathRig, name: str) -> None:
+    for body, status in ((BODY, 200), ({**BODY, "n": 0}, 400)):
+        answer = await rig.http.post("/v1/completions", json=body, headers={name: "trace-7"})
+        assert (answer.status_code, answer.headers["x-client-request-id"]) == (status, "trace-7")
+        assert answer.headers["x-request-id"].startswith("req-")
+    odd = await rig.http.post("/v1/completions", json=BODY, headers={name: "a b"})
+    assert odd.status_code == 200 and "x-client-request-id" not in odd.headers
+
+
 async def test_refusals_have_their_status(rig: TokenPathRig) -> None:
     post = rig.http.post
     assert (await post("/v1/completions", content=b"{nonsense")).status_code == 400

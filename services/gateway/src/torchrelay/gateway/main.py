@@ -255,6 +255,8 @@ async def _make_components(
         store=store,
         scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),
         queries=shares.queries,
+        lists=shares.lists,
+        explanations=shares.explanations,
         default_scaling=ScalingSettings(settings.idle_timeout_s, settings.max_instances),
         health=health,
         model_changed=nats_events.model_changed,

@@ -79,7 +79,7 @@ class GatewayServicer:
         principal = await self._calls.authenticate(context)
         with self._shares.requests.held(principal.tenant_id):
             decode(pb.ListModelsRequest, await self._calls.receive(context, principal))
-            async with self._shares.queries.turn(principal.tenant_id):
+            async with self._shares.lists.turn(principal.tenant_id):
                 models = await self._catalog.models(principal)
         return pb.ListModelsReply(
             models=[

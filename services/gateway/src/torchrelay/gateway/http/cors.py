@@ -11,7 +11,7 @@ ANY_ORIGIN: Final = "*"
 _METHODS: Final = b"GET, HEAD, POST, PUT, PATCH, DELETE"
 # Headers of an answer that a page may read, beside the few that browsers always show.
 _EXPOSED: Final = (
-    b"x-request-id, openai-processing-ms, retry-after, "
+    b"x-request-id, x-client-request-id, x-torchrelay-left-out, openai-processing-ms, retry-after, "
     b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests"
 )
 _MAX_AGE_S: Final = b"600"  # for which a browser does not ask again

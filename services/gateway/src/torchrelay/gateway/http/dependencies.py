@@ -38,6 +38,8 @@ class Services:
     store: StoreClient
     scheduler: SchedulerClient
     queries: TenantSemaphore
+    lists: TenantSemaphore
+    explanations: TenantSemaphore
     default_scaling: ScalingSettings  # the scheduler's defaults
     health: Health
     model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event

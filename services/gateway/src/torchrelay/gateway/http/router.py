@@ -154,7 +154,7 @@ def _answering(request: HttpRequest, request_id: str, send: Send) -> Callable[[M
 
     async def answering(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+            headers = [*message["headers"], *request.id_headers((b"x-request-id",), request_id)]
             message = {**message, "headers": [*headers, CLOSE] if request.must_close else headers}
         await send(message)
 

@@ -16,7 +16,9 @@ class ConnectionShares:
     requests: Shares  # from the check of the key to the last byte of the answer
     body_bytes: Shares  # of bodies in memory, until their prompts are encoded
     uploads: Shares  # files that are being sent, and commits
-    queries: TenantSemaphore  # lists and sums over tables
+    queries: TenantSemaphore  # sums over tables, and searches in them
+    lists: TenantSemaphore  # of what an index answers, so that they do not wait for long queries
+    explanations: TenantSemaphore  # that the scheduler answers
     messages: TenantSemaphore  # of gRPC, while they arrive
     further_messages: TenantSemaphore  # of streams, while they arrive or are waited for
 
@@ -28,21 +30,23 @@ def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
 
 def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> ConnectionShares:
     """``queries_at_once``: connections that the database's pool can spare for queries."""
-    queries = ShareLimits(
-        "queries under way",
-        settings.max_queries_per_tenant * _LINES,
-        f"max_queries_per_tenant, times {_LINES}",
-        settings.max_queries_per_tenant,
-        "max_queries_per_tenant",
-    )
     return ConnectionShares(
         _shares(settings, "open requests", "max_open_requests"),
         _shares(settings, "bytes of request bodies in memory", "max_buffered_body_bytes"),
         _shares(settings, "uploads of files under way", "max_uploads"),
-        TenantSemaphore(Shares(queries), at_once=1, total_at_once=queries_at_once),
+        _line(settings, "queries under way", queries_at_once),
+        _line(settings, "lists under way", queries_at_once),
+        _line(settings, "explanations under way", _LINES),
         _messages(settings),
         _messages(settings),
     )
+
+
+def _line(settings: GatewaySettings, noun: str, total_at_once: int) -> TenantSemaphore:
+    """One operation of a tenant at once, and a bounded number that wait."""
+    most, setting = settings.max_queries_per_tenant, "max_queries_per_tenant"
+    limits = ShareLimits(noun, most * _LINES, f"{setting}, times {_LINES}", most, setting)
+    return TenantSemaphore(Shares(limits), at_once=1, total_at_once=total_at_once)
 
 
 def _messages(settings: GatewaySettings) -> TenantSemaphore:

@@ -186,7 +186,7 @@ class HttpExchange:
     async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._has_begun = True
         elapsed_ms = max(0, now_unix_us() - self.arrived_unix_us) // 1000  # until the answer begins
-        listed = [*headers, *((name, self.request_id.encode()) for name in self.id_headers)]
+        listed = [*headers, *self.request.id_headers(self.id_headers, self.request_id)]
         listed.append((b"openai-processing-ms", b"%d" % elapsed_ms))
         if self.left_out:
             listed.append((b"x-torchrelay-left-out", ", ".join(self.left_out).encode()))

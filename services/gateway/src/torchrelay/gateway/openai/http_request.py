@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from starlette.types import Receive, Scope
 
@@ -13,6 +14,8 @@ from torchrelay.gateway.core import Principal
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.limits.shares import ShareAccount
+
+_CALLERS_ID: Final = re.compile(rb"[!-~]{1,128}")
 
 
 class BodyTooLarge(InvalidRequest):
@@ -68,6 +71,7 @@ class HttpRequest:
         self.has_unread_body = False
         self._has_key = True  # until ``authenticate`` fails
         self.authorization = authorization_of(scope)
+        self.callers_id = b""
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit():  # the server has refused any other
                 self._declared_bytes = int(value)
@@ -76,8 +80,15 @@ class HttpRequest:
                 self.has_unread_body = True
             elif name == b"content-encoding":
                 self._encoding = value.decode("latin-1").strip().lower()
+            elif name in (b"x-request-id", b"x-client-request-id") and _CALLERS_ID.fullmatch(value):
+                self.callers_id = value
             elif name == b"content-type":
                 self._content_type = value.decode("latin-1").strip()
+
+    def id_headers(self, names: Sequence[bytes], request_id: str) -> list[tuple[bytes, bytes]]:
+        """The headers of an answer that name the request: its id, and that of its caller if there is one."""
+        headers = [(name, request_id.encode()) for name in names]
+        return [*headers, (b"x-client-request-id", self.callers_id)] if self.callers_id else headers
 
     @property
     def must_close(self) -> bool:

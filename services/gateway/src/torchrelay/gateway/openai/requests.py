@@ -247,8 +247,6 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
     format_ = format_of(body)
     tools, format_ = chosen_tools(declared_tools(body.tools or []), body.tool_choice, body.parallel_tool_calls, format_)
     left_out: set[str] = set()
-    if tools and body.logprobs:
-        raise InvalidRequest("logprobs of an answer with tools are not supported yet", field="logprobs")
     return shared_params(
         body,
         messages=tuple(_message(message, index, left_out) for index, message in enumerate(body.messages)),

@@ -93,7 +93,7 @@ async def bill(
 @router.get("/prices")
 async def prices(services: ServicesOf, caller: Caller) -> dict[str, Any]:
     """The price list by start of validity; for a tenant, the rows that can apply to its models."""
-    async with services.queries.turn(caller.tenant_id):
+    async with services.lists.turn(caller.tenant_id):
         price_list = await services.prices.all()
     visible = [
         price for price in price_list.rows if caller.is_admin or price.model.partition("/")[0] in ("", caller.tenant)

@@ -29,7 +29,7 @@ async def explain(services: ServicesOf, caller: Caller, request_id: str) -> dict
 async def explain_model(services: ServicesOf, caller: Caller, model: str) -> dict[str, Any]:
     """The last decisions about a model, by time, and what a slot is worth to it now."""
     name = (await services.catalog.resolve(caller, model)).name
-    async with services.queries.turn(caller.tenant_id):  # the scheduler decides for it what it would do now
+    async with services.explanations.turn(caller.tenant_id):  # the scheduler decides for it what it would do now
         explanation = await services.scheduler.explain(model=name)
     worth = [{"label": line.label, "text": line.text} for line in explanation.worth]
     return {"id": name, **_shown(explanation), "worth": worth}

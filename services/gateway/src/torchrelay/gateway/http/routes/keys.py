@@ -37,7 +37,7 @@ async def create(services: ServicesOf, caller: Caller, body: NewKey) -> dict[str
 
 @router.get("")
 async def all_keys(services: ServicesOf, caller: Caller) -> dict[str, Any]:
-    async with services.queries.turn(caller.tenant_id):
+    async with services.lists.turn(caller.tenant_id):
         infos = await services.keys.list(None if caller.is_admin else caller.tenant_id)
     return {"object": "list", "data": [_shown(info) for info in infos]}
 

@@ -90,7 +90,7 @@ async def all_models(
     before_id: str | None = None,
 ) -> dict[str, Any]:
     """By default all models; ``limit``, ``after_id`` and ``before_id`` select a page, as in Anthropic's API."""
-    async with services.queries.turn(caller.tenant_id):
+    async with services.lists.turn(caller.tenant_id):
         models = await services.catalog.models(caller)
     entries, has_more = _page(_entries(models, caller), limit, after_id, before_id)
     if anthropic_version is None:
@@ -121,7 +121,7 @@ async def set_aliases(services: ServicesOf, caller: Caller, name: str, body: Ali
 async def all_versions(services: ServicesOf, caller: Caller, model: str) -> dict[str, Any]:
     """The current version of a model, and the replaced versions to which it can be rolled back, the last first."""
     current = await services.catalog.resolve(caller, model)
-    async with services.queries.turn(caller.tenant_id):
+    async with services.lists.turn(caller.tenant_id):
         replaced = await services.catalog.replaced(current)
     entries = [_version_entry(current.version)]
     for each in replaced:

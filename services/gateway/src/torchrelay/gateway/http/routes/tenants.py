@@ -35,7 +35,7 @@ async def create(services: ServicesOf, _admin: Admin, body: NewTenant) -> dict[s
 
 @router.get("")
 async def all_tenants(services: ServicesOf, admin: Admin) -> dict[str, Any]:
-    async with services.queries.turn(admin.tenant_id):
+    async with services.lists.turn(admin.tenant_id):
         tenants = await services.tenants.list()
     return {"object": "list", "data": [_shown(tenant) for tenant in tenants]}
 
