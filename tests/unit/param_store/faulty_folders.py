@@ -15,6 +15,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
 TOO_DEEP = "deeply; at most 32 levels are allowed"
@@ -48,7 +49,12 @@ def raw_header(encoded: bytes, claimed: int | None = None) -> Change:
 
 def write(name: str, content: str | bytes) -> Change:
     data = content.encode() if isinstance(content, str) else content
-    return lambda folder: (folder / name).write_bytes(data)
+
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+
+    return change
 
 
 def remove(name: str) -> Change:
@@ -149,6 +155,7 @@ FAULTS: list[Fault] = [
     ("other document", write(TOKENIZER_CONFIG, "no"), TOKENIZER_CONFIG, "not valid JSON"),
     ("template", write(TEMPLATE, b"x" * (257 << 10)), TEMPLATE, "at most 262,144 are read"),
     ("template not text", write(TEMPLATE, b"\xff"), TEMPLATE, "not UTF-8"),
+    ("template for tools", write(TOOL_TEMPLATE, "{% for %}"), TOOL_TEMPLATE, "the chat template does not parse"),
     (
         "template that does not parse",
         write(TEMPLATE, "{{ messages }}\n{% for %}"),

@@ -16,7 +16,7 @@ from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.int8_folder import write_int8_folder
 from torchrelay.cli.api.model_check import check_folder, check_name, is_model_name
-from torchrelay.cli.api.model_folder import adapter_paths, model_files, model_paths
+from torchrelay.cli.api.model_folder import adapter_paths, has_chat_template, left_out, model_files, model_paths
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.home import Home
@@ -265,9 +265,13 @@ def test_upload_refuses_other_folder_before_sending(
 def test_cli_and_store_agree_on_model_files(tmp_path: Path) -> None:
     names = ["config.json", "tokenizer.json", "merges.txt", "vocab.json", "chat_template.jinja", "model.safetensors"]
     names += ["special_tokens_map.json", "added_tokens.json", "modules.json", "1_Pooling/config.json"]
+    names += ["additional_chat_templates/tool_use.jinja"]
     (tmp_path / "1_Pooling").mkdir()
-    for name in (*names, "README.md", "pytorch_model.bin", "consolidated.safetensors"):
+    (tmp_path / "additional_chat_templates").mkdir()
+    rag = "additional_chat_templates/rag.jinja"
+    for name in (*names, rag, "README.md", "pytorch_model.bin", "consolidated.safetensors"):
         (tmp_path / name).touch()
+    assert left_out(tmp_path, is_adapter=False) == [f"the upload leaves out {rag}: the platform selects no template by name"]
     assert {path.relative_to(tmp_path).as_posix() for path in model_paths(tmp_path)} == set(names)
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
 
@@ -277,6 +281,8 @@ def test_cli_and_store_agree_on_the_files_of_an_adapter(tmp_path: Path) -> None:
     for name in (*names, "README.md", "tokenizer.json"):
         (tmp_path / name).touch()
     assert [path.name for path in adapter_paths(tmp_path)] == names
+    reason = "an adapter has the tokenizer and the chat template of its base"
+    assert left_out(tmp_path, is_adapter=True) == [f"the upload leaves out tokenizer.json: {reason}"]
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
     for wrong in (names[:1], [*names, "tokenizer.json"]):
         with pytest.raises(UploadRefused):
@@ -310,3 +316,21 @@ def test_index_decides_which_weights_are_sent(model_folder: Path) -> None:
         index.write_text(text)
         with pytest.raises(CliError, match=said):
             model_paths(model_folder)
+
+
+@pytest.mark.parametrize("name", ["x.gguf.part1of2", "x.GGUF.aa", "x.gguf-split-a"])
+def test_a_part_of_a_gguf_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(CliError, match=r"(?i)is a part of the GGUF file x\.gguf$") as caught:
+        model_paths(tmp_path / name)
+    assert "join all its parts" in caught.value.hint
+
+
+def test_chat_templates_are_found_in_either_file(tmp_path: Path) -> None:
+    assert not has_chat_template(tmp_path)
+    for config, found in (("{", False), ("[]", False), ("{}", False), ('{"chat_template": "x"}', True)):
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        assert has_chat_template(tmp_path) is found
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.jinja").touch()
+    assert has_chat_template(tmp_path)

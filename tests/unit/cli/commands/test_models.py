@@ -213,6 +213,9 @@ def test_unchanged_upload_and_notes_about_weights_are_shown(
     shown = run("upload", str(model_folder))
     assert "unchanged acme/tiny" in shown.stdout
     assert "note: tensors were left out: '[bold]score.weight'" in " ".join(shown.stderr.split())
+    assert "torchrelay chat" not in shown.stderr and "no chat template" in shown.stderr
+    (model_folder / "chat_template.jinja").touch()
+    assert "next: torchrelay chat acme/tiny" in run("upload", str(model_folder)).stderr
 
 
 def test_gguf_file_is_converted_and_uploaded(

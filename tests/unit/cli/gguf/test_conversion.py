@@ -279,9 +279,22 @@ def test_sentence_pieces_are_joined_by_score() -> None:
 def test_template_and_ends_are_kept(tmp_path: Path) -> None:
     files = files_of(byte_level(tmp_path, eos_token_id=5, eot_token_id=6))
     assert files["chat_template.jinja"] == CHAT_TEMPLATE
-    assert files["generation_config.json"] == {"eos_token_id": [5, 6]}
+    assert files["generation_config.json"] == {"eos_token_id": [5, 6, 0]}, "0 is <|endoftext|>"
     vocab = files["tokenizer.json"]["model"]["vocab"]
     assert vocab[files["tokenizer_config.json"]["eos_token"]] == 5
+    assert "additional_chat_templates/tool_use.jinja" not in files
+    named = byte_level(tmp_path) | {"tokenizer.chat_template.tool_use": "for tools"}
+    assert files_of(named)["additional_chat_templates/tool_use.jinja"] == "for tools"
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])
+def test_ends_of_turns_are_known_by_their_text(tmp_path: Path, text: str) -> None:
+    for kind, ends in ((3, [256, 0, 6]), (1, [256, 0])):  # a control token, or plain text
+        metadata = byte_level(tmp_path, eos_token_id=256)
+        metadata["tokenizer.ggml.tokens"][6] = text
+        metadata["tokenizer.ggml.token_type"][6] = kind
+        metadata["tokenizer.ggml.merges"] = []
+        assert files_of(metadata)["generation_config.json"] == {"eos_token_id": ends}
 
 
 def test_tokens_that_make_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

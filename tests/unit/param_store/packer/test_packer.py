@@ -156,6 +156,11 @@ def test_unused_tensors_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.
     tensors.write(write_folder(tmp_path / "old", config) / WEIGHTS)
     assert packed(tmp_path / "old", tmp_path) == plain
     assert notes_of(tmp_path / "plain", capsys) == []
+    named = [{"name": name, "template": "x"} for name in ("default", "tool_use", "rag")]
+    (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert notes_of(tmp_path / "plain", capsys)[0].endswith("left out: 'default', 'tool_use', 'rag'"), "for the file"
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    assert notes_of(tmp_path / "plain", capsys) == ["chat templates of tokenizer_config.json were left out: 'rag'"]
     assert notes_of(tmp_path / "old", capsys) == [
         "tensors that LlamaForCausalLM does not use were left out: 'lm_head.weight',"
         " 'model.layers.0.self_attn.rotary_emb.inv_freq', 'model.layers.1.self_attn.rotary_emb.inv_freq' and 1 more"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from torchrelay.cli.errors import CliError
 READ_BYTES = 1 << 20
 ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
 
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_TOOL_TEMPLATE = f"{_TEMPLATES}/tool_use.jinja"
 _DOCUMENTS = frozenset(
     {
         "config.json",
@@ -21,7 +24,7 @@ _DOCUMENTS = frozenset(
         "tokenizer_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
-        "chat_template.jinja",
+        _TEMPLATE,
         "vocab.json",
         "merges.txt",
         "model.safetensors.index.json",
@@ -31,6 +34,7 @@ _DOCUMENTS = frozenset(
 _POOLING = "1_Pooling/config.json"  # beside modules.json: how texts are embedded
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PART = re.compile(r"(.+\.gguf)[.-].+", re.IGNORECASE)  # as "split" names parts
 _NEED_FOLDER = "give the folder of a Hugging Face model"
 
 
@@ -87,6 +91,9 @@ def adapter_paths(folder: Path) -> list[Path]:
 
 def _check_is_folder(folder: Path) -> None:
     if not folder.is_dir():
+        if folder.exists() and (part := _PART.fullmatch(folder.name)):
+            hint = f"join all its parts in their order, cat FIRST NEXT ... > {part[1]}, and upload {part[1]}"
+            raise CliError(f"{folder} is a part of the GGUF file {part[1]}", hint)
         if folder.exists():
             raise CliError(f"{folder} is not a folder", _NEED_FOLDER)
         name = str(folder)
@@ -118,7 +125,33 @@ def model_paths(folder: Path) -> list[Path]:
     files = [path for path in present if path.name in _DOCUMENTS | weights]
     if "modules.json" in names and (folder / _POOLING).is_file():
         files.append(folder / _POOLING)
+    if (folder / _TOOL_TEMPLATE).is_file():
+        files.append(folder / _TOOL_TEMPLATE)
     return files
+
+
+def left_out(folder: Path, *, is_adapter: bool) -> list[str]:
+    """A sentence for each group of files of the folder that are not sent although other programs use them."""
+    templates = [path.relative_to(folder).as_posix() for path in sorted((folder / _TEMPLATES).glob("*.jinja"))]
+    if is_adapter:
+        names = [name for name in ("tokenizer.json", "tokenizer_config.json", _TEMPLATE) if (folder / name).is_file()]
+        used, reason = names + templates, "an adapter has the tokenizer and the chat template of its base"
+    else:
+        used, reason = (
+            [name for name in templates if name != _TOOL_TEMPLATE],
+            "the platform selects no template by name",
+        )
+    return [f"the upload leaves out {', '.join(used)}: {reason}"] if used else []
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the model of the folder has a chat template, in any of the files that may carry it."""
+    if (folder / _TEMPLATE).is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def _folder_beneath(folder: Path) -> str:

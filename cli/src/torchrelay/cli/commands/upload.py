@@ -25,6 +25,7 @@ from torchrelay.cli.api.access import (
 )
 from torchrelay.cli.api.client import given
 from torchrelay.cli.api.model_check import check_folder, check_name
+from torchrelay.cli.api.model_folder import has_chat_template, left_out
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
@@ -120,13 +121,18 @@ def upload(
     before = _version_before(access, full_name)  # also checks the key, before minutes of conversion
     with _model_folder(source, conversion, quantize) as folder:
         model = _run(access, folder, full_name, settings)
+        notes = left_out(folder, is_adapter=base is not None) + model.get("notes", [])
+        may_chat = base is not None or has_chat_template(folder)
     kind = f"adapter of {model['parent']}" if model.get("parent") else f"{model['architecture']}, {model['dtype']}"
     facts = f"{kind}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
-    for note in model.get("notes", ()):
+    for note in notes:
         console.err().print(Text(f"note: {note}"))
-    console.err().print(f"[dim]next: torchrelay chat {model['id']}[/]")
+    if may_chat:
+        console.err().print(f"[dim]next: torchrelay chat {model['id']}[/]")
+    else:
+        console.err().print("[dim]the model has no chat template: call /v1/completions or /v1/embeddings[/]")
 
 
 def _conversion(source: Path) -> Conversion | None:

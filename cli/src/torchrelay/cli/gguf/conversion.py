@@ -51,6 +51,7 @@ class Conversion:
         """
         for name, document in self.files.items():
             text = document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
         _write_weights(folder / "model.safetensors", self.header, self.weights, progress)
 

@@ -110,6 +110,8 @@ class _Reader:
             raise self._refusal(f"the file begins with {quoted(begin[:4])}, not with {_MAGIC!r}")
         self._position = len(_MAGIC)
         version = self._number("I", "version")
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
+            raise self._refusal("the file is big-endian; files in little-endian order alone are read")
         if version not in _VERSIONS:
             raise self._refusal(f"{version} is not supported; supported are {', '.join(map(str, _VERSIONS))}")
 

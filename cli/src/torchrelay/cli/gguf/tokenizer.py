@@ -33,6 +33,17 @@ class _WordSplit:
 _DIGITS = _WordSplit(single_digits=True)
 _THREE_DIGITS = _WordSplit(_WORDS + r"\p{N}{1,3}" + _REST)
 _LLAMA3 = _WordSplit(_THREE_DIGITS.pattern, ignores_merges=True, adds_bos=True)
+_TEMPLATES: Mapping[str, str] = {
+    "tokenizer.chat_template": "chat_template.jinja",
+    "tokenizer.chat_template.tool_use": "additional_chat_templates/tool_use.jinja",
+}
+# Ends of turns, known by their text as in llama.cpp, because some files name the base model's end alone.
+_ENDS: Final = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    )
+)
 _SPLITS: Mapping[str, _WordSplit] = {  # by tokenizer.ggml.pre
     "gpt-2": _WordSplit(),
     "smollm": _DIGITS,
@@ -124,12 +135,15 @@ def tokenizer_files(header: GgufHeader) -> dict[str, Any]:
         if token := metadata.token(kind):
             config[f"{field}_token"] = token[1]
     files: dict[str, Any] = {"tokenizer.json": document, "tokenizer_config.json": config}
-    ends = [token[0] for kind in ("eos", "eot") if (token := metadata.token(kind))]
+    ends = [token[0] for kind in ("eos", "eot", "eom") if (token := metadata.token(kind))]
+    control = zip(metadata.tokens, metadata.types, strict=True)
+    ends += [number for number, (token, kind) in enumerate(control) if kind == _CONTROL and token in _ENDS]
     if ends:
         files["generation_config.json"] = {"eos_token_id": list(dict.fromkeys(ends))}
-    template = header.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        files["chat_template.jinja"] = template
+    for key, name in _TEMPLATES.items():
+        template = header.metadata.get(key)
+        if isinstance(template, str):
+            files[name] = template
     return files
 
 

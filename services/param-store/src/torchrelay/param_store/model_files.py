@@ -14,6 +14,7 @@ from torchrelay.modelspec.text_part import text_config
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for requests with tools
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
@@ -27,7 +28,7 @@ MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
     **dict.fromkeys((MODULES, POOLING), 64 << 10),
     **dict.fromkeys((INDEX_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS), 4 << 20),
     **dict.fromkeys((TOKENIZER, "vocab.json", "merges.txt"), 64 << 20),
-    TEMPLATE: 256 << 10,
+    **dict.fromkeys((TEMPLATE, TOOL_TEMPLATE), 256 << 10),
     ADAPTER_CONFIG: 64 << 10,
     ADAPTER_WEIGHTS: MAX_ADAPTER_BYTES,
 }

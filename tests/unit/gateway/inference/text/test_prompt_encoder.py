@@ -52,9 +52,12 @@ class EncoderRig:
     def model(self, *, vocab_size: int = 1 << 20, context: int = 4096, **files: bytes) -> PublishedModel:
         """A model with these files beside its tokenizer; names with underscores for dots."""
         named = {"tokenizer.json": TINY} | {
-            {"config": "tokenizer_config.json", "template": "chat_template.jinja", "tokenizer": "tokenizer.json"}[
-                name
-            ]: data
+            {
+                "config": "tokenizer_config.json",
+                "template": "chat_template.jinja",
+                "tool_template": "additional_chat_templates/tool_use.jinja",
+                "tokenizer": "tokenizer.json",
+            }[name]: data
             for name, data in files.items()
         }
         digests = {name: blake3(data).hexdigest() for name, data in named.items()}
@@ -97,6 +100,18 @@ async def test_texts_and_chats_become_tokens(rig: EncoderRig) -> None:
     assert await rig.prompts.token_ids(PRINCIPAL, model, GenerateParams("echo", token_ids=(1, 2))) == (1, 2)
     both = rig.model(config=config, template=b"{{ bos_token }} of the file")
     assert await rig.text(both, CHAT) == "<s> of the file"
+
+
+async def test_a_file_with_the_template_for_tools_is_used(rig: EncoderRig) -> None:
+    tools = b"{{ bos_token }}tools {{ tools[0].function.name }} <tool_call>"
+    tool = {"type": "function", "function": {"name": "time"}}
+    for default in (
+        {"template": b"plain", "config": json.dumps({"bos_token": "<s>"}).encode()},
+        {"config": json.dumps({"bos_token": "<s>", "chat_template": "plain"}).encode()},
+    ):
+        model = rig.model(tool_template=tools, **default)
+        assert await rig.text(model, CHAT) == "plain"
+        assert await rig.text(model, replace(CHAT, tools=(tool,))) == "<s>tools time <tool_call>"
 
 
 def with_bos() -> bytes:
@@ -258,6 +273,19 @@ async def test_held_files_that_fill_the_cache_cause_overload(reader: StoreFileRe
                 await contents(files, IDS[2:3], "beta")
             assert len(list(held[0].path.parent.iterdir())) == 2
         assert await contents(files, IDS[2:3], "beta") == ENCODED[2:3]
+
+
+async def test_files_stay_where_a_new_one_has_no_space(store: EchoStore, reader: StoreFileReader) -> None:
+    large = b"x" * 1500
+    file_id = (TOKENIZER, blake3(large).hexdigest())
+    store.files[file_id[1]] = large
+    async with ModelFiles(reader, max_bytes=2000) as files:
+        await contents(files, IDS[1:2])
+        async with files.held("acme", IDS[:1]):
+            with pytest.raises(Overloaded):
+                await contents(files, [file_id], "beta")
+            store.reads.clear()
+            assert await contents(files, IDS[1:2]) == ENCODED[1:2] and not store.reads
 
 
 async def test_equal_bytes_under_two_names_are_two_files(reader: StoreFileReader) -> None:

@@ -2,7 +2,7 @@
 
     in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config", "base_dtype", "engines"}
     out  {"stage", "done", "total"} ...   then one of the following; stage "validate" also has "notes", sentences about
-                                         weights that are converted or left out
+                                         what is converted or left out
          {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest; files that
                                                  replace those of the upload lie beside the pack
          {"checked": {"num_matrices"}}           an adapter of base_config, of which nothing is written
@@ -56,7 +56,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int, engines: Sequen
     check_engine(config, engines)
     check_eos(folder, document, config.vocab_size)
     embeds = check_embedding(folder, config)
-    check_other_documents(folder)
+    document_notes = check_other_documents(folder)
     completed_files = check_tokenizer(folder, config.vocab_size)
     checkpoint = read_checkpoint(folder)
     tensors = unpacked_int8(config, tensors_of_text(document, checkpoint.tensors))
@@ -69,7 +69,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int, engines: Sequen
     if largest_slot_bytes and num_bytes > largest_slot_bytes:
         detail = f"the weights need {num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"
         raise PackRefused(plan.sources[0].file, detail)
-    emit(stage="validate", done=num_bytes, total=num_bytes, notes=plan.notes)
+    emit(stage="validate", done=num_bytes, total=num_bytes, notes=(*plan.notes, *document_notes))
 
     num_reported = 0
 

@@ -29,10 +29,11 @@ from torchrelay.param_store.model_files import (
     TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    TOOL_TEMPLATE,
     named_tokens,
 )
 from torchrelay.param_store.packer.added_tokens import TokenDeclarations
-from torchrelay.param_store.packer.core import PackRefused, quoted
+from torchrelay.param_store.packer.core import PackRefused, listed, quoted
 
 _MAX_NUMBER = 2**31 - 1
 MAX_DEPTH = 32  # of nested objects and lists; all readers of these documents parse recursively
@@ -227,15 +228,25 @@ def _without_id(token: AddedTokenEntry) -> dict[str, Any]:
     return token.fields() | {"id": None}
 
 
-def check_other_documents(folder: Path) -> None:
-    """Checks the documents for the gateway: valid JSON, texts within limits, templates that parse."""
+def check_other_documents(folder: Path) -> tuple[str, ...]:
+    """Checks the documents for the gateway: valid JSON, texts within limits, templates that parse.
+
+    Returns notes about templates that the gateway does not use.
+    """
     for file in PASSED_ON:
         _check_texts(file, _optional(folder, file))
-    if (folder / TEMPLATE).exists():
-        try:
-            _check_template(TEMPLATE, "", _read_bounded(folder, TEMPLATE).decode("utf-8"))
-        except UnicodeDecodeError:
-            raise PackRefused(TEMPLATE, "it is not UTF-8 text") from None
+    for file in (TEMPLATE, TOOL_TEMPLATE):
+        if (folder / file).exists():
+            try:
+                _check_template(file, "", _read_bounded(folder, file).decode("utf-8"))
+            except UnicodeDecodeError:
+                raise PackRefused(file, "it is not UTF-8 text") from None
+    templates = _optional(folder, TOKENIZER_CONFIG).get("chat_template")
+    names = [each.get("name") for each in templates if isinstance(each, dict)] if isinstance(templates, list) else []
+    used = () if (folder / TEMPLATE).exists() else ("default", "tool_use")
+    if unused := [name for name in names if isinstance(name, str) and name not in used]:
+        return (f"chat templates of {TOKENIZER_CONFIG} were left out: {listed(unused)}",)
+    return ()
 
 
 def _check_texts(file: str, document: dict[str, Any]) -> None:

@@ -17,11 +17,20 @@ from weakref import WeakValueDictionary
 
 from torchrelay.common.errors import Overloaded, Unavailable
 from torchrelay.gateway.clients.file_reader import StoreFileReader
-from torchrelay.gateway.inference.text.processes.frames import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, FileId
+from torchrelay.gateway.inference.text.processes.frames import (
+    CHAT_TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TOOL_TEMPLATE,
+    FileId,
+)
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
 
-MAX_FILE_BYTES: Final = {TOKENIZER: 64 << 20, TOKENIZER_CONFIG: 4 << 20, CHAT_TEMPLATE: 4 << 20}
+MAX_FILE_BYTES: Final = {
+    TOKENIZER: 64 << 20,
+    **dict.fromkeys((TOKENIZER_CONFIG, CHAT_TEMPLATE, TOOL_TEMPLATE), 4 << 20),
+}
 MAX_BYTES: Final = 256 << 20
 MAX_DOWNLOADS: Final = 4  # of one tenant at once
 DOWNLOAD_TIMEOUT_S: Final = 60.0
@@ -102,11 +111,11 @@ class ModelFiles:
         if (other := self._files.get(file_id)) is not None:  # another tenant was faster
             os.unlink(path)
             return other
-        for evicted in self._lru.evict_for(num_bytes, tenant, self._num_holders):
-            self._files.pop(evicted).path.unlink()
-        if self._lru.num_bytes + num_bytes > self._max_bytes:
+        if not self._lru.can_fit(num_bytes, self._num_holders):
             os.unlink(path)
             raise Overloaded("too many models' files are in use at this gateway; try again")
+        for evicted in self._lru.evict_for(num_bytes, tenant, self._num_holders):
+            self._files.pop(evicted).path.unlink()
         self._lru.add(file_id, tenant, num_bytes)
         self._files[file_id] = LocalFile(file_id, Path(path), num_bytes)
         return self._files[file_id]

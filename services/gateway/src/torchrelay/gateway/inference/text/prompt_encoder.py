@@ -18,6 +18,7 @@ from torchrelay.gateway.inference.text.processes.frames import (
     CHAT_TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    TOOL_TEMPLATE,
     FileId,
     Prompt,
     Refusal,
@@ -100,7 +101,8 @@ class PromptEncoder:
         if params.messages is not None:
             _check_integers(params)
             digests = model.version.file_digests
-            file_ids += [(name, digests[name]) for name in (TOKENIZER_CONFIG, CHAT_TEMPLATE) if name in digests]
+            names = (TOKENIZER_CONFIG, CHAT_TEMPLATE, TOOL_TEMPLATE)
+            file_ids += [(name, digests[name]) for name in names if name in digests]
         prompt = Prompt(
             files=tuple(file_ids),
             vocab_size=shape.vocab_size,

@@ -17,7 +17,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The rendering of messages; a ``template_file`` takes precedence over the configuration's own template."""
+    """The rendering of messages; files of templates take precedence over the configuration's own."""
 
     template: ChatTemplate | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class ChatFormat:
 
 
 def template_file(encoded: bytes) -> ChatTemplate:
-    """The template of a ``chat_template.jinja``. Raises ``ValueError``."""
+    """The template of a ``.jinja`` file. Raises ``ValueError``."""
     return _template(encoded.decode())
 
 

@@ -22,6 +22,7 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
+TOOL_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"
 
 RefusalCause: TypeAlias = Literal[
     "file",  # it cannot be read: ``detail``

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO, Final
 
@@ -38,6 +39,7 @@ from torchrelay.gateway.inference.text.processes.frames import (
     LENGTH_BYTES,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    TOOL_TEMPLATE,
     Answer,
     Command,
     FileId,
@@ -67,7 +69,7 @@ class PromptRefused(Exception):
 _LOADERS: dict[str, Any] = {
     TOKENIZER: partial(load_tokenizer, has_disk=False),
     TOKENIZER_CONFIG: chat_format.tokenizer_config,
-    CHAT_TEMPLATE: chat_format.template_file,
+    **dict.fromkeys((CHAT_TEMPLATE, TOOL_TEMPLATE), chat_format.template_file),
 }
 
 
@@ -168,13 +170,12 @@ class TextService:
         return grammar
 
     def _format(self, prompt: Prompt) -> ChatFormat:
-        config: ChatFormat | None = self._file(prompt, TOKENIZER_CONFIG)
+        config: ChatFormat = self._file(prompt, TOKENIZER_CONFIG) or ChatFormat()
         template: ChatTemplate | None = self._file(prompt, CHAT_TEMPLATE)
-        if config is None:
-            return ChatFormat(template)
-        if template is None:
+        tool_template: ChatTemplate | None = self._file(prompt, TOOL_TEMPLATE)
+        if template is None and tool_template is None:
             return config
-        return ChatFormat(template, config.special_tokens, declared_syntax=config.declared_syntax)
+        return replace(config, template=template or config.template, tool_template=tool_template)
 
     def _file(self, prompt: Prompt, name: str) -> Any:
         return next((self._loaded[file] for file in prompt.files if file[0] == name), None)
