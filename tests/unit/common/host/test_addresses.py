@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +108,49 @@ def test_container_cpu_limit_counts(tmp_path: Path) -> None:
     for limit, expected in (("max 100000", num_cores), ("50000 100000", 1), ("100001 100000", 2), ("900000 1000", 900)):
         (tmp_path / "cpu.max").write_text(f"{limit}\n")
         assert available_cores(tmp_path) == min(expected, num_cores)
+
+
+def test_limits_of_all_enclosing_cgroups_count(tmp_path: Path) -> None:
+    """A batch job and a unit of systemd have cgroups below the root, of either version."""
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text("MemAvailable: 8 kB\n")
+    job = tmp_path / "memory" / "slurm" / "job"
+    job.mkdir(parents=True)
+    for lines in ("4:memory:/slurm/job\n3:cpu,cpuacct:/\n0::/\n", "4:memory:/slurm/job/step\n"):
+        own.write_text(lines)
+        for folder, limit in ((job, 7000), (job.parent, 6000)):
+            for name, text in (("limit_in_bytes", limit), ("usage_in_bytes", 5000)):
+                (folder / f"memory.{name}").write_text(f"{text}\n")
+            (folder / "memory.stat").write_text("total_inactive_file 1000\n")
+        assert available_memory_bytes(meminfo, tmp_path, own) == 2000
+    unit = tmp_path / "system.slice" / "up.service"
+    unit.mkdir(parents=True)
+    own.write_text("0::/system.slice/up.service\n")
+    (unit.parent / "cpu.max").write_text("100000 100000\n")
+    assert available_cores(tmp_path, own) == 1
+
+
+def test_real_cgroup_bounds_the_memory_of_a_process() -> None:
+    folder = Path("/sys/fs/cgroup/memory")
+    limit = "memory.limit_in_bytes" if folder.is_dir() else "memory.max"
+    group = (folder if folder.is_dir() else folder.parent) / f"torchrelay-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(512 << 20))
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    else:
+        program = (
+            "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()));"
+            "from torchrelay.common.host.machine import Machine; print(Machine.here().memory_bytes)"
+        )
+        child = subprocess.run(
+            [sys.executable, "-c", program, group / "cgroup.procs"], capture_output=True, text=True, check=True
+        )
+        assert 0 < int(child.stdout) <= 512 << 20
+    finally:
+        if group.is_dir():
+            group.rmdir()
 
 
 def test_container_memory_limit_counts(tmp_path: Path) -> None:

@@ -18,10 +18,19 @@ from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, Un
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.remote.file_reader import FileReader, ReadBuffers
 from torchrelay.param_store.remote.folder_store import FolderStore
+from torchrelay.param_store.remote.object_store import part_bytes
 from torchrelay.param_store.remote.remote_store import RangeReader, RemoteOptions, RemoteStore, open_remote
 from torchrelay.transfer.manifest import PAGE_BYTES
 
 MIB = 1 << 20
+
+
+def test_parts_of_large_packs_are_fewer_than_stores_take() -> None:
+    """A pack of 70 billion parameters in bf16 has 141 GB, and S3 takes 10,000 parts."""
+    for num_bytes in (0, 1, 83_886_080_000, 141_000_000_000, 5 << 40):
+        size = part_bytes(num_bytes)
+        assert size >= 8 * MIB and size % MIB == 0 and num_bytes / size <= 9000
+    assert part_bytes(60 << 30) == 8 * MIB
 
 
 @pytest.fixture

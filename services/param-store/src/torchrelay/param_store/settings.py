@@ -68,7 +68,9 @@ class StoreSettings(ServiceSettings):
         description="Maximum bytes of packs cached on disk, below data_dir; unset: for an object store half of the "
         "free space, at most 64 GiB; for a folder none.",
     )
-    max_upload_bytes: int = Field(1 << 40, ge=1, description="Maximum bytes of one upload.")
+    max_upload_bytes: int = Field(
+        1 << 40, ge=1, le=5 << 40, description="Maximum bytes of one upload; object stores take 5 TiB."
+    )
     upload_expiry_s: float = Field(86400.0, gt=0, description="An upload left untouched for this long is removed.")
     max_open_uploads: int = Field(256, ge=1, description="Maximum open uploads of all tenants; more are refused.")
     num_packers: int = Field(

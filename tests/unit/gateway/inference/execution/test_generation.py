@@ -64,6 +64,18 @@ def test_unknown_choices_and_stale_attempts_are_dropped() -> None:
     assert generation.num_attempts(2) == 2
 
 
+def test_excused_attempts_are_those_of_a_choice() -> None:
+    """A choice that lost its slot gives the others no more tries."""
+    generation = Generation(2, 10)
+    for choice in range(2):
+        generation.accept(output(1, choice, 0, 5))
+    lost, failed = generation.resume(1)
+    for _ in range(3):
+        [lost] = generation.resume(lost.attempt, is_excused=True)
+    [failed] = generation.resume(failed.attempt)
+    assert (generation.num_attempts(lost.attempt), generation.num_attempts(failed.attempt)) == (2, 3)
+
+
 def with_logprobs(attempt: int, position: int, *tokens: int, finish: pb.FinishReason | int = 0) -> pb.ChoiceOutput:
     """Logprobs that name attempt and position: -(100 * attempt + position)."""
     made = output(attempt, 0, position, *tokens, finish=finish)

@@ -312,6 +312,15 @@ async def test_requests_get_all_tokens_through_repeated_failures(make_rig: MakeR
     assert all(usage.num_output_tokens == 200 for usages in rig.ports.settled.values() for usage in usages)
 
 
+async def test_release_reports_why_an_attempt_failed(rig: TokenPathRig) -> None:
+    asking = await ask_until(rig, rig.workers[0], 10)
+    await rig.workers[0].kill()
+    await asking
+    await eventually(lambda: len(rig.scheduler.releases) == 2)
+    errors = [[each.detail for each in release.phases if each.name == "error"] for release in rig.scheduler.releases]
+    assert errors == [["worker w0 was lost"], []]
+
+
 async def test_release_reports_the_phases(rig: TokenPathRig) -> None:
     rig.workers[0].num_cached = 5
     await ask(rig, 4)
@@ -323,6 +332,7 @@ async def test_release_reports_the_phases(rig: TokenPathRig) -> None:
     assert release.num_output_tokens == 4
     admit = rig.scheduler.admits[0]
     assert (admit.num_prompt_tokens, admit.max_tokens, admit.num_choices) == (len(PROMPT), 4, 1)
+    assert rig.ports.opened[0].opened_unix_us == release.phases[0].begin_unix_us  # before it is prepared
     assert next(iter(rig.ports.settled.values()))[0].num_cached_prompt_tokens == 5
 
 

@@ -157,8 +157,8 @@ async def test_decoder_is_loaded_without_a_prompt(rig: EncoderRig) -> None:
 
 async def test_overlong_prompts_name_their_length(rig: EncoderRig) -> None:
     model = rig.model(context=4, template=b"{{ 'x ' * 64 }}")
-    assert "has 129 characters, too many" in (await rig.error(model, replace(TEXT, text="x" * 129))).message
-    assert "has 64 tokens" in (await rig.error(model, replace(TEXT, text="x " * 32))).message
+    assert "129 characters > 4 maximum" in (await rig.error(model, replace(TEXT, text="x" * 129))).message
+    assert "64 tokens > 4 maximum" in (await rig.error(model, replace(TEXT, text="x " * 32))).message
     assert isinstance(await rig.error(rig.model(context=4, template=b"{{ 'x' * 999 }}"), CHAT), ContextLengthExceeded)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,12 @@ SHARED_MEMORY = Path("/dev/shm")
 _RESERVED_SHARED_BYTES = 4 << 20
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# Limit, use, and the figure of page cache that can be given up: of version 2 and of version 1.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +44,34 @@ class Machine:
         return cls(available_cores(), available_memory_bytes(), shared, shared_memory)
 
 
-def available_cores(cgroup: Path = _CGROUP) -> int:
-    """Cores that this process may use: what its affinity allows, or the container's CPU limit if less."""
-    num_cores = len(os.sched_getaffinity(0))
+def available_cores(cgroup: Path = _CGROUP, own: Path = _OWN_CGROUPS) -> int:
+    """Cores that this process may use: what its affinity allows, or the least CPU limit of its cgroups if less."""
+    limits = [len(os.sched_getaffinity(0))]
+    for group in _groups("cpu", cgroup, own):
+        with suppress(OSError, ValueError):  # not of this version, or without a limit ("max")
+            limit_us, period_us = map(int, (group / "cpu.max").read_text().split())
+            limits.append(math.ceil(limit_us / period_us))
+        with suppress(OSError):
+            limit_us, period_us = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            limits += [math.ceil(limit_us / period_us)] if limit_us > 0 else []
+    return min(limits)
+
+
+def _groups(controller: str, cgroup: Path, own: Path) -> Iterator[Path]:
+    """The cgroups, of version 2 or 1, that may limit this process, from its own up to the root.
+
+    A container may see its own as the root; a batch job or a unit of systemd has one below it.
+    """
     try:
-        limit_us, period_us = (cgroup / "cpu.max").read_text().split()
-        return min(num_cores, math.ceil(int(limit_us) / int(period_us)))
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return num_cores
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root, below = cgroup / controller if controllers else cgroup, Path(path.lstrip("/"))
+        yield from (root / folder for folder in (below, *below.parents))
 
 
 def available_shared_bytes(folder: Path) -> int:
@@ -51,8 +79,8 @@ def available_shared_bytes(folder: Path) -> int:
     return max(shutil.disk_usage(folder).free - _RESERVED_SHARED_BYTES, 0)
 
 
-def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """Memory that can be taken without swapping, page cache included: the machine's, or the container's if less.
+def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, own: Path = _OWN_CGROUPS) -> int | None:
+    """Memory that can be taken without swapping, page cache included: the machine's, or the least of its cgroups'.
 
     None where the system does not say.
     """
@@ -61,13 +89,13 @@ def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> 
     except OSError:
         return None
     available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    try:
-        limit_bytes = int((cgroup / "memory.max").read_text())
-        used_bytes = int((cgroup / "memory.current").read_text())
-        figures = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return min(available, default=None)
-    return min(*available, max(limit_bytes - used_bytes + int(figures.get("inactive_file", 0)), 0))
+    for group in _groups("memory", cgroup, own):
+        for limit, used, cached in _MEMORY_FILES:
+            with suppress(OSError, ValueError):  # not of this version, or without a limit ("max")
+                free_bytes = int((group / limit).read_text()) - int((group / used).read_text())
+                figures = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                available.append(max(free_bytes + int(figures.get(cached, 0)), 0))
+    return min(available, default=None)
 
 
 def check_threads(num_threads: int, machine: Machine) -> None:

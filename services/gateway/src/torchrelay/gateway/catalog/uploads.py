@@ -166,7 +166,8 @@ class Uploads:
                     if progress.HasField("version"):
                         version = version_of(progress.version)
                         # Shielded: a client that disconnects now must not leave an unreferenced version behind.
-                        await asyncio.shield(self._publish(upload, version, scaling))
+                        publishing = asyncio.ensure_future(self._publish(upload, version, scaling))
+                        await asyncio.shield(self._database.own(publishing))
                     yield progress
         except UploadRefused as refused:
             await self._forget(upload)

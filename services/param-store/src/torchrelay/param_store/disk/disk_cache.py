@@ -29,7 +29,6 @@ from torchrelay.transfer.manifest import pack_id_of
 
 log = get_logger(__name__)
 _RESERVED_DISK_BYTES = 256 << 20
-_DEFAULT_LIMIT_BYTES = 64 << 30
 _MAX_REPORTED_PACKS = 1024
 
 
@@ -64,10 +63,10 @@ def select_evictions(
 
 
 def default_limit_bytes(folder: Path) -> int:
-    """The default limit of ``folder``: half of the space that is free or already its own, at most 64 GiB."""
+    """The default limit of ``folder``: half of the space that is free or already its own."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     own = sum(pack.num_bytes for pack in _packs_in(folder))
-    return min((shutil.disk_usage(existing).free + own) // 2, _DEFAULT_LIMIT_BYTES)
+    return (shutil.disk_usage(existing).free + own) // 2
 
 
 class DiskCache:

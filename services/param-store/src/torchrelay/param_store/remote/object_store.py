@@ -27,9 +27,15 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 _PART_BYTES = 8 << 20
-_NUM_PARTS_AT_ONCE = 4  # 32 MiB of a pack in memory while it is uploaded
+_MAX_PARTS = 9000  # S3 and Google take 10,000
+_NUM_PARTS_AT_ONCE = 4  # 32 MiB of a pack in memory while it is uploaded, more of one above 70 GiB
 _PART_TIMEOUT_S = 120.0
 _ENDPOINT = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+
+
+def part_bytes(num_bytes: int) -> int:
+    """The size of the parts in which an object of ``num_bytes`` is sent: whole MiB."""
+    return max(_PART_BYTES, -(-num_bytes // (_MAX_PARTS << 20)) << 20)
 
 
 class ObjectStore(RemoteStore):
@@ -61,7 +67,8 @@ class ObjectStore(RemoteStore):
 
     def put_file(self, key: str, path: Path) -> None:
         with self._translating(key):
-            obstore.put(self._writes, key, path, chunk_size=_PART_BYTES, max_concurrency=_NUM_PARTS_AT_ONCE)
+            size = part_bytes(path.stat().st_size)
+            obstore.put(self._writes, key, path, chunk_size=size, max_concurrency=_NUM_PARTS_AT_ONCE)
 
     def put_bytes(self, key: str, data: bytes) -> None:
         with self._translating(key):

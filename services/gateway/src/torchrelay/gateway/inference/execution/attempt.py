@@ -97,6 +97,7 @@ class Attempt:
     ended_unix_us: int = 0
     num_output_tokens: int = 0
     measured: list[types_pb2.Phase] = field(default_factory=list)
+    error: str = ""  # why it failed
     _streams: dict[str, RunStream] = field(default_factory=dict)
 
     @property
@@ -189,11 +190,12 @@ class Attempt:
         """Whether it is placed and has neither a token nor reported progress."""
         return self.placement is not None and not self.is_prompt_begun and not self.first_token_unix_us
 
-    def end(self, *, is_running: bool, is_recalled: bool = False, keeps_prompt: bool = False) -> None:
+    def end(self, *, is_running: bool, is_recalled: bool = False, keeps_prompt: bool = False, error: str = "") -> None:
         """Leaves the workers and releases the placement.
 
         There the attempt is recalled with ``keeps_prompt``, otherwise cancelled if it ``is_running``.
         """
+        self.error = error
         key = self.key
         # The prefill worker first: the decode worker refuses the KV once it has been told.
         for stream in reversed(self._streams.values()):
@@ -219,7 +221,7 @@ class Attempt:
         """The attempt's timeline, as far as the gateway knows it.
 
         ``prepare``: authentication, chat template, tokenization and limits, before admission. ``decode``: from the
-        first token to the attempt's end.
+        first token to the attempt's end. ``error``: the moment of a failure, whose detail is the message.
         """
         where = self.upstreams.gateway_id
         phases = []
@@ -234,4 +236,7 @@ class Attempt:
         own = [
             types_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where) for name, begin, end in phases
         ]
+        if self.error:
+            at = self.ended_unix_us
+            own.append(types_pb2.Phase(name="error", begin_unix_us=at, end_unix_us=at, where=where, detail=self.error))
         return own + self.measured

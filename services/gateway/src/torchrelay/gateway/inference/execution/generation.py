@@ -162,8 +162,8 @@ class Generation:
             return None
         return cause
 
-    def resume(self, attempt: int) -> list[AttemptPlan]:
-        """The attempts that take over from the failed ``attempt``.
+    def resume(self, attempt: int, *, is_excused: bool = False) -> list[AttemptPlan]:
+        """The attempts that take over from ``attempt``, which failed, or ended without a failure of its own.
 
         Choices with tokens each get their own attempt, because their contexts differ; those without share one. Finished
         choices are not resumed.
@@ -172,7 +172,7 @@ class Generation:
         fresh: list[ChoiceProgress] = []
         for progress in self._carried_by(attempt):
             self._restart(progress)
-            progress.num_attempts += 1
+            progress.num_attempts += not is_excused
             if progress.tokens:
                 plans.append(self._take_over([progress]))
             else:
@@ -214,7 +214,7 @@ class Generation:
         progress.num_forced = len(progress.tokens)
 
     def num_attempts(self, attempt: int) -> int:
-        """How often the choices of ``attempt`` have been placed, including this attempt."""
+        """How often the choices of ``attempt`` have been placed, without excused attempts, including this one."""
         return max((c.num_attempts for c in self.choices if c.attempt == attempt), default=0)
 
     @property

@@ -106,7 +106,6 @@ class RunningRequest:
         self._ledger_writer = ledger_writer
         self._reservation = reservation
         self._max_attempts = max_attempts
-        self._num_excused = 0  # attempts that ended without a failure of theirs
         self._generation = generation_of(resolved)
         self._keep_alive_s = keep_alive_s
         self._notifier = Notifier(FIRST_KEEP_ALIVE_S, self._next_keep_alive_s)
@@ -172,7 +171,7 @@ class RunningRequest:
                 max_tokens=resolved.sampling.max_tokens,
                 num_choices=resolved.num_choices,
                 gateway_id=self._upstreams.gateway_id,
-                opened_unix_us=now_unix_us(),
+                opened_unix_us=resolved.arrived_unix_us,
             )
         )
         self._opening.add_done_callback(self._opened)
@@ -247,11 +246,11 @@ class RunningRequest:
             self._opening, self._reservation, self.resolved.request_id, self.resolved.model.name, usages
         )
 
-    def _free(self) -> None:
+    def _free(self, error: str = "") -> None:
         for timer in self._timers:
             timer.cancel()
         for attempt in self._attempts.values():
-            attempt.end(is_running=True)
+            attempt.end(is_running=True, error=error)
         self._attempts.clear()
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class RunningRequest:
 
     def _fail(self, failure: TorchrelayError | ClientDisconnected) -> None:
         self._failure = failure  # ``next`` raises it after returning the tokens accepted before
-        self._free()
+        self._free(failure.message if isinstance(failure, TorchrelayError) else "")
         self._notifier.end_pause()
         self._notifier.notify()
 
@@ -333,9 +332,8 @@ class RunningRequest:
             raise run_error(error, self.resolved.format_field)
         attempt = self._attempts.get(number)
         # The scheduler may take the slot of a running answer again and again, as for tenants without a slot.
-        if attempt is not None and attempt.num_output_tokens and error.code == pb.RunError.CODE_WRONG_INSTANCE:
-            self._num_excused += 1
-        self._retry(number, run_error(error), error.lost_worker)
+        is_excused = bool(attempt and attempt.num_output_tokens and error.code == pb.RunError.CODE_WRONG_INSTANCE)
+        self._retry(number, run_error(error), error.lost_worker, is_excused=is_excused)
 
     def _refused(self, refusal: scheduler_pb2.Refusal) -> None:
         attempt = self._attempts.get(refusal.key.attempt)
@@ -357,20 +355,19 @@ class RunningRequest:
             return
         del self._attempts[number]
         attempt.end(is_running=True, is_recalled=True, keeps_prompt=keeps_prompt)
-        self._num_excused += 1
-        for plan in self._generation.resume(number):
+        for plan in self._generation.resume(number, is_excused=True):
             log.info("request_recalled", request_id=self.resolved.request_id, attempt=plan.attempt)
             self._admit(plan)
 
-    def _retry(self, number: int, error: TorchrelayError, lost_worker: str = "") -> None:
+    def _retry(self, number: int, error: TorchrelayError, lost_worker: str = "", *, is_excused: bool = False) -> None:
         attempt = self._attempts.pop(number, None)
         if attempt is None:
             return
         if lost_worker and lost_worker not in self._lost_workers:
             self._lost_workers.append(lost_worker)
-        attempt.end(is_running=True)
-        for plan in self._generation.resume(number):
-            num_attempts = self._generation.num_attempts(plan.attempt) - self._num_excused
+        attempt.end(is_running=True, error=error.message)
+        for plan in self._generation.resume(number, is_excused=is_excused):
+            num_attempts = self._generation.num_attempts(plan.attempt)
             if num_attempts > self._max_attempts:
                 raise error
             log.info("request_resumed", request_id=self.resolved.request_id, attempt=plan.attempt, why=error.message)

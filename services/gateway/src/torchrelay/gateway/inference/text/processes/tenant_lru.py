@@ -48,6 +48,11 @@ class TenantLru(Generic[K]):
             entry.owner = None
         self._entries.move_to_end(key)
 
+    def can_fit(self, num_bytes: int, kept: Collection[K]) -> bool:
+        """Whether ``num_bytes`` fit beside the entries in ``kept``."""
+        held = sum(entry.num_bytes for key, entry in self._entries.items() if key in kept)
+        return held + num_bytes <= self._max_bytes
+
     def evict_for(self, num_bytes: int, tenant: str, kept: Collection[K] = ()) -> list[K]:
         """Removes and returns the entries that must go so that ``num_bytes`` fit, if they can; ``kept`` stays."""
         gone: list[K] = []
