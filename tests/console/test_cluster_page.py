@@ -41,6 +41,23 @@ def test_instance_and_relay_tell_why(console: Console) -> None:
     assert_accessible_and_fits(page)
 
 
+def test_failed_load_is_shown_with_its_model(console: Console) -> None:
+    chat(console.open(console.reader), "What is a load?")
+    sample = sample_of(console)
+    slot = {"state": "free", "instance": "", "models": ["reader/glossary"], "error": "out of memory"}
+    sample["hosts"][0]["slots"][0] |= slot  # as after a failed load
+    body = f"data: {json.dumps(sample)}\n\n"
+    page = console.open(console.platform.home.admin_key())
+    page.route("**/console/live", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.reload()
+    page.get_by_text("Models at zero").wait_for()
+    turn_to(page, "Cluster")
+    row = page.get_by_role("region", name="Slots of").locator("tbody tr").first
+    expect(row).to_contain_text("reader/glossary failed to load: out of memory")
+    assert_accessible_and_fits(page)
+    page.unroute_all(behavior="ignoreErrors")
+
+
 def test_loading_worker_is_shown_with_its_pair(console: Console) -> None:
     chat(console.open(console.reader), "What is a pair?")
     sample = sample_of(console)

@@ -138,9 +138,9 @@ def test_upload_key_chat_and_a_bill_that_equals_the_ledger(console: Console, tmp
     turn_to(page, "Usage and bill")
     for group in ("day", "model", "key"):
         page.get_by_label("Sums by").select_option(group)
-        expect(page.locator("thead th").first).to_have_text(group)
-        assert total(page, "cost") == f"${cost_nano / 1e9:.9f}"
-        assert total(page, "completion tokens") == f"{num_tokens:,}"
+        expect(page.locator("thead th").first).to_have_text(group.capitalize())
+        assert total(page, "Cost, $") == f"{cost_nano / 1e9:.9f}"
+        assert total(page, "Output tokens") == f"{num_tokens:,}"
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save as CSV").click()
     assert saved.value.path().read_text().splitlines()[1].endswith(f'"{cost_nano / 1e9:.9f}"')

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+
 import pytest
 from playwright.sync_api import Page, Route, expect
 
 from tests.console.conftest import Console
-from tests.console.test_console import HOSTILE, assert_accessible_and_fits, chat, turn_to
+from tests.console.test_console import HOSTILE, PHONE, assert_accessible_and_fits, chat, turn_to
 from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.e2e
+EDGES = """async (address) => {
+    const picture = new Image();
+    picture.src = address;
+    await picture.decode();
+    const context = document.createElement("canvas").getContext("2d");
+    context.canvas.width = picture.width;
+    context.drawImage(picture, 0, 0);
+    return [3, picture.width - 4].map((x) => context.getImageData(x, 15, 1, 1).data[0]);
+}"""
 
 
 def rows(page: Page) -> list[str]:
     return page.get_by_role("region", name="Requests").locator("tbody tr").all_inner_texts()
+
+
+def with_one_request(route: Route) -> None:
+    """The list, a request per page."""
+    route.continue_(url=route.request.url.replace("limit=50", "limit=1"))
 
 
 def test_chat_is_listed_with_its_timeline(console: Console) -> None:
@@ -34,6 +50,44 @@ def test_chat_is_listed_with_its_timeline(console: Console) -> None:
     with console.platform.admin() as admin:
         ids = {each["id"] for each in admin.call("GET", "/v1/requests?limit=500")["data"]}
     assert request_id in ids
+
+
+def test_request_took_its_preparation_too(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is preparation?")
+    page.get_by_role("link", name="Where its time went").click()
+    expect(page.get_by_role("region", name="Phases").get_by_role("row", name="prepare")).to_be_visible()
+    request_id = page.get_by_role("heading", level=2).first.inner_text()
+    with console.platform.admin() as admin:
+        request = admin.call("GET", f"/v1/requests/{request_id}")
+        phases = admin.call("GET", f"/v1/requests/{request_id}/explain")["phases"]
+    begin = min(phase["begin_unix_us"] for phase in phases)
+    end = max(phase["end_unix_us"] for phase in phases)
+    assert request["opened_unix_us"] == begin
+    assert request["ended_unix_us"] >= end
+
+
+def test_failed_request_tells_its_error(console: Console) -> None:
+    """No attempt goes on after a worker's own failure: the answer carries its message, and so does the page."""
+    page = console.open(console.reader)
+    chat(page, "What is a failure?")
+    link = page.get_by_role("link", name="Where its time went")
+    failure = {"name": "error", "where": "gateway-0", "detail": HOSTILE}
+
+    def with_failure(route: Route) -> None:
+        answer = route.fetch().json()
+        if "phases" in answer:
+            end = max(phase["end_unix_us"] for phase in answer["phases"])
+            answer["phases"].append(failure | {"begin_unix_us": end, "end_unix_us": end})
+        else:
+            answer |= {"status": "error", "causes": ["error"]}
+        route.fulfill(json=answer)
+
+    page.route("**/v1/requests/**", with_failure)
+    link.click()
+    expect(page.locator("p.error")).to_have_text(f"Error: {HOSTILE}")
+    assert page.locator("img").count() == 0
+    assert_accessible_and_fits(page)
 
 
 def test_model_and_status_select(console: Console) -> None:
@@ -73,7 +127,7 @@ def test_older_page_and_back(console: Console) -> None:
     page = console.open(console.reader)
     chat(page, "What is a page?")
     chat(page, "And the next?")
-    page.route("**/v1/requests?*", lambda route: route.continue_(url=route.request.url.replace("limit=50", "limit=1")))
+    page.route("**/v1/requests?*", with_one_request)
     turn_to(page, "Requests")
     expect(page.get_by_role("region", name="Requests").locator("tbody tr")).to_have_count(1)
     (newest,) = rows(page)
@@ -136,6 +190,30 @@ def test_timeline_of_a_running_request_grows(console: Console) -> None:
     page.get_by_text("No phase of it has ended.").wait_for()
     page.clock.run_for(5_000)
     expect(page.get_by_role("region", name="Phases")).to_be_visible()
+
+
+def test_wide_table_has_a_visible_edge_where_it_goes_on(console: Console) -> None:
+    page = console.open(console.reader)
+    chat(page, "What is an edge?")
+    page.route("**/v1/requests?*", with_one_request)  # lower than the screen, so that the header covers nothing of it
+    page.set_viewport_size(PHONE)
+    turn_to(page, "Requests")
+    table = page.get_by_role("region", name="Requests")
+
+    def brightness() -> list[int]:
+        """Brightness of the table at its left and at its right edge, above the titles."""
+        picture = b64encode(table.screenshot()).decode()
+        return list(page.evaluate(EDGES, f"data:image/png;base64,{picture}"))
+
+    assert table.evaluate("each => each.scrollWidth > each.clientWidth")
+    left, right = brightness()
+    assert right < left - 20
+    table.evaluate("each => { each.scrollLeft = each.scrollWidth; }")
+    left, right = brightness()
+    assert left < right - 20
+    page.set_viewport_size({"width": 2000, "height": 800})
+    left, right = brightness()
+    assert left == right
 
 
 def test_hostile_names_are_text(console: Console) -> None:

@@ -178,9 +178,10 @@ def test_alerts_of_a_silent_scheduler_and_of_absent_or_leaving_workers() -> None
 
 
 def test_models_that_cannot_load() -> None:
-    slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE, error="out of memory")
+    slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE, model="acme/a", error="out of memory")
     failed = reports_pb2.WorkerReport(worker_id="w-2", host_id="host-1", slot=slot)
-    assert "w-2 failed: out of memory" in of(view(workers=[failed]))["load w-2"].text
+    load = of(view(workers=[failed]))["load w-2"]
+    assert ("w-2 failed: out of memory" in load.text, load.models, load.public) == (True, ("acme/a",), "")
     too_large = of(scheduler_pb2.ClusterView(workers=[WORKER], stores=[STORE], largest_slot_bytes=800))["size acme/a"]
     assert (too_large.models, "900 B" in too_large.text, "800 B" in too_large.public) == (("acme/a",), True, True)
     relay = scheduler_pb2.RelayView(

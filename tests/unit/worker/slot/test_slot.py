@@ -35,13 +35,16 @@ async def test_taken_slot_refuses_other_instance() -> None:
     assert slot.state == LOADING
     await slot.release("the store is gone", store_was_lost=True)
     report = slot.report()
-    assert (slot.state, report.error, report.store_was_lost) == (FREE, "the store is gone", True)
+    failure = report.model, report.error, report.store_was_lost
+    assert (slot.state, failure) == (FREE, ("acme/m", "the store is gone", True))
     await slot.begin_load(hosted("ins-2"))
     await slot.release("the disk is gone")
     report = slot.report()
     assert (report.error, report.store_was_lost) == ("the disk is gone", False)
     await slot.begin_load(hosted("ins-3"))
     assert slot.report().error == ""
+    await slot.release()
+    assert slot.report().model == ""
 
 
 async def test_slot_serves_while_loading_and_ready_only() -> None:

@@ -55,6 +55,7 @@ class Slot:
         self.instance_labels: InstanceLabels | None = None  # of ``hosted``; read at every step
         self.error = ""  # why the load of ``failed_instance_id`` failed; cleared by the next Load
         self.failed_instance_id = ""
+        self.failed_model = ""
         self.store_was_lost = False  # whether that load failed because the store could not be reached
         self.epoch = EpochFence()
         self._changed = asyncio.Condition()
@@ -85,6 +86,7 @@ class Slot:
                 f"the slot is taken by {self.hosted.instance_id if self.hosted else '?'}", field="instance_id"
             )
         self.hosted, self.error, self.failed_instance_id, self.store_was_lost = hosted, "", "", False
+        self.failed_model = ""
         self.instance_labels = hosted.metric_labels()
         await self.move(LOADING)
 
@@ -93,6 +95,7 @@ class Slot:
         if self.hosted is not None:
             self.hosted.settled.set()
             self.failed_instance_id = self.hosted.instance_id if error else ""
+            self.failed_model = self.hosted.version.model if error else ""
         self.hosted, self.instance_labels, self.error, self.store_was_lost = None, None, error, store_was_lost
         await self.move(FREE)
 
@@ -147,7 +150,9 @@ class Slot:
     def report(self) -> reports_pb2.SlotState:
         hosted = self.hosted
         if hosted is None:
-            return reports_pb2.SlotState(state=self.state, error=self.error, store_was_lost=self.store_was_lost)
+            return reports_pb2.SlotState(
+                state=self.state, model=self.failed_model, error=self.error, store_was_lost=self.store_was_lost
+            )
         return reports_pb2.SlotState(
             state=self.state,
             instance_id=hosted.instance_id,

@@ -69,9 +69,9 @@ def _workers(cluster: scheduler_pb2.ClusterView) -> Iterator[Alert]:
 def _loads(models: Sequence[Listed], cluster: scheduler_pb2.ClusterView) -> Iterator[Alert]:
     for worker in cluster.workers:
         if worker.slot.error and worker.slot.state == reports_pb2.SlotState.STATE_FREE:
-            advice = "Events of the kind instance name its model, and the worker's log has the cause."
+            advice = "It is tried again when it is needed; the worker's log has more."
             text = f"The last load on {worker.worker_id} failed: {worker.slot.error}"
-            yield Alert(f"load {worker.worker_id}", text, advice)
+            yield Alert(f"load {worker.worker_id}", text, advice, models=_served(worker))
     largest = cluster.largest_slot_bytes
     for model in models:
         if 0 < largest < model.pack_bytes:

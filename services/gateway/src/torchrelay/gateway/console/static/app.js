@@ -91,7 +91,10 @@ function Console({ onSignOut }) {
   const [title, Page] = PAGES[page] ?? PAGES.overview;
   const last = samples.at(-1);
   const isAdmin = key.get()?.startsWith("tra-");
-  useEffect(() => { document.title = `${title} · Torchrelay`; }, [title]);
+  useEffect(() => {
+    document.title = `${title} · Torchrelay`;
+    document.querySelector("nav [aria-current]").scrollIntoView({ block: "nearest", inline: "center" }); // on a narrow screen
+  }, [title]);
   return html`<header><b>Torchrelay</b>
     <span class="dim">${isAdmin ? "admin" : last?.tenant}</span>
     <button onClick=${() => onSignOut("")}>Sign out</button>

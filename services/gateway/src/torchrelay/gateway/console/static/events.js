@@ -16,7 +16,7 @@ export function Events({ isAdmin }) {
   const [kind, setKind] = useState("");
   const [period, setPeriod] = useState("the last hour");
   const since = new Date(Math.floor(Date.now() / 60_000) * 60_000 - HOURS[period] * 3_600_000).toISOString().slice(0, 19);
-  if (!isAdmin) return html`<p>Events name the models of all tenants: sign in with the admin key to see them.</p>`;
+  if (!isAdmin) return html`<p class="empty">Events name the models of all tenants: sign in with the admin key to see them.</p>`;
   return html`<form class="row" onSubmit=${(event) => event.preventDefault()}>
       <label>Kind <select value=${kind} onChange=${(event) => setKind(event.target.value)}>
         <option value="">all</option>${KINDS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>

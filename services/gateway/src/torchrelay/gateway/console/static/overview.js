@@ -55,11 +55,10 @@ export function Overview({ samples }) {
     <${Alerts} alerts=${last.alerts} />
     <div class="cards">${Object.entries(cards).map(([label, value]) => html`<div class="card"><span>${label}</span><strong>${value}</strong></div>`)}</div>
     <p><label class="inline">Plots of the last <select value=${period} onChange=${(event) => setPeriod(event.target.value)}>
-      ${Object.keys(PERIODS).map((name) => html`<option value=${name}>${name}</option>`)}</select></label></p>
+      ${Object.keys(PERIODS).map((name) => html`<option value=${name}>${name}</option>`)}</select> in UTC</label></p>
     <div class="plots">
       <${Plot} title="Requests/s" data=${columnOf(points, 1)} range=${range} />
       <${Plot} title="Tokens/s" data=${columnOf(points, 2)} range=${range} /></div>
     ${minutes.error && html`<${Alert}>${minutes.error}<//>`}
-    <h2>Relays</h2>
-    <${Relays} last=${last} />`;
+    <h2>Relays</h2><${Relays} last=${last} />`;
 }

@@ -32,7 +32,7 @@ export const Alert = ({ children }) => html`<p class="error" role="alert">${chil
 
 // `columns`: [title, function of a row, "number" for right alignment]. Without rows the children say what to do next.
 export function Table({ label, columns, rows, total, children }) {
-  if (rows.length === 0) return html`<p class="dim">${children}</p>`;
+  if (rows.length === 0) return html`<p class="empty">${children}</p>`;
   const cells = (row) => columns.map(([title, of, kind], place) => (place ? html`<td class=${kind}>${of(row)}</td>` : html`<th scope="row">${of(row)}</th>`));
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
     <thead><tr>${columns.map(([title, , kind]) => html`<th scope="col" class=${kind}>${title}</th>`)}</tr></thead>

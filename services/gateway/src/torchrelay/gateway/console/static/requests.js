@@ -37,7 +37,8 @@ function Page({ filter, isFiltered }) {
   const { data, error } = useAnswer(`/v1/requests?${filter}&limit=${PAGE}${ends.length ? `&${new URLSearchParams(ends.at(-1))}` : ""}`, ends.length ? 0 : 5000);
   return html`${error && html`<${Alert}>${error}<//>`}
     ${data ? html`<${Table} label="Requests" columns=${COLUMNS} rows=${data.data}>
-      ${isFiltered ? "No such request: choose another model, status or period." : "No request yet. Send one from the playground."}<//>` : !error && html`<${Loading} />`}
+      ${isFiltered ? "No such request: choose another model, status or period."
+        : html`No request yet. Send one from the <a href="#/playground">playground</a>.`}<//>` : !error && html`<${Loading} />`}
     ${(ends.length > 0 || data?.has_more) && html`<p class="row">
       <button type="button" disabled=${ends.length === 0} onClick=${() => setEnds(ends.slice(0, -1))}>Newer</button>
       <button type="button" disabled=${!data?.has_more} onClick=${() => setEnds([...ends, endOf(data.data.at(-1))])}>Older</button></p>`}`;
@@ -66,6 +67,7 @@ function List({ isAdmin }) {
 // Phases as bars on one scale of time, and as a table.
 function Timeline({ phases }) {
   const ended = phases.filter((phase) => phase.end_unix_us >= phase.begin_unix_us);
+  const bars = ended.filter(({ name }) => name !== "error");
   const begin = Math.min(...ended.map((phase) => phase.begin_unix_us));
   const whole = Math.max(...ended.map((phase) => phase.end_unix_us)) - begin || 1;
   const share = (us) => (us / whole) * 100;
@@ -78,18 +80,22 @@ function Timeline({ phases }) {
     ["Detail", ({ detail }) => detail],
   ];
   if (!ended.length) return html`<p class="dim">No phase of it has ended.</p>`;
-  return html`<ul class="timeline">${ended.map((phase) => html`<li><span>${phase.name.replace("_", " ")}</span>
+  return html`<ul class="timeline">${bars.map((phase) => html`<li><span>${phase.name.replace("_", " ")}</span>
       <svg aria-hidden="true"><rect x=${`${share(phase.begin_unix_us - begin)}%`} width=${`${Math.max(share(lengthS(phase) * 1e6), 0.5)}%`} height="100%" /></svg>
       <span class="number">${seconds(lengthS(phase))}</span></li>`)}</ul>
     <${Table} label="Phases" columns=${columns} rows=${ended} />`;
 }
 
-function Explained({ id, model, isRunning }) {
-  const { data, error, status } = useAnswer(`/v1/requests/${encodeURIComponent(id)}/explain`, isRunning ? 5000 : 0);
+function Explained({ id, model, status: state }) {
+  const path = `/v1/requests/${encodeURIComponent(id)}/explain`;
+  const { data, error, status } = useAnswer(path, state === "running" ? 5000 : 0);
   if (error && status === 404) return html`<p>No timeline: ${error}.</p><p class="dim">The scheduler keeps the timelines of the last 2,048 requests that it placed, of all gateways together, since it
     began. <a href=${modelOf(model)}>The model's page</a> has the last decisions about the model.</p>`;
   if (!data) return error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`;
-  return html`${error && html`<${Alert}>${error}<//>`}<h2>Timeline</h2><${Timeline} phases=${data.phases} />
+  const failure = state === "error" && data.phases.findLast(({ name }) => name === "error");
+  return html`${error && html`<${Alert}>${error}<//>`}
+    ${failure && html`<p class="error">Error: ${failure.detail}</p>`}
+    <h2>Timeline</h2><${Timeline} phases=${data.phases} />
     <h2>Decisions</h2><${Decisions} decisions=${data.decisions}>The scheduler decided nothing about its model meanwhile.<//>`;
 }
 
@@ -111,7 +117,7 @@ function Request({ id }) {
   return html`${back}<h2>${id}</h2>
     <p>${MEANINGS[request.status]}</p>
     <dl>${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
-    <${Explained} key=${request.status} id=${id} model=${request.model} isRunning=${request.status === "running"} />`;
+    <${Explained} key=${request.status} id=${id} model=${request.model} status=${request.status} />`;
 }
 
 export function Requests({ isAdmin, path }) {

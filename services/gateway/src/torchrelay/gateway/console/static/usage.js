@@ -4,12 +4,13 @@ import { Alert, Loading, Table, useAnswer } from "/console/parts.js";
 import { Plot } from "/console/plot.js";
 
 const GROUPS = ["day", "model", "key"];
-const FIGURES = ["requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost"];
+const FIGURES = { requests: "Requests", prompt_tokens: "Prompt tokens", cached_tokens: "Cached tokens", completion_tokens: "Output tokens", cost: "Cost, $" };
 // A spreadsheet would compute a cell that begins with one of these characters.
 const cell = (value) => `"${String(value).replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""')}"`;
 
 function save(groupBy, rows) {
-  const lines = [[groupBy, ...FIGURES], ...rows.map((row) => [groupBy, ...FIGURES].map((name) => row[name]))];
+  const names = [groupBy, ...Object.keys(FIGURES)];
+  const lines = [names, ...rows.map((row) => names.map((name) => row[name]))];
   const address = URL.createObjectURL(new Blob([lines.map((line) => line.map(cell).join(",")).join("\r\n")], { type: "text/csv" }));
   Object.assign(document.createElement("a"), { href: address, download: `usage-by-${groupBy}.csv` }).click();
   URL.revokeObjectURL(address);
@@ -17,7 +18,7 @@ function save(groupBy, rows) {
 
 const DAY_S = 86_400;
 const MAX_BARS = 12;
-const PLOTTED = { cost: "Cost, $", requests: "Requests", completion_tokens: "Output tokens" };
+const PLOTTED = ["cost", "requests", "completion_tokens"];
 const short = (name) => (name.length > 15 ? `${name.slice(0, 14)}…` : name);
 
 // Days lie on an axis of time, so that a day without use is a gap; models and keys are bars by size.
@@ -34,21 +35,21 @@ function dataOf(rows, groupBy, figure) {
 function Bars({ rows, groupBy }) {
   const [figure, setFigure] = useState("cost");
   const plot = useMemo(() => dataOf(rows, groupBy, figure), [rows, groupBy, figure]);
-  const title = `${PLOTTED[figure]} by ${groupBy}${groupBy !== "day" && rows.length > MAX_BARS ? `, the largest ${MAX_BARS} of ${count(rows.length)}` : ""}`;
+  const title = `${FIGURES[figure]} by ${groupBy}${groupBy !== "day" && rows.length > MAX_BARS ? `, the largest ${MAX_BARS} of ${count(rows.length)}` : ""}`;
   return html`<p><label class="inline">Plot of <select value=${figure} onChange=${(event) => setFigure(event.target.value)}>
-      ${Object.entries(PLOTTED).map(([name, label]) => html`<option value=${name}>${label}</option>`)}</select></label></p>
+      ${PLOTTED.map((name) => html`<option value=${name}>${FIGURES[name]}</option>`)}</select></label></p>
     <div class="plots"><${Plot} key=${groupBy} title=${title} ...${plot} isBars=${true} height=${plot.labels ? 260 : 180} /></div>`;
 }
 
 export function Usage() {
   const [groupBy, setGroupBy] = useState("day");
   const { data, error } = useAnswer(`/v1/usage?group_by=${groupBy}`);
-  const figure = (name) => [name.replace("_", " "), (row) => (name === "cost" ? `$${row.cost}` : count(row[name])), "number"];
-  const columns = [[groupBy, (row) => row[groupBy]], ...FIGURES.map(figure)];
+  const figure = ([name, title]) => [title, (row) => (name === "cost" ? row.cost : count(row[name])), "number"];
+  const columns = [[`${groupBy[0].toUpperCase()}${groupBy.slice(1)}`, (row) => row[groupBy]], ...Object.entries(FIGURES).map(figure)];
   return html`<form class="row">
     <label>Sums by <select value=${groupBy} onChange=${(event) => setGroupBy(event.target.value)}>${GROUPS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
     <button type="button" disabled=${!data?.data.length} onClick=${() => save(groupBy, data.data)}>Save as CSV</button></form>
     ${error && html`<${Alert}>${error}<//>`}
     ${data?.data.length > 0 && html`<${Bars} rows=${data.data} groupBy=${groupBy} />`}
-    ${data ? html`<${Table} label="Usage" columns=${columns} rows=${data.data} total=${{ ...data.total, [groupBy]: "total" }}>Nothing was used yet. Send a request from the playground.<//>` : !error && html`<${Loading} />`}`;
+    ${data ? html`<${Table} label="Usage" columns=${columns} rows=${data.data} total=${{ ...data.total, [groupBy]: "Total" }}>Nothing was used yet. Send a request from the <a href="#/playground">playground</a>.<//>` : !error && html`<${Loading} />`}`;
 }
