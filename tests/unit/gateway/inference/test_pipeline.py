@@ -205,3 +205,19 @@ def collected(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
     assert data is not None
     metrics = data.resource_metrics[0].scope_metrics[0].metrics
     return {metric.name: list(metric.data.data_points) for metric in metrics}
+
+
+async def test_models_beyond_a_number_share_their_series(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names cost nothing: a tenant may publish, call and delete a tiny model all day."""
+    monkeypatch.setattr("torchrelay.gateway.inference.model_labels.MAX_MODELS", 1)
+    reader = InMemoryMetricReader()
+    rig = await make_rig(meter=MeterProvider(metric_readers=[reader]).get_meter("test"))
+    for model in ("echo", "plain", "long", "echo"):
+        body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
+        assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
+    await eventually(lambda: not rig.ports.reserved)
+    points = collected(reader)
+    for name in ("torchrelay_gateway_requests", "torchrelay_gateway_billed_dollars"):
+        assert {(point.attributes or {})["model"] for point in points[name]} == {MODEL, "other"}
+    labels = {(point.attributes or {})["gen_ai.request.model"] for point in points["gen_ai.server.request.duration"]}
+    assert labels == {MODEL, "other"}

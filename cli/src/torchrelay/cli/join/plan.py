@@ -17,6 +17,7 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.join.folder import NodeFolder, make_private
 from torchrelay.cli.join_file import JoinFile
 from torchrelay.cli.up.children.child import ChildSpec
+from torchrelay.cli.up.plan import with_engines_start
 from torchrelay.common.host.addresses import family_of, join_address, split_address
 from torchrelay.common.host.machine import SHARED_MEMORY
 from torchrelay.common.process.environment import service_environment
@@ -118,7 +119,7 @@ class NodePlan:
         }
         if self._options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
-        return self._service(folder, worker_id, "torchrelay-worker", credentials, env)
+        return with_engines_start(self._service(folder, worker_id, "torchrelay-worker", credentials, env))
 
     def _service(
         self, folder: NodeFolder, name: str, program: str, credentials: scheduler_pb2.EnrollReply, env: dict[str, str]

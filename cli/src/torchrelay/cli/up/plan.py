@@ -112,6 +112,11 @@ def worker_engine() -> str:
     return os.environ.get("TORCHRELAY_ENGINE", OWN_ENGINE)
 
 
+def with_engines_start(spec: ChildSpec) -> ChildSpec:
+    """The worker with the time in which its engine starts."""
+    return spec if worker_engine() == OWN_ENGINE else replace(spec, ready_s=_OTHER_ENGINE_READY_S)
+
+
 def worker_roles(options: UpOptions) -> list[tuple[str, str]]:
     """The workers' names, each with its roles."""
     counts = (
@@ -363,8 +368,7 @@ class StackPlan:
         }
         if self._options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
-        spec = self._service(name, "torchrelay-worker", env, name, name)
-        return spec if worker_engine() == OWN_ENGINE else replace(spec, ready_s=_OTHER_ENGINE_READY_S)
+        return with_engines_start(self._service(name, "torchrelay-worker", env, name, name))
 
     def _gateway(self) -> ChildSpec:
         env = {

@@ -66,7 +66,7 @@ class StoreSettings(ServiceSettings):
         None,
         ge=0,
         description="Maximum bytes of packs cached on disk, below data_dir; unset: for an object store half of the "
-        "free space, at most 64 GiB; for a folder none.",
+        "free space; for a folder none.",
     )
     max_upload_bytes: int = Field(
         1 << 40, ge=1, le=5 << 40, description="Maximum bytes of one upload; object stores take 5 TiB."

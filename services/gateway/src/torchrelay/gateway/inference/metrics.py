@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 
 from torchrelay.common.process.telemetry import observe_counts, observe_value, seconds_histogram
 from torchrelay.gateway.inference.execution.running_request import RunningRequest
+from torchrelay.gateway.inference.model_labels import ModelLabels
 
 _PROVIDER = "torchrelay"
 _DURATION_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -33,7 +34,8 @@ class Operation(StrEnum):
 class InferenceMetrics:
     """The instruments. ``running`` and ``unsettled`` are called when metrics are collected.
 
-    ``billed_nano``: nano-dollars by model. A name that no model has is no label, so callers cannot invent series.
+    ``billed_nano``: nano-dollars by label of a model. A name that no model has is no label, so callers cannot invent
+    series.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class InferenceMetrics:
         running: Callable[[], int],
         unsettled: Callable[[], int],
         billed_nano: Mapping[str, int],
+        labels: ModelLabels,
         meter: metrics.Meter | None = None,
     ) -> None:
         meter = meter or metrics.get_meter("torchrelay.gateway")
+        self._labels = labels
         self._num_requests: Counter[tuple[str, str]] = Counter()  # by model and outcome
         self._num_tokens: Counter[tuple[str, str]] = Counter()  # by model and kind
         self._num_choices: Counter[tuple[str, str]] = Counter()  # by model and cause of the end
@@ -82,7 +86,7 @@ class InferenceMetrics:
         self, operation: Operation, request: RunningRequest | None, outcome: str, duration_s: float, span: Span
     ) -> None:
         """Counts an ended request, and describes it on its span. ``request``: None for a request that never ran."""
-        model = request.resolved.model.name if request is not None else ""
+        model = self._labels.of(request.resolved.model.name) if request is not None else ""
         self._num_requests[model, outcome] += 1
         attributes = {"gen_ai.operation.name": operation.value, "gen_ai.provider.name": _PROVIDER}
         if model:
@@ -91,14 +95,14 @@ class InferenceMetrics:
         self._duration.record(duration_s, ending)
         span.set_attributes(ending)
         if request is not None and request.ttft_s is not None:
-            self._used(request, request.ttft_s, attributes)
+            self._used(request, model, request.ttft_s, attributes)
             if outcome == "ok":
                 for cause in request.causes:
                     self._num_choices[model, cause] += 1
             _describe(request, span)
 
-    def _used(self, request: RunningRequest, ttft_s: float, attributes: Mapping[str, str]) -> None:
-        model, usage = request.resolved.model.name, request.usage
+    def _used(self, request: RunningRequest, model: str, ttft_s: float, attributes: Mapping[str, str]) -> None:
+        usage = request.usage
         self._ttft.record(ttft_s, attributes)
         if request.tbt_s is not None:
             self._tbt.record(request.tbt_s, attributes)

@@ -177,7 +177,11 @@ class RequestPipeline:
         self.first_tokens: deque[FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)  # of recently ended requests
         self._num_inside = 0
         self._metrics = InferenceMetrics(
-            lambda: len(self.requests), lambda: ledger_writer.num_waiting, ledger_writer.billed_nano, meter
+            lambda: len(self.requests),
+            lambda: ledger_writer.num_waiting,
+            ledger_writer.billed_nano,
+            ledger_writer.labels,
+            meter,
         )
         self._idle = asyncio.Event()
         self._idle.set()

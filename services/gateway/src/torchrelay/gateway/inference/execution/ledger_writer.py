@@ -12,6 +12,7 @@ from torchrelay.common.errors import NotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Reservation
 from torchrelay.gateway.inference.interfaces import RequestLedger, RequestLimiter
+from torchrelay.gateway.inference.model_labels import ModelLabels
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -44,7 +45,8 @@ class LedgerWriter:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[Any]] = set()
         self._closes = asyncio.Event()
-        self.billed_nano: Counter[str] = Counter()  # by model, since the start
+        self.labels = ModelLabels()
+        self.billed_nano: Counter[str] = Counter()  # by label of the model, since the start
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,7 +119,7 @@ class LedgerWriter:
                 log.exception("settlement_crashed", request_id=request_id)
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
-        self.billed_nano[model] += cost_nano
+        self.billed_nano[self.labels.of(model)] += cost_nano
         if not await self._limits.release(reservation, cost_nano) and len(self._releases) < self._max_releases:
             self._own(self._release(reservation, cost_nano), self._releases)
 
