@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.gateway_ports import ADMIN_KEY, KEY, PRINCIPAL
-from tests.support.wait import eventually
+from tests.support.wait import HANG_S, eventually
 from tests.unit.gateway.dialects import (
     ARGUMENTS,
     CALL,
@@ -265,6 +265,31 @@ async def test_waiting_client_that_leaves_is_withdrawn(rig: TokenPathRig, subtes
             await asyncio.gather(asking, return_exceptions=True)
             await eventually(lambda: len(scheduler.withdrawals) == len(scheduler.admits) and not rig.ports.reserved)
     assert [usage.num_output_tokens for [usage] in rig.ports.settled.values()] == [0] * len(WAYS)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+async def test_client_that_leaves_before_its_prompt_is_encoded_is_not_admitted(
+    rig: TokenPathRig, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt waits for a text process, or the model's tokenizer loads."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def encode(*_: object) -> None:
+        begun.set()
+        try:
+            await asyncio.Future()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr("torchrelay.gateway.inference.text.prompt_encoder.PromptEncoder.encode", encode)
+    [fields] = [fields for name, fields, *_ in STREAMS if name == path]
+    asking = asyncio.ensure_future(rig.http.post(f"/v1/{path}", json={"model": "echo", **fields}))
+    await begun.wait()
+    asking.cancel()
+    async with asyncio.timeout(HANG_S):
+        await ended.wait()
+    await eventually(lambda: rig.shares.requests.num_held == rig.shares.body_bytes.num_held == 0)
+    assert not rig.ports.admitted and not rig.ports.opened
 
 
 STREAMS: list[tuple[str, dict[str, Any], list[str], str]] = [

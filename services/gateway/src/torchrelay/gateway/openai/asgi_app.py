@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -94,7 +95,9 @@ class CompletionsApp:
             del encoded  # otherwise kept until the end of the answer, as each prompt would be in ``prompts``
             held.take(len(prompts) - 1)
             entering = self._pipeline.sessions(principal, prompts, exchange.request_id, exchange.arrived_unix_us)
-            async with entering as sessions:
+            async with AsyncExitStack() as stack:
+                async with exchange.request.until_disconnect():
+                    sessions = await stack.enter_async_context(entering)
                 body_bytes.release(reply_format.num_held_bytes)  # the prompts are encoded
                 await exchange.answer(sessions, reply_format, is_stream)
 

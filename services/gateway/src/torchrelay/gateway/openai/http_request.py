@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from starlette.types import Receive, Scope
@@ -128,6 +130,34 @@ class HttpRequest:
             received += part
             self.has_unread_body = message.get("more_body", False)
         return received
+
+    @asynccontextmanager
+    async def until_disconnect(self) -> AsyncIterator[None]:
+        """Cancels the block once the client disconnects, and raises ``ClientDisconnected`` then.
+
+        Nothing else may receive meanwhile: the body has been read.
+        """
+        task, has_left = asyncio.current_task(), False
+        assert task is not None
+
+        async def watch() -> None:
+            nonlocal has_left
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            has_left = True
+            task.cancel()
+
+        watcher = asyncio.ensure_future(watch())
+        try:
+            try:
+                yield
+            finally:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+        except asyncio.CancelledError:
+            if has_left and not task.uncancel():
+                raise ClientDisconnected from None
+            raise
 
 
 def _is_json(content_type: str) -> bool:

@@ -7,7 +7,7 @@ before the first one runs, so that a faulty input costs nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -15,7 +15,7 @@ import msgspec
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.inference.core import ClientDisconnected, EmbeddingDelta
+from torchrelay.gateway.inference.core import EmbeddingDelta
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.limits.shares import ShareAccount
@@ -27,7 +27,6 @@ from torchrelay.gateway.openai.embeddings.requests import (
     params_of,
 )
 from torchrelay.gateway.openai.embeddings.vectors import encoded, shortened
-from torchrelay.gateway.openai.http_request import HttpRequest
 
 PATH: Final = "/v1/embeddings"
 MAX_RUNNING: Final = 32  # inputs of one request at once
@@ -41,8 +40,8 @@ class EmbeddingsApp(CompletionsApp):
     async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
             body = decode_embeddings(await exchange.request.read(self._max_body_bytes, body_bytes))
-            work = self._reply(exchange, principal, body, held, body_bytes)
-            reply = await _until_disconnect(exchange.request, work)
+            async with exchange.request.until_disconnect():
+                reply = await self._reply(exchange, principal, body, held, body_bytes)
         await exchange.reply(reply)
 
     async def _reply(
@@ -126,23 +125,3 @@ async def _each(inputs: Sequence[Input], work: Callable[[Input], Awaitable[T]]) 
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def _until_disconnect(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``. If the client disconnects first, cancels it and raises ``ClientDisconnected``."""
-    working = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_disconnect(request))
-    try:
-        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnected
-        return working.result()
-    finally:
-        working.cancel()
-        disconnect.cancel()
-        await asyncio.gather(working, disconnect, return_exceptions=True)
-
-
-async def _disconnect(request: HttpRequest) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
