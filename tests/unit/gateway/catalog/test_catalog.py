@@ -102,9 +102,10 @@ async def test_model_is_rolled_back_to_a_replaced_version(parts: AccountingRig, 
     assert (after.version, after.idle_timeout_s) == (version("v1"), 4)
     assert await retired(parts) == {"v2", "v3"}
     assert [each.version for each in await parts.catalog.replaced(after)] == [version("v3"), version("v2")]
-    for absent in ("v1", "v4"):  # the current one, and one that it never had
-        with pytest.raises(NotFound):
-            await parts.catalog.roll_back(after, absent)
+    with pytest.raises(NotFound):
+        await parts.catalog.roll_back(after, "v4")
+    assert await asyncio.gather(*(parts.catalog.roll_back(model, "v1") for _ in range(6))) == [False] * 6
+    assert len(await parts.catalog.replaced(after)) == 2
     await publish(parts, "glossary", version("v1"))  # unchanged
     assert len(await parts.catalog.replaced(after)) == 2
     await parts.catalog.delete(after)
@@ -293,6 +294,20 @@ async def test_adapter_is_not_published_without_its_base(parts: AccountingRig) -
     await publish(parts, "base", version())
     with pytest.raises(Conflict, match="the base version"):
         await publish(parts, "base", adapter())
+
+
+async def test_engine_of_a_base_and_its_adapters_exclude_each_other(parts: AccountingRig, caller: Principal) -> None:
+    """They are checked in the transaction that changes one of them: both may be under way at once."""
+    await publish(parts, "base", version())
+    base = await parts.catalog.resolve(caller, "base")
+    await parts.catalog.set_scaling(base, ScalingSettings(engine="vllm"))
+    with pytest.raises(Conflict, match="changed to vllm"):
+        await publish(parts, "tuned", adapter())
+    await parts.catalog.set_scaling(base, ScalingSettings(engine="auto"))
+    await publish(parts, "tuned", adapter())
+    with pytest.raises(Conflict, match="delete tuned first"):
+        await parts.catalog.set_scaling(base, ScalingSettings(engine="vllm:2"))
+    await parts.catalog.set_scaling(base, ScalingSettings(max_instances=3))
 
 
 HOUR_S = 3600

@@ -16,7 +16,15 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota, used_bytes
-from torchrelay.gateway.core import LatencyTargets, Price, Principal, PublishedModel, Version
+from torchrelay.gateway.core import (
+    ANY_ENGINE,
+    OWN_ENGINE,
+    LatencyTargets,
+    Price,
+    Principal,
+    PublishedModel,
+    Version,
+)
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
@@ -174,13 +182,20 @@ class Catalog:
                 await _check_has_no_adapters(connection, tenant_id, name, current)
 
     async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
-        """Changes a model's settings without a new version. Raises ``ModelNotFound`` if it was deleted meanwhile."""
+        """Changes a model's settings without a new version.
+
+        Raises ``ModelNotFound`` if it was deleted meanwhile, and ``Conflict`` for an engine that does not serve the
+        adapters that need the model.
+        """
         values = scaling.values() | {"updated_unix_us": now_unix_us()}
         async with self._database.write() as connection:
+            await bump_version(connection, "catalog")  # first: see publish_in
+            if scaling.engine not in (None, ANY_ENGINE, OWN_ENGINE):
+                own_name = model.name.partition("/")[2]
+                await _check_has_no_adapters(connection, model.tenant_id, own_name, model.version.version_id)
             changed = await connection.execute(update(models).where(*_is(model)).values(values))
             if changed.rowcount == 0:
                 raise _not_found(model.name)
-            await bump_version(connection, "catalog")
         self._table_versions.invalidate()
 
     async def delete(self, model: PublishedModel) -> None:
@@ -223,16 +238,20 @@ class Catalog:
             for row in rows
         ]
 
-    async def roll_back(self, model: PublishedModel, version_id: str) -> None:
-        """Makes a replaced version the model's version again; its settings stay. Raises ``NotFound`` if it is not kept,
-        ``ModelNotFound`` if the model was deleted meanwhile, and ``QuotaExceeded`` if the version counts for other
-        tenants only and has no place in this tenant's quota.
+    async def roll_back(self, model: PublishedModel, version_id: str) -> bool:
+        """Makes a replaced version the model's version again; its settings stay. False: it is the version already.
+
+        Raises ``NotFound`` if it is not kept, ``ModelNotFound`` if the model was deleted meanwhile, and
+        ``QuotaExceeded`` if the version counts for other tenants only and has no place in this tenant's quota.
         """
         async with self._database.write() as connection:
             quota = await locked_quota(connection, model.tenant_id)
             await bump_version(connection, "catalog")  # first: see publish_in
-            if (await connection.execute(select(models.c.name).where(*_is(model)))).one_or_none() is None:
+            current = (await connection.execute(select(models.c.version_id).where(*_is(model)))).scalar_one_or_none()
+            if current is None:
                 raise _not_found(model.name)
+            if current == version_id:
+                return False
             kept = {each.version.version_id: each.version for each in await self._replaced_in(connection, model)}
             if version_id not in kept:
                 raise NotFound(f"{model.name} has no replaced version {version_id[:100]!r} any more", field="version")
@@ -241,6 +260,7 @@ class Catalog:
             if quota is not None and await used_bytes(connection, model.tenant_id) > used_before:
                 await check_quota(connection, model.tenant_id, quota, 0, "version")
         self._table_versions.invalidate()
+        return True
 
     async def publish_in(
         self, connection: SqlConnection, tenant_id: str, name: str, version: Version, scaling: ScalingSettings
@@ -348,11 +368,14 @@ async def _check_has_base(connection: SqlConnection, tenant_id: str, name: str, 
     if not version.base_version_id:
         return
     same = models.c.tenant_id == tenant_id, models.c.version_id == version.base_version_id, models.c.name != name
-    if not (await connection.execute(select(exists().where(*same)))).scalar_one():
+    engines = (await connection.execute(select(models.c.engine).where(*same))).scalars().all()
+    if not engines:
         message = (
             f"no model but {name!r} itself has the base version: it was replaced, deleted, or has the adapter's name"
         )
         raise BaseLost(message, field="base")
+    if not {ANY_ENGINE, OWN_ENGINE} & set(engines):
+        raise BaseLost(f"the engine of the base was changed to {engines[0]}, which serves no adapters", field="base")
 
 
 async def _parents(connection: SqlConnection, rows: Sequence[Row[tuple[object, ...]]]) -> dict[tuple[str, str], str]:
