@@ -132,7 +132,9 @@ async def _servers(
     rest = make_app(services)
     pages = public_pages(rest, services.health)
     router = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares)
-    feed = LiveFeed(services.database, services.scheduler, services.health, token_path.pipeline.first_tokens)
+    feed = LiveFeed(
+        services.database, services.catalog, services.scheduler, services.health, token_path.pipeline.first_tokens
+    )
     console = ConsoleApp(router, feed, services.keys, shares)
     app = CorsApp(console, settings.allowed_origins) if settings.allowed_origins else console
     http_limits, grpc_limits = edge_limits(settings, raise_descriptor_limit())

@@ -122,6 +122,10 @@ class Catalog:
         price = await self._prices.current(f"{tenant}/{row.name}")
         return _published(row, price, named, parents, has_adapters)
 
+    async def version(self) -> int:
+        """A number that changes with every change of a model. Raises ``Unavailable``."""
+        return await self._table_versions.confirmed("catalog")
+
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """The models of the principal's tenant (all models for the admin), by name."""
         return await self._listed(true() if principal.is_admin else models.c.tenant_id == principal.tenant_id)

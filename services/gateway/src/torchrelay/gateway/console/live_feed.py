@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.health import Health
-from torchrelay.gateway.catalog.catalog import served_version
+from torchrelay.gateway.catalog.catalog import Catalog, served_version
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.console.alerts import alerts, held
 from torchrelay.gateway.console.core import Listed
@@ -30,9 +30,16 @@ GAP_S = 10.0  # without a viewer, after which alerts are held anew
 
 class LiveFeed:
     def __init__(
-        self, database: Database, scheduler: SchedulerClient, health: Health, first_tokens: deque[FirstToken]
+        self,
+        database: Database,
+        catalog: Catalog,
+        scheduler: SchedulerClient,
+        health: Health,
+        first_tokens: deque[FirstToken],
     ) -> None:
         self._database = database
+        self._catalog = catalog
+        self._listed: tuple[int, list[Listed]] = -1, []  # the models, and the version of the catalog that has them
         self._scheduler = scheduler
         self._health = health
         self._first_tokens = first_tokens
@@ -101,11 +108,19 @@ class LiveFeed:
             .where(ledger.c.tenant_id.in_(select(tenants.c.tenant_id)), ledger.c.settled_unix_us >= since)
             .group_by(ledger.c.tenant_id)
         )
-        named = select(tenants.c.name, models.c.name, models.c.tenant_id, models.c.version_id, versions.c.description)
         async with self._database.read() as connection:
             sums = (await connection.execute(settled)).all()
+        version = await self._catalog.version()
+        if self._listed[0] != version:
+            self._listed = version, await self._models()
+        by_tenant = {tenant_id: (int(num_requests), int(num_tokens)) for tenant_id, num_requests, num_tokens in sums}
+        return by_tenant, self._listed[1]
+
+    async def _models(self) -> list[Listed]:
+        named = select(tenants.c.name, models.c.name, models.c.tenant_id, models.c.version_id, versions.c.description)
+        async with self._database.read() as connection:
             listed = (await connection.execute(named.join_from(models, tenants).join(versions))).all()
-        return {tenant_id: (int(num_requests), int(num_tokens)) for tenant_id, num_requests, num_tokens in sums}, [
+        return [
             Listed(f"{tenant}/{name}", tenant_id, *served_version(description, version_id))
             for tenant, name, tenant_id, version_id, description in listed
         ]
