@@ -127,6 +127,8 @@ class _Answering(BaseHTTPRequestHandler):
                 quantities: dict[str, Any] = {"prompt_tokens": 1200, "cached_tokens": 0, "completion_tokens": 34}
                 quantities |= {"requests": 2, "cost_nano": 15_000, "cost": "0.000015000"}
                 self._json({"data": [{"model": "acme/tiny", **quantities}], "total": quantities})
+            case "POST", ["uploads"] if "vllm" in body.get("engine", ""):
+                self._error(400, "no worker has the engine vllm; the workers have torchrelay", "invalid_request")
             case "POST", ["uploads"]:
                 self.gateway.declared = {file["path"]: file for file in body["files"]}
                 self.gateway.received = {path: bytearray() for path in self.gateway.declared}

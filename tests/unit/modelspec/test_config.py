@@ -312,7 +312,7 @@ def test_end_tokens_of_the_whole_count_first() -> None:
     ("config", "field", "message"),
     [
         (multimodal(LLAVA, {"model_type": "cohere2"}), "text_config.model_type", "the text part 'cohere2' is not"),
-        (multimodal(LLAVA, {}), "text_config.model_type", "the text part None is not supported; supported are llama,"),
+        (multimodal(LLAVA, {}), "text_config.model_type", "the text part null is not supported; supported are llama,"),
         (multimodal(LLAVA, []), "text_config", "text_config must be an object"),
         (
             multimodal(LLAVA, {**LLAMA, "model_type": "llama", "hidden_size": 0}),
@@ -322,7 +322,7 @@ def test_end_tokens_of_the_whole_count_first() -> None:
         (
             multimodal(LLAVA, {**LLAMA, "model_type": "llama"}, quantization_config={"bits": 4}),
             "text_config.quantization_config.quant_method",
-            "quant_method None is not supported; supported are awq, gptq, fp8, compressed-tensors",
+            "quant_method null is not supported; supported are awq, gptq, fp8, compressed-tensors",
         ),
         (
             multimodal("PaliGemmaForConditionalGeneration", {**LLAMA, "model_type": "gemma2"}),

@@ -206,6 +206,16 @@ def test_hostile_and_unknown_configs_are_refused_by_field(quantization: Any, fie
     assert refused.value.field == f"quantization_config.{field}"
 
 
+def test_values_in_refusals_are_json() -> None:
+    for change, said in (
+        ({"checkpoint_format": "gptq_v2"}, "'gptq_v2' is not supported; supported are null and 'gptq'"),
+        ({"desc_act": True}, "desc_act true is not supported; supported is false"),
+        ({"desc_act": None}, "desc_act null is not supported"),
+    ):
+        with pytest.raises(UnsupportedModel, match=said):
+            read({**GPTQ, **change})
+
+
 def test_simple_patterns_of_ignored_layers_are_kept() -> None:
     patterns = ["lm_head", "re:.*lm_head", r"re:model\.layers\.\d.*", "re:^visual.*$"]
     assert read(PACKED | {"ignore": patterns}).vllm.document["ignore"] == patterns

@@ -271,7 +271,9 @@ def test_cli_and_store_agree_on_model_files(tmp_path: Path) -> None:
     rag = "additional_chat_templates/rag.jinja"
     for name in (*names, rag, "README.md", "pytorch_model.bin", "consolidated.safetensors"):
         (tmp_path / name).touch()
-    assert left_out(tmp_path, is_adapter=False) == [f"the upload leaves out {rag}: the platform selects no template by name"]
+    assert left_out(tmp_path, is_adapter=False) == [
+        f"the upload leaves out {rag}: the platform selects no template by name"
+    ]
     assert {path.relative_to(tmp_path).as_posix() for path in model_paths(tmp_path)} == set(names)
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.checkpoints import make_checkpoint
-from tests.unit.cli.conftest import Run, refusal
+from tests.unit.cli.conftest import CONFIG, Run, refusal
 from tests.unit.cli.fake_gateway import ADMIN_KEY, MODEL, PRICE, TENANT_KEY, FakeGateway
 from tests.unit.cli.gguf.gguf_files import write_gguf
 from torchrelay.cli.commands import models as models_module
@@ -216,6 +216,20 @@ def test_unchanged_upload_and_notes_about_weights_are_shown(
     assert "torchrelay chat" not in shown.stderr and "no chat template" in shown.stderr
     (model_folder / "chat_template.jinja").touch()
     assert "next: torchrelay chat acme/tiny" in run("upload", str(model_folder)).stderr
+
+
+def test_an_engine_that_no_worker_has_is_refused_before_files_are_sent(
+    run: Run, home: Home, gateway: FakeGateway, model_folder: Path
+) -> None:
+    home.save_key(TENANT_KEY)
+    no_worker = "no worker has the engine vllm"
+    assert no_worker in refusal(run("upload", str(model_folder), "--engine", "vllm:2")).message
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+    (model_folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": awq}))
+    assert no_worker in refusal(run("upload", str(model_folder))).message
+    wrong = refusal(run("upload", str(model_folder), "--engine", "torchrelay"))
+    assert wrong.message == "the weights need the engine vllm, not torchrelay"
+    assert not gateway.received
 
 
 def test_gguf_file_is_converted_and_uploaded(

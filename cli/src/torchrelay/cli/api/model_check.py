@@ -34,17 +34,20 @@ def check_name(name: str) -> None:
             )
 
 
-def check_folder(folder: Path, *, is_adapter: bool = False) -> None:
-    """Reads the config and each header, but no weights. Raises ``CliError``."""
+def check_folder(folder: Path, *, is_adapter: bool = False) -> str:
+    """Reads the config and each header, but no weights; returns the engine that the weights need, "" if any will do.
+
+    Raises ``CliError``.
+    """
     paths = adapter_paths(folder) if is_adapter else model_paths(folder)
-    if not is_adapter:
-        _check_config(folder / "config.json")
+    engine = "" if is_adapter else _needed_engine(folder / "config.json")
     for path in paths:
         if path.suffix == ".safetensors":
             _check_header(path)
+    return engine
 
 
-def _check_config(path: Path) -> None:
+def _needed_engine(path: Path) -> str:
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
@@ -52,7 +55,7 @@ def _check_config(path: Path) -> None:
     if not isinstance(config, dict):
         raise CliError(f"{path} is not a JSON object", "copy it again from its source")
     try:
-        read_config(config)
+        return read_config(config).needed_engine
     except UnsupportedModel as error:
         raise CliError(f"{path}: {error}", f"the field is {error.field}; nothing was sent") from error
 

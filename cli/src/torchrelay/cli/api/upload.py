@@ -64,15 +64,16 @@ class ModelUpload:
         self._progress, self._journal = progress, journal
         self._num_sent = self._num_bytes = 0  # what the gateway has received of all files, and their size
 
-    def run(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def run(self, settings: dict[str, Any], needed_engine: str = "") -> dict[str, Any]:
         """Hashes, sends and commits; returns the published model. Raises ``CliError``, also for Ctrl-C.
 
-        The ``settings`` of an adapter name its ``base``. What is interrupted stays open at the gateway, to be resumed;
-        what is refused has ended there.
+        The ``settings`` of an adapter name its ``base``. An engine that no worker has, of the settings or that the
+        weights need (``needed_engine``), is refused before anything is sent. What is interrupted stays open at the
+        gateway, to be resumed; what is refused has ended there.
         """
         files = model_files(self._folder, self._progress, is_adapter="base" in settings)
         fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
-        upload = self._begin(fingerprint, files)
+        upload = self._begin(fingerprint, files, settings.get("engine") or needed_engine)
         states = {str(state["path"]): state for state in upload["files"]}
         self._num_sent = sum(int(state["received"]) for state in states.values())
         self._num_bytes = sum(file.size for file in files)
@@ -96,7 +97,7 @@ class ModelUpload:
         if self._journal is not None:
             self._journal.forget(fingerprint)
 
-    def _begin(self, fingerprint: str, files: list[LocalFile]) -> dict[str, Any]:
+    def _begin(self, fingerprint: str, files: list[LocalFile], engine: str) -> dict[str, Any]:
         if self._journal is not None and (known := self._journal.find(fingerprint)):
             try:
                 return self._client.call("GET", f"/v1/uploads/{known}")
@@ -104,8 +105,8 @@ class ModelUpload:
                 if error.status != 404:
                     raise
                 self._journal.forget(fingerprint)
-        declared = [asdict(file) for file in files]
-        upload = self._client.call("POST", "/v1/uploads", json={"model": self._model, "files": declared})
+        body = {"model": self._model, "files": [asdict(file) for file in files]}
+        upload = self._client.call("POST", "/v1/uploads", json=body | ({"engine": engine} if engine else {}))
         if self._journal is not None:
             self._journal.record(fingerprint, str(upload["id"]))
         return upload

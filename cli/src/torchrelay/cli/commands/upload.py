@@ -116,11 +116,14 @@ def upload(
     if base is not None and quantize is not None:
         raise CliError("--quantize is for models; an adapter keeps its dtype", "leave one of --base and --quantize out")
     conversion = _conversion(source)
-    if conversion is None:
-        check_folder(source, is_adapter=base is not None)
+    needed = "" if conversion is not None else check_folder(source, is_adapter=base is not None)
+    if quantize is not None:
+        needed = needed or "torchrelay"
+    if needed and engine is not None and engine.partition(":")[0] not in ("auto", needed):
+        raise CliError(f"the weights need the engine {needed}, not {engine}", f"use --engine {needed}, or none")
     before = _version_before(access, full_name)  # also checks the key, before minutes of conversion
     with _model_folder(source, conversion, quantize) as folder:
-        model = _run(access, folder, full_name, settings)
+        model = _run(access, folder, full_name, settings, needed)
         notes = left_out(folder, is_adapter=base is not None) + model.get("notes", [])
         may_chat = base is not None or has_chat_template(folder)
     kind = f"adapter of {model['parent']}" if model.get("parent") else f"{model['architecture']}, {model['dtype']}"
@@ -203,10 +206,11 @@ def _progress_bars() -> rich.progress.Progress:
     return rich.progress.Progress(*columns, console=console.err())
 
 
-def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _run(access: Access, folder: Path, name: str, settings: dict[str, Any], needed_engine: str) -> dict[str, Any]:
     try:
         with _progress_bars() as progress, access.client() as client:
-            return ModelUpload(client, folder, name, StageBars(progress), UploadJournal.of_user()).run(settings)
+            upload = ModelUpload(client, folder, name, StageBars(progress), UploadJournal.of_user())
+            return upload.run(settings, needed_engine)
     except KeyboardInterrupt:
         raise CliError("interrupted", "nothing was sent yet") from None
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, Final, TypeAlias
 
 from torchrelay.modelspec.config import ModelConfig
-from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.errors import UnsupportedModel, shown
 from torchrelay.modelspec.tensor_order import tensors_by_segment
 
 MAX_RANK: Final = 512
@@ -95,7 +95,7 @@ def _check_document(document: Mapping[str, Any]) -> None:
     def require(field: str, allowed: tuple[Any, ...]) -> None:
         value = document.get(field)
         if not any(value is each or (isinstance(each, str) and value == each) for each in allowed):
-            raise UnsupportedModel(f"{value!r} is not supported", field)
+            raise UnsupportedModel(f"{shown(value)} is not supported", field)
 
     require("peft_type", ("LORA",))
     require("task_type", ("CAUSAL_LM", None))
@@ -169,7 +169,7 @@ def _pattern(document: Mapping[str, Any], field: str) -> _Pattern:
         raise UnsupportedModel("it is not an object", field)
     for name in pattern:
         if not _PLAIN_NAME.fullmatch(name.removeprefix("^")):
-            raise UnsupportedModel(f"{name[:100]!r} is not the plain name of a module", field)
+            raise UnsupportedModel(f"{shown(name[:100])} is not the plain name of a module", field)
     return {name: (place, value) for place, (name, value) in enumerate(pattern.items())}
 
 

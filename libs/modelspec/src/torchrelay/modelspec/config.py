@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, MASKED, Architecture, EncoderTraits
-from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.errors import UnsupportedModel, shown
 from torchrelay.modelspec.quantization import Int8Weights, quantized_weights
 from torchrelay.modelspec.text_part import MULTIMODAL, is_multimodal, text_config
 from torchrelay.modelspec.vllm_quantization import VllmQuantization
@@ -210,13 +210,13 @@ def _read_encoder(config: Mapping[str, Any], architecture: Architecture, traits:
         ("quantization_config", None),
     ):
         if config.get(key) not in (None, served):
-            raise UnsupportedModel(f"{key} {config[key]!r} is not supported; supported is {served!r}", key)
+            raise UnsupportedModel(f"{key} {shown(config[key])} is not supported; supported is {shown(served)}", key)
     num_positions = _positive_int(config, "max_position_embeddings")
     padding_id, num_skipped = None, 0
     if traits.skips_padding:
         padding_id = config.get("pad_token_id", traits.pad_token_id)
         if type(padding_id) is not int or not 0 <= padding_id < num_positions - 1:
-            message = f"pad_token_id must be a whole number below max_position_embeddings - 1, not {padding_id!r}"
+            message = f"pad_token_id must be a whole number below max_position_embeddings - 1, not {shown(padding_id)}"
             raise UnsupportedModel(message, "pad_token_id")
         num_skipped = padding_id + 1
     num_layers = _positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS)
@@ -254,8 +254,8 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     known = ARCHITECTURES | HEADLESS | MASKED
     if not isinstance(name, str) or name not in known:
         raise UnsupportedModel(
-            f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}, and the text part of"
-            f" {', '.join(MULTIMODAL)}",
+            f"architecture {shown(name)} is not supported; supported are {', '.join(ARCHITECTURES)}, and the text part"
+            f" of {', '.join(MULTIMODAL)}",
             "architectures",
         )
     return known[name]
@@ -282,7 +282,7 @@ def _activation(config: Mapping[str, Any], architecture: Architecture) -> str:
     activations = ACTIVATIONS if architecture.encoder is None else ENCODER_ACTIVATIONS
     if name not in activations:
         key, known = architecture.activation_key, ", ".join(activations)
-        raise UnsupportedModel(f"{key} {name!r} is not supported; supported are {known}", key)
+        raise UnsupportedModel(f"{key} {shown(name)} is not supported; supported are {known}", key)
     return str(name)
 
 
@@ -358,7 +358,7 @@ def _windows(
 def _max_window_layers(config: Mapping[str, Any]) -> int:
     number = config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
     if type(number) is not int:
-        raise UnsupportedModel(f"max_window_layers must be a whole number, not {number!r}", "max_window_layers")
+        raise UnsupportedModel(f"max_window_layers must be a whole number, not {shown(number)}", "max_window_layers")
     return number
 
 
@@ -428,7 +428,7 @@ def _scaled_rope(
         return _yarn(config, rope, theta)
     if kind != "llama3":
         known = "'default', 'dynamic', 'linear', 'llama3', 'longrope' and 'yarn'"
-        raise UnsupportedModel(f"rope scaling {kind!r} is not supported; supported are {known}", "rope_scaling")
+        raise UnsupportedModel(f"rope scaling {shown(kind)} is not supported; supported are {known}", "rope_scaling")
     scaling = RopeScaling(
         factor=_positive_float(rope, "factor", 1.0),
         low_freq_factor=_positive_float(rope, "low_freq_factor", 1.0),
@@ -504,7 +504,7 @@ def _positive_int(config: Mapping[str, Any], key: str, default: int | None = Non
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModel(f"{key} must be a positive whole number, not {value!r}", key)
+        raise UnsupportedModel(f"{key} must be a positive whole number, not {shown(value)}", key)
     if value > at_most:
         raise UnsupportedModel(f"{key} must be at most {at_most}", key)
     return value
@@ -517,5 +517,5 @@ def _optional_float(config: Mapping[str, Any], key: str, default: float) -> floa
 def _positive_float(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-        raise UnsupportedModel(f"{key} must be a positive number, not {value!r}", key)
+        raise UnsupportedModel(f"{key} must be a positive number, not {shown(value)}", key)
     return float(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.errors import UnsupportedModel, shown
 
 # Models whose prompts differ from those of their text model only by the embeddings of images. PaliGemma is not one of
 # them: its prompts attend in both directions.
@@ -86,7 +86,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if model_type not in _ARCHITECTURES:
         known = ", ".join(name for name in _ARCHITECTURES)
         raise UnsupportedModel(
-            f"the text part {model_type!r} is not supported; supported are {known}", "text_config.model_type"
+            f"the text part {shown(model_type)} is not supported; supported are {known}", "text_config.model_type"
         )
     outer = {key: config[key] for key in _OUTER_KEYS if config.get(key) is not None}
     served = {**_DEFAULTS.get(model_type, {}), **text, **outer, "architectures": [_ARCHITECTURES[model_type]]}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Final
 
-from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.errors import UnsupportedModel, shown
 
 FIELD: Final = "quantization_config"
 MAX_LISTED: Final = 4096  # layers that are named as not quantized
@@ -72,7 +72,7 @@ def vllm_quantization(quantization: Mapping[str, Any]) -> VllmQuantization:
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         known = ", ".join((*_READERS, COMPRESSED))
-        raise _refused("quant_method", f"quant_method {method!r:.80} is not supported; supported are {known}")
+        raise _refused("quant_method", f"quant_method {shown(method)} is not supported; supported are {known}")
     return reader(quantization)
 
 
@@ -83,7 +83,7 @@ def _awq(config: Mapping[str, Any]) -> VllmQuantization:
     _require(config, "bits", 4)
     _require(config, "zero_point", True)
     if str(config.get("version", "gemm")).lower() != "gemm":
-        raise _refused("version", f"version {config['version']!r:.80} is not supported; supported is 'gemm'")
+        raise _refused("version", f"version {shown(config['version'])} is not supported; supported is 'gemm'")
     group = _group_size(config)
     document = {"quant_method": "awq", "bits": 4, "group_size": group or -1, "zero_point": True, "version": "gemm"}
     document |= {"modules_to_not_convert": _names(config, "modules_to_not_convert")}
@@ -219,7 +219,7 @@ def _weights(weights: Any, stored: str, place: str) -> dict[str, Any]:
     if weights.get("dynamic"):
         raise _refused(f"{place}.dynamic", "dynamic weights are not supported")
     if weights.get("actorder") not in (None, "static", "weight"):
-        raise _refused(f"{place}.actorder", f"actorder {weights['actorder']!r:.80} is not supported")
+        raise _refused(f"{place}.actorder", f"actorder {shown(weights['actorder'])} is not supported")
     strategies = {
         "pack-quantized": ("group", "channel"),
         "int-quantized": ("channel", "tensor"),
@@ -249,7 +249,7 @@ def _activations(activations: Any, stored: str, place: str) -> dict[str, Any] | 
     dynamic = activations.get("dynamic")
     strategies = ("token", "group") if dynamic is True else ("tensor",)
     if not isinstance(dynamic, bool):
-        raise _refused(f"{place}.dynamic", f"dynamic {dynamic!r:.80} is not supported")
+        raise _refused(f"{place}.dynamic", f"dynamic {shown(dynamic)} is not supported")
     strategy = _one_of(activations, "strategy", strategies, place)
     group = _group_size(activations, place) if strategy == "group" else None
     common = {"num_bits": 8, "type": _FORMATS[stored], "symmetric": True, "dynamic": dynamic}
@@ -302,7 +302,7 @@ def _object(part: Any, place: str) -> Mapping[str, Any]:
 def _require(part: Mapping[str, Any], key: str, supported: Any, place: str = "") -> None:
     value = part.get(key)
     if value != supported or type(value) is not type(supported):
-        message = f"{key} {value!r:.80} is not supported; supported is {supported!r}"
+        message = f"{key} {shown(value)} is not supported; supported is {shown(supported)}"
         raise _refused(f"{place}.{key}" if place else key, message)
 
 
@@ -311,15 +311,15 @@ def _one_of(part: Mapping[str, Any], key: str, supported: tuple[Any, ...], place
     for each in supported:
         if value == each and type(value) is type(each):
             return each
-    known = " and ".join(repr(each) for each in supported)
-    message = f"{key} {value!r:.80} is not supported; supported are {known}"
+    known = " and ".join(map(shown, supported))
+    message = f"{key} {shown(value)} is not supported; supported are {known}"
     raise _refused(f"{place}.{key}" if place else key, message)
 
 
 def _flag(part: Mapping[str, Any], key: str) -> bool:
     value = part.get(key, False)
     if not isinstance(value, bool):
-        raise _refused(key, f"{key} must be true or false, not {value!r:.80}")
+        raise _refused(key, f"{key} must be true or false, not {shown(value)}")
     return value
 
 
@@ -328,14 +328,14 @@ def _group_size(part: Mapping[str, Any], place: str = "") -> int:
     value = part.get("group_size")
     if type(value) is not int or not (value == -1 or 0 < value <= _MAX_GROUP):
         where = f"{place}.group_size" if place else "group_size"
-        raise _refused(where, f"group_size must be -1 or a positive whole number, not {value!r:.80}")
+        raise _refused(where, f"group_size must be -1 or a positive whole number, not {shown(value)}")
     return max(value, 0)
 
 
 def _block(value: Any, place: str) -> list[int]:
     is_block = isinstance(value, list) and len(value) == 2
     if not is_block or not all(type(each) is int and 0 < each <= _MAX_GROUP for each in value):
-        raise _refused(place, f"it must be two positive whole numbers, not {value!r:.80}")
+        raise _refused(place, f"it must be two positive whole numbers, not {shown(value)}")
     return list(value)
 
 
@@ -351,7 +351,7 @@ def _names(part: Mapping[str, Any], key: str, *, patterns: bool = False) -> list
         num_patterns += 1
         is_safe = patterns and isinstance(name, str) and _PATTERN.fullmatch(name) is not None
         if not is_safe or num_patterns > _MAX_PATTERNS or name.count(".*") > _MAX_WILDCARDS:
-            raise _refused(key, f"{name!r:.80} is neither a name nor a simple pattern")
+            raise _refused(key, f"{shown(name)} is neither a name nor a simple pattern")
     return list(names)
 
 

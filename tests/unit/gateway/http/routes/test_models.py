@@ -191,5 +191,7 @@ async def test_versions_are_listed_and_rolled_back(rig: RestRig) -> None:
     rig.events.clear()
     assert (await rig.acme.post("/v1/models/acme/glossary/rollback")).json() == model
     assert rig.events == [("published", "acme/glossary")]
+    unchanged = await rig.acme.post("/v1/models/acme/glossary/rollback", json={"version": "version-one"})
+    assert (unchanged.json(), len(rig.events)) == (model, 1)
     again = await rig.acme.post("/v1/models/glossary/rollback", json={"version": "version-two"})
     assert again.json()["version"] == "version-two"

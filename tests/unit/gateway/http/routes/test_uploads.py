@@ -70,6 +70,9 @@ async def test_commit_takes_an_engine_that_a_worker_has(rig: RestRig) -> None:
     assert reply.json()["error"]["message"] == "no worker has the engine vllm; the workers have torchrelay"
     reply = await rig.acme.post(commit, json={"engine": "vllm:2"})
     assert reply.json()["error"]["message"] == "no worker has the engine vllm:2; the workers have torchrelay"
+    begin = {"model": "other", "files": [{"path": "config.json", "size": 1, "sha256": "0" * 64}]}
+    reply = await rig.acme.post("/v1/uploads", json=begin | {"engine": "vllm"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine"), "before any file is sent"
     for engine in ("tensorrt", "torchrelay:2", "vllm:1", "vllm:65", "vllm:2x"):
         assert (await rig.acme.post(commit, json={"engine": engine})).status_code == 400
     assert (await rig.acme.post(commit, json={"engine": "torchrelay"})).json()["engine"] == "torchrelay"

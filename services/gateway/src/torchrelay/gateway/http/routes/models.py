@@ -23,7 +23,7 @@ from torchrelay.gateway.core import (
     Version,
     checked_target_s,
 )
-from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
+from torchrelay.gateway.http.dependencies import Caller, Changer, Services, ServicesOf
 from torchrelay.gateway.http.whole_number import WholeNumber
 from torchrelay.gateway.resource_names import check_name
 
@@ -109,7 +109,7 @@ async def one_model(
 
 
 @router.put("/{name:path}/aliases")
-async def set_aliases(services: ServicesOf, caller: Caller, name: str, body: AliasesBody) -> dict[str, Any]:
+async def set_aliases(services: ServicesOf, caller: Changer, name: str, body: AliasesBody) -> dict[str, Any]:
     """Replaces the further names under which the tenant may call the model; usage and bills name the model."""
     names = [check_name(alias, "aliases") for alias in body.aliases]
     model = await services.catalog.resolve(caller, name)
@@ -144,9 +144,11 @@ def _version_entry(version: Version) -> dict[str, Any]:
 
 @router.post("/{name:path}/rollback")
 async def roll_back(
-    services: ServicesOf, caller: Caller, name: str, body: RollbackBody | None = None
+    services: ServicesOf, caller: Changer, name: str, body: RollbackBody | None = None
 ) -> dict[str, Any]:
-    """Makes a replaced version current again, without an upload; running requests finish on their version."""
+    """Makes a replaced version current again, without an upload; running requests finish on their version. A version
+    that is current already stays it.
+    """
     model = await services.catalog.resolve(caller, name)
     version_id = None if body is None else body.version
     if version_id is None:
@@ -154,14 +156,15 @@ async def roll_back(
         if not replaced:
             raise NotFound(f"{model.name} has no replaced version any more", field="version")
         version_id = replaced[0].version.version_id
-    await services.catalog.roll_back(model, version_id)
+    is_changed = await services.catalog.roll_back(model, version_id)
     model = await services.catalog.resolve(caller, model.name)
-    await services.model_changed("published", model.name, model)
+    if is_changed:
+        await services.model_changed("published", model.name, model)
     return shown(services, model)
 
 
 @router.patch("/{name:path}")
-async def change(services: ServicesOf, caller: Caller, name: str, body: SettingsBody) -> dict[str, Any]:
+async def change(services: ServicesOf, caller: Changer, name: str, body: SettingsBody) -> dict[str, Any]:
     """Takes effect with the model's next request, which carries the settings to the scheduler; a minimum of instances
     and its schedule within seconds.
     """
@@ -182,7 +185,7 @@ async def change(services: ServicesOf, caller: Caller, name: str, body: Settings
 
 
 @router.delete("/{name:path}")
-async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, Any]:
+async def delete(services: ServicesOf, caller: Changer, name: str) -> dict[str, Any]:
     model = await services.catalog.resolve(caller, name)
     own = model.name.partition("/")[2]
     if name.rpartition("/")[2] != own:

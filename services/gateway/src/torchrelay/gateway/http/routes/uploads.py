@@ -16,8 +16,8 @@ from torchrelay.common.errors import InvalidRequest, ModelNotFound, TorchrelayEr
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
-from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE
-from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf, tenant_of
+from torchrelay.gateway.core import ANY_ENGINE, ENGINE_FORMS, OWN_ENGINE
+from torchrelay.gateway.http.dependencies import Caller, Changer, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
 from torchrelay.gateway.http.whole_number import WholeNumber
 from torchrelay.gateway.openai.errors import error_body
@@ -36,9 +36,12 @@ class FileBody(BaseModel):
 
 
 class NewUpload(BaseModel):
+    """``engine``: the one that the model needs; the upload is refused if no worker has it. None: any."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     files: list[FileBody] = Field(min_length=1, max_length=MAX_FILES)
+    engine: Annotated[str, Field(pattern=ENGINE_FORMS)] | None = None
 
 
 class CommitBody(ScalingSettingsBody):
@@ -48,10 +51,12 @@ class CommitBody(ScalingSettingsBody):
 
 
 @router.post("", status_code=201)
-async def begin(services: ServicesOf, caller: Caller, body: NewUpload) -> dict[str, Any]:
+async def begin(services: ServicesOf, caller: Changer, body: NewUpload) -> dict[str, Any]:
     named, slash, model = body.model.rpartition("/")
     tenant = await tenant_of(services, caller, named if slash else None)
     check_name(model, "model")
+    if body.engine is not None:
+        (await services.scheduler.slots()).check_engine(body.engine)
     await services.catalog.check_takes_upload(tenant.tenant_id, model)
     files = [
         param_store_pb2.DeclaredFile(path=file.path, num_bytes=file.size, sha256=file.sha256.lower())
