@@ -27,6 +27,7 @@ from torchrelay.gateway.edge.http_server import http_server
 from torchrelay.gateway.http import rest_app
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.router import AsgiRouter
+from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.settings import GatewaySettings
 
@@ -108,6 +109,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             queries=shares.queries,
             lists=shares.lists,
             explanations=shares.explanations,
+            changes=ChangeRate(),
             default_scaling=ScalingSettings(60.0, 8),
             health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.common.errors import AtCapacity, Overloaded
+from torchrelay.common.errors import AtCapacity, Overloaded, RateLimited
+from torchrelay.gateway.limits.change_rate import BURST, PER_S, ChangeRate
 from torchrelay.gateway.limits.connection_shares import messages_at_once
 from torchrelay.gateway.limits.shares import ShareLimits, Shares
 from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
@@ -108,3 +109,18 @@ async def test_tenant_without_a_turn_leaves_no_semaphore() -> None:
     async with semaphore.turn("a"):
         assert list(semaphore._semaphores) == ["a"]
     assert not semaphore._semaphores
+
+
+def test_changes_of_a_tenant_have_a_rate() -> None:
+    now = 0.0
+    changes = ChangeRate(lambda: now)
+    for _ in range(BURST):
+        changes.take("acme")
+    with pytest.raises(RateLimited) as refused:
+        changes.take("acme")
+    assert refused.value.retry_after_s == 1 / PER_S
+    changes.take("zoo")
+    now = 1 / PER_S
+    changes.take("acme")
+    with pytest.raises(RateLimited):
+        changes.take("acme")

@@ -48,6 +48,7 @@ from torchrelay.gateway.http.dependencies import ModelChanged, Services
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.inference.execution.minimums import announce_minimums
+from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.nats_events import NatsEvents
@@ -259,6 +260,7 @@ async def _make_components(
         queries=shares.queries,
         lists=shares.lists,
         explanations=shares.explanations,
+        changes=ChangeRate(),
         default_scaling=ScalingSettings(settings.idle_timeout_s, settings.max_instances),
         health=health,
         model_changed=nats_events.model_changed,

@@ -21,6 +21,7 @@ from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
+from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
 from torchrelay.gateway.sql.database import Database
 
@@ -40,6 +41,7 @@ class Services:
     queries: TenantSemaphore
     lists: TenantSemaphore
     explanations: TenantSemaphore
+    changes: ChangeRate
     default_scaling: ScalingSettings  # the scheduler's defaults
     health: Health
     model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event
@@ -63,6 +65,15 @@ def _caller(request: Request, _documented: Annotated[object, Depends(_BEARER)]) 
 
 
 Caller = Annotated[Principal, Depends(_caller)]
+
+
+def _changer(services: ServicesOf, caller: Caller) -> Principal:
+    if not caller.is_admin:
+        services.changes.take(caller.tenant_id)
+    return caller
+
+
+Changer = Annotated[Principal, Depends(_changer)]  # the caller, whose change counts in its tenant's rate
 
 
 def _admin(caller: Caller) -> Principal:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torchrelay.common.errors import PermissionDenied
 from torchrelay.gateway.auth.api_keys import KeyInfo
 from torchrelay.gateway.core import ServiceClassName
-from torchrelay.gateway.http.dependencies import Caller, ServicesOf, tenant_of
+from torchrelay.gateway.http.dependencies import Caller, Changer, ServicesOf, tenant_of
 from torchrelay.gateway.http.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1/keys")
@@ -25,7 +25,7 @@ class NewKey(BaseModel):
 
 
 @router.post("", status_code=201)
-async def create(services: ServicesOf, caller: Caller, body: NewKey) -> dict[str, Any]:
+async def create(services: ServicesOf, caller: Changer, body: NewKey) -> dict[str, Any]:
     tenant = await tenant_of(services, caller, body.tenant)
     if caller.requests_per_minute is not None:  # each new key would have a rate of its own
         raise PermissionDenied("a key with requests_per_minute cannot create keys; use a key without, or the admin's")
@@ -43,7 +43,7 @@ async def all_keys(services: ServicesOf, caller: Caller) -> dict[str, Any]:
 
 
 @router.delete("/{key_id}", status_code=204)
-async def revoke(services: ServicesOf, caller: Caller, key_id: str) -> None:
+async def revoke(services: ServicesOf, caller: Changer, key_id: str) -> None:
     await services.keys.revoke(key_id, None if caller.is_admin else caller.tenant_id)
 
 
