@@ -43,7 +43,7 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
 
 
 def _line(settings: GatewaySettings, noun: str, total_at_once: int) -> TenantSemaphore:
-    """One operation of a tenant at once, and a bounded number that wait."""
+    """Lets a single operation of a tenant run at once, and a bounded number of them wait."""
     most, setting = settings.max_queries_per_tenant, "max_queries_per_tenant"
     limits = ShareLimits(noun, most * _LINES, f"{setting}, times {_LINES}", most, setting)
     return TenantSemaphore(Shares(limits), at_once=1, total_at_once=total_at_once)
