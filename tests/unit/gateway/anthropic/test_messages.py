@@ -7,12 +7,15 @@ import re
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.support.gateway_ports import KEY
 from tests.support.sample_tokenizers import EOS
 from tests.unit.gateway.dialects import ARGUMENTS, CALL, PARAMETERS, TEMPLATE
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
+from torchrelay.gateway.anthropic.conversation import Conversation, Message
+from torchrelay.gateway.inference.parameter_ranges import MAX_MESSAGES
 
 TOOL: dict[str, Any] = {"name": "weather", "input_schema": PARAMETERS}
 THOUGHT = "<think>\nThe 🔥 is hot.\n</think>\n\n"
@@ -146,15 +149,26 @@ async def test_turns_of_a_role_are_one_and_the_system_may_speak_later(make_rig: 
     assert "x-torchrelay-left-out" not in headers
 
 
+def test_many_messages_are_taken_in_linear_time() -> None:
+    """Those of the system look for an earlier answer: with a look at all messages each it would take minutes."""
+    result = {"role": "user", "content": [{"type": "tool_result", "content": "a"}]}
+    turns = [result] * (MAX_MESSAGES // 2) + [{"role": "system", "content": "b"}] * (MAX_MESSAGES // 2)
+    conversation = Conversation(None)
+    for turn in msgspec.convert(turns, list[Message]):
+        conversation.add(turn, "")
+    assert len(conversation.messages()) == 1 + MAX_MESSAGES // 2
+
+
 async def test_content_of_other_kinds_is_text(make_rig: MakeRig) -> None:
     rig = await make_rig(template=ROLES)
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
     note = {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "n"}}
     scan = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA"}}
     used = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}}
+    found = {"type": "search_result", "title": "R", "source": "x", "content": [{"type": "text", "text": "r"}]}
     hits = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result"}]}
     answer = [used, hits, {"type": "tool_use", "id": "c1", "name": "f", "input": {}}]
-    failed = {"type": "tool_result", "tool_use_id": "c1", "is_error": True, "content": [image]}
+    failed = {"type": "tool_result", "tool_use_id": "c1", "is_error": True, "content": [image, found]}
     prompt, headers = await prompt_of(
         rig,
         [
@@ -162,13 +176,13 @@ async def test_content_of_other_kinds_is_text(make_rig: MakeRig) -> None:
             {"role": "assistant", "content": answer},
             {"role": "user", "content": [failed]},
         ],
-        tools=[TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}],
+        tools=[TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, {"type": "mcp_toolset"}],
     )
     text, _, tools = prompt.partition("[{")
     assert text == (
         "<user>Notes\nn\n[file left out: this model reads text only]"
         '<assistant>[called web_search: {"query": "q"}]\n[result left out]<tool_call>f</tool_call>'
-        "<tool>Error: [image left out: this model reads text only]"
+        "<tool>Error: [image left out: this model reads text only]\nR\nr"
     )
     assert "weather" in tools and "web_search" not in tools
     assert headers["x-torchrelay-left-out"] == "file, image, tool"

@@ -52,6 +52,7 @@ class Conversation:
         self.referenced: dict[str, None] = {}  # names of tools, in order
         self._system: list[str] = [self._text(system, "system")] if system else []
         self._messages: list[ChatMessage] = []
+        self._has_answer = False
 
     @property
     def has_turns(self) -> bool:
@@ -70,8 +71,8 @@ class Conversation:
             case "user":
                 self._add_turn(blocks, where)
             case "system":
-                is_late = any(earlier["role"] == "assistant" for earlier in self._messages)
-                (self._turn("user")["content"] if is_late else self._system).append(self._text(blocks, where))
+                said = self._turn("user")["content"] if self._has_answer else self._system
+                said.append(self._text(blocks, where))
             case other:
                 wrong = f"{where}.role must be one of {', '.join(_ROLES)}, not {other[:40]!r}"
                 raise InvalidRequest(wrong, field="messages")
@@ -99,6 +100,7 @@ class Conversation:
 
     def _add_answer(self, blocks: Sequence[Block], where: str) -> None:
         """Adds an earlier answer, with its calls of tools."""
+        self._has_answer = True
         message = self._turn("assistant")
         texts = [block for block in blocks if block.type not in (*_THOUGHTS, "tool_use")]
         if text := self._text(texts, where):
@@ -130,7 +132,7 @@ class Conversation:
             case Block(type="document", source={"type": "text", "data": str(data)}):
                 return data if block.title is None else f"{block.title}\n{data}"
             case Block(type="search_result", content=list(found)):
-                return f"{block.title or ''}\n{self._text(found, where)}".strip()
+                return "\n".join((block.title or "", *(part.text or "" for part in found))).strip()
             case Block(type=kind) if kind in _SERVER_CALLS:
                 return f"[called {block.name}: {json.dumps(block.input or {}, ensure_ascii=False)}]"
             case Block(type=kind) if kind.endswith("_tool_result"):

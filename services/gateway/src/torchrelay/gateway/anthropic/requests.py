@@ -33,7 +33,7 @@ _TIERS: Final = {"auto": "auto", "standard_only": "default"}
 class Tool(msgspec.Struct):
     """A tool that the client runs, or with a ``type`` one that Anthropic's servers or clients know."""
 
-    name: str
+    name: str = ""
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None

@@ -320,14 +320,14 @@ class RequestPipeline:
         prepared: list[PreparedRequest] = []
         while prompts:  # megabytes of text, perhaps; each is kept until it is encoded
             prepared.append(await self._prepare(principal, prompts.pop(0)))
+        texts = [each.detokenizers() for each in prepared]
         reservations = await self._admit(principal, prepared)
-        sessions = []
+        sessions = []  # nothing fails from here on: a request that has started is billed
         for number, (each, reservation) in enumerate(zip(prepared, reservations, strict=True)):
             number_id = f"{request_id}-{number}" if number else request_id
             resolved = each.resolved(number_id, principal, arrived_unix_us, deadline, reservation)
-            texts = each.detokenizers()
-            sessions.append(each.session(self._new(resolved, reservation), texts, reservations[0].rate))
-        for session in sessions:  # nothing may fail from here on: a request that has started is billed
+            sessions.append(each.session(self._new(resolved, reservation), texts[number], reservations[0].rate))
+        for session in sessions:
             self._run(session.request)
         return sessions
 
