@@ -18,6 +18,7 @@ from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, cho
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.answers.grammars import UnsupportedFormat, grammar_source
 from torchrelay.gateway.inference.answers.parts import joined, parameter_types
+from torchrelay.gateway.inference.answers.schemas import schema_fault
 from torchrelay.gateway.inference.answers.syntax import (
     COMMAND,
     HERMES,
@@ -207,6 +208,41 @@ def test_schemas_of_tools_keep_their_definitions_and_unknown_keywords_bind_only_
     assert _verdict(source, call.format(name="f", arguments='{"x": "b"}')) == "refused"
     strict = grammar_source(AnswerFormat(), [_tool("g", unknown, strict=True)], AnswerSyntax(HERMES), _SPECIAL.get)
     assert "dependentRequired" in grammar_error(strict)
+
+
+def test_annotations_bind_nothing() -> None:
+    notes = [{"format": name} for name in ("password", "path", "url", "base64", "regex", "binary")]
+    notes += [{"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"unevaluatedProperties": True}]
+    for note in notes:
+        for schema in (
+            {"type": "string", **note},
+            {"anyOf": [{"type": "string", **note}]},
+            {"$ref": "#/$defs/format", "$defs": {"format": {"type": "string", **note}}},
+        ):
+            assert _verdict(_source(AnswerFormat(content=json_rule(schema))), '"a"') == "ends"
+        tool = _tool("f", {"type": "object", "properties": {"format": {"type": "string", **note}}}, strict=True)
+        assert grammar_error(_source(AnswerFormat(), [tool], AnswerSyntax(HERMES))) == ""
+    bound = {"type": "string", "format": "date"}
+    assert _verdict(_source(AnswerFormat(content=json_rule(bound))), '"2026-01-01"') == "ends"
+    assert _verdict(_source(AnswerFormat(content=json_rule(bound))), '"today') == "refused"
+    values = {"enum": [{"format": "path"}], "default": {"format": "path"}}
+    assert _verdict(_source(AnswerFormat(content=json_rule(values))), '{"format": "path"}') == "ends"
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"uniqueItems": True}, "the schema has uniqueItems, which no grammar can hold"),
+        ({"type": "object", "not": {}, "if": {}}, "the schema has if, not, which no grammar can hold"),
+        ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, "a oneOf whose alternatives may overlap"),
+        ({"type": "string", "pattern": "(?=a)b"}, "regex parse error: look-around"),
+        ({"type": "tuple"}, "Invalid type: tuple"),
+    ],
+)
+def test_refusals_name_the_keyword(schema: dict[str, Any], said: str) -> None:
+    fault = schema_fault(grammar_error(_source(AnswerFormat(content=json_rule(schema)))))
+    assert said in fault
+    assert "at 1(" not in fault and "compile" not in fault and "coerce" not in fault
 
 
 @pytest.mark.parametrize("begins_thinking", [False, True])

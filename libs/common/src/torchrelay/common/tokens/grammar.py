@@ -17,6 +17,7 @@ from torchrelay.common.tokens.token_decoder import TokenDecoder
 
 MAX_GRAMMAR_CHARS: Final = 1 << 19  # it travels with its prompt, in a message of 8 MB
 _MAX_ERROR_CHARS: Final = 300
+_PATTERN_FAULT: Final = re.compile(r"^error: (.*)$", re.MULTILINE)
 _OPTIONS: Final = re.compile(r"^\s*%llguidance", re.MULTILINE)  # JSON and patterns have no line ends of their own
 # Of llguidance's defaults, the fuel of a step would allow 14 ms for each token, the states 500 MB, and the size, whose
 # square a step may take, half a second: an object has eight symbols per optional property, four per required one.
@@ -129,4 +130,7 @@ class _Vocabulary:
 
 
 def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:_MAX_ERROR_CHARS]
+    """The first line; of a faulty pattern, which is shown on several lines, also the fault."""
+    first, _, rest = message.strip().partition("\n")
+    fault = _PATTERN_FAULT.search(rest)
+    return (f"{first} {fault[1]}" if fault and first.endswith(":") else first)[:_MAX_ERROR_CHARS]

@@ -11,10 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from msgspec.structs import replace
+
 from torchrelay.gateway.inference.answers.answer_format import JSON_STYLE, AnswerFormat
+from torchrelay.gateway.inference.answers.schemas import binding_schema
 from torchrelay.gateway.inference.answers.syntax import ARGUMENTS, AnswerSyntax
 
 SpecialId: TypeAlias = Callable[[str], int | None]  # the id of a special token, which is no text; None: it is text
+_JSON = "%json "
 _ANY_TEXT = "/(.|\\n)*/"
 _SPACE = "[\\s\\x1c-\\x1f]"  # what the parser of answers skips
 
@@ -33,6 +37,7 @@ def grammar_source(
     """
     if format_.grammar:
         return format_.grammar
+    format_ = replace(format_, content=_binding(format_.content))
     functions = [tool["function"] for tool in tools]
     called = [function for function in functions if format_.tool in ("", function["name"])]
     is_any_strict = any(function.get("strict") for function in functions)
@@ -44,6 +49,13 @@ def grammar_source(
     else:
         return ""
     return "\n".join([*_start(syntax, special_id), *rules])
+
+
+def _binding(content: str) -> str:
+    """The rule of a content; of JSON without what only annotates its schema."""
+    if not content.startswith(_JSON):
+        return content
+    return _JSON + json.dumps(binding_schema(json.loads(content.removeprefix(_JSON))))
 
 
 def _start(syntax: AnswerSyntax, special_id: SpecialId) -> list[str]:
@@ -74,7 +86,7 @@ def _without(marker: str) -> str:
 
 
 def _content_rules(name: str, content: str, excluded: str) -> list[str]:
-    if not excluded or content.startswith("%json"):  # JSON does not begin like reasoning, and escapes quotes in strings
+    if not excluded or content.startswith(_JSON):  # JSON does not begin like reasoning, and escapes quotes in strings
         return [f"{name}: {content}"]
     return [f"{name}: CONTENT", f"CONTENT: ({content}){excluded}"]
 
@@ -162,7 +174,7 @@ class _CallRules:
         parameters = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_STYLE}
         if not function.get("strict"):
             parameters["x-guidance"] = {**JSON_STYLE, "lenient": True}
-        arguments, name = f"%json {json.dumps(parameters)}", function["name"]
+        arguments, name = _JSON + json.dumps(binding_schema(parameters)), function["name"]
         if self._arguments_marker is not None:
             return f'call_{number}: "{name}" {self._arguments_marker} {arguments}'
         key = self._syntax.arguments_keys[-1 if self._syntax.style == "llama" else 0]

@@ -29,6 +29,7 @@ from torchrelay.common.tokens.grammar import grammar_error
 from torchrelay.common.tokens.tokenizer import load_tokenizer
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 from torchrelay.gateway.inference.answers.grammars import grammar_source
+from torchrelay.gateway.inference.answers.schemas import schema_fault
 from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
 from torchrelay.gateway.inference.text.processes import chat_format
 from torchrelay.gateway.inference.text.processes.answer_syntax import merged
@@ -166,7 +167,8 @@ class TextService:
         except BaseException as raised:  # NOTE: a panic of llguidance is not an Exception
             raise PromptRefused(Refusal("format", _reason(raised))) from raised
         if error:
-            raise PromptRefused(Refusal("format", error))
+            is_own = prompt.answer_format is not None and prompt.answer_format.grammar
+            raise PromptRefused(Refusal("format", error if is_own else schema_fault(error)))
         return grammar
 
     def _format(self, prompt: Prompt) -> ChatFormat:
