@@ -165,17 +165,23 @@ async def test_content_of_other_kinds_is_text(make_rig: MakeRig) -> None:
     note = {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "n"}}
     scan = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA"}}
     used = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}}
-    found = {"type": "search_result", "title": "R", "source": "x", "content": [{"type": "text", "text": "r"}]}
+    found: dict[str, Any] = {
+        "type": "search_result",
+        "title": "R",
+        "source": "x",
+        "content": [{"type": "text", "text": "r"}],
+    }
     hits = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result"}]}
     answer = [used, hits, {"type": "tool_use", "id": "c1", "name": "f", "input": {}}]
     failed = {"type": "tool_result", "tool_use_id": "c1", "is_error": True, "content": [image, found]}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": [note, scan]},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": [failed]},
+    ]
     prompt, headers = await prompt_of(
         rig,
-        [
-            {"role": "user", "content": [note, scan]},
-            {"role": "assistant", "content": answer},
-            {"role": "user", "content": [failed]},
-        ],
+        turns,
         tools=[TOOL, {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, {"type": "mcp_toolset"}],
     )
     text, _, tools = prompt.partition("[{")

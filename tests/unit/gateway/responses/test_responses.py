@@ -162,7 +162,7 @@ async def test_without_parallel_calls_workers_get_a_grammar_of_one_call(rig: Tok
         assert response.parallel_tool_calls is False
     grammars = {start.sampling.grammar for worker in rig.workers for _, start in worker.starts}
     rules = {rule for grammar in grammars for rule in grammar.split("\n") if rule.startswith(("answer:", "content:"))}
-    assert rules == {"answer: /(.|\\n)*/ | text body"}
+    assert rules == {"answer: TEXT | text body"}
 
 
 async def test_last_item_has_the_status_of_the_response(rig: TokenPathRig) -> None:
@@ -176,6 +176,24 @@ async def test_last_item_has_the_status_of_the_response(rig: TokenPathRig) -> No
             assert (item.type, item.status, response.status) == (kind, status, status)
             reason = response.incomplete_details and response.incomplete_details.reason
             assert reason == ("max_output_tokens" if status == "incomplete" else None)
+
+
+@pytest.mark.parametrize("wish", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+async def test_logprobs_of_messages(rig: TokenPathRig, wish: dict[str, Any]) -> None:
+    """Those of the tokens that became its text, as chats have them; a call has none."""
+    body = asked(f"I look, größer.\n{CALL}", tools=[TOOL], **wish)
+    whole, last = await both(rig, body)
+    message, call = whole.output
+    [part] = message.content
+    assert "".join(entry.token for entry in part.logprobs if entry.bytes).startswith("I look, gr")
+    assert {len(entry.top_logprobs) for entry in part.logprobs} == {wish.get("top_logprobs", 0)}
+    assert call.type == "function_call" and whole.top_logprobs == wish.get("top_logprobs", 0)
+    events = [event async for event in await rig.client.responses.create(**body, stream=True)]
+    deltas = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    shown = [entry.model_dump() for entry in part.logprobs]
+    assert [entry.to_dict()["logprob"] for entry in deltas] == [entry["logprob"] for entry in shown]
+    assert [entry.to_dict()["token"] for entry in done.logprobs] == [entry["token"] for entry in shown]
 
 
 async def test_extensions_are_those_of_chat(rig: TokenPathRig) -> None:
@@ -279,7 +297,7 @@ def replayed(events: list[Event]) -> list[dict[str, Any]]:
 
 @given(pieces, st.sampled_from(("completed", "incomplete")))
 def test_events_add_up_to_the_items(answer: list[Piece], status: str) -> None:
-    output = Output(NAMES)
+    output = Output(NAMES, None)
     events = [event for part in parts_of(answer) for event in output.add(part)] + output.end(status)
     assert replayed(events) == output.items
     assert len({item["id"] for item in output.items}) == len(output.items)

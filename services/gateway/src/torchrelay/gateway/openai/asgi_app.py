@@ -236,7 +236,7 @@ class StreamEncoder(Protocol):
 
 
 async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> Answer:
-    request, logprobs = session.request, _logprob_formatter(session, reply_format)
+    request, logprobs = session.request, logprob_formatter(session, reply_format)
     choices = [ChoiceBuffer(session.answer_parser(), [session.echo] if session.echo else []) for _ in session.texts]
     while not request.is_finished:
         for delta in await request.next():
@@ -246,9 +246,10 @@ async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> A
                 for token_id in delta.token_ids:
                     choice.add(text.step(token_id))
             else:
-                for piece, entry in _text_and_logprobs(session, delta):
+                for piece, entry in text_and_logprobs(session, delta):
                     choice.add(piece)
                     choice.logprobs.append(entry)
+                    choice.num_parts.append(len(choice.parts))
             if delta.finish is not None:
                 choice.end(text.flush(), delta.finish)
     await request.settled(SETTLE_TIMEOUT_S)
@@ -287,7 +288,7 @@ class SseEncoder:
 
     def __init__(self, session: RequestSession, reply_format: ReplyFormat, reply_id: str, first_index: int) -> None:
         self.reply = StreamReply(session.request.resolved, reply_format, reply_id, first_index)
-        self._logprobs = _logprob_formatter(session, reply_format)
+        self._logprobs = logprob_formatter(session, reply_format)
         self._session = session
         self._shows_reasoning = reply_format.shows_reasoning
         self._has_annotations = self._logprobs is not None or reply_format.return_token_ids
@@ -317,7 +318,7 @@ class SseEncoder:
                 for token_id in delta.token_ids:
                     events.append(reply.token(choice, text.step(token_id), token_id))
             else:
-                for piece, entry in _text_and_logprobs(self._session, delta):
+                for piece, entry in text_and_logprobs(self._session, delta):
                     events.append(reply.annotated_token(choice, piece, entry.token_id, self._logprobs.of([entry])))
             if delta.finish is not None:
                 events.append(reply.finish(choice, text.flush(), str(delta.finish)))
@@ -345,15 +346,15 @@ class SseEncoder:
         if self._logprobs is None:
             yield from ((token_id, text.step(token_id), None) for token_id in delta.token_ids)
             return
-        for piece, entry in _text_and_logprobs(self._session, delta):
+        for piece, entry in text_and_logprobs(self._session, delta):
             yield entry.token_id, piece, self._logprobs.of([entry])
 
 
-def _logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> LogprobFormatter | None:
+def logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> LogprobFormatter | None:
     return None if session.tokens is None else LogprobFormatter(session.tokens, reply_format.is_chat)
 
 
-def _text_and_logprobs(session: RequestSession, delta: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
+def text_and_logprobs(session: RequestSession, delta: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
     """The text and logprobs of each token, of a request with logprobs."""
     for placed, token_id, logprobs in session.placed(delta):
         yield placed.shown, LogprobEntry(token_id, logprobs, placed.encoded, placed.offset)

@@ -38,10 +38,13 @@ class LogprobFormatter:
         self._entries: dict[int, bytes] = {}  # by token id: a chat's entry without its logprob
 
     def of(self, entries: Sequence[LogprobEntry]) -> msgspec.Raw | dict[str, Any]:
-        return msgspec.Raw(self._chat(entries)) if self._is_chat else self._completion(entries)
+        if not self._is_chat:
+            return self._completion(entries)
+        return msgspec.Raw(b'{"content":%s,"refusal":null}' % bytes(self.entries(entries)))
 
-    def _chat(self, entries: Sequence[LogprobEntry]) -> bytes:
-        content = [
+    def entries(self, entries: Sequence[LogprobEntry]) -> msgspec.Raw:
+        """The list of the tokens' entries, as chats and responses have it."""
+        listed = [
             b'%s,"top_logprobs":[%s]}'
             % (
                 self._chosen(entry),
@@ -49,7 +52,7 @@ class LogprobFormatter:
             )
             for entry in entries
         ]
-        return b'{"content":[%s],"refusal":null}' % b",".join(content)
+        return msgspec.Raw(b"[%s]" % b",".join(listed))
 
     def _chosen(self, entry: LogprobEntry) -> bytes:
         """The JSON of a reply's token, without its closing brace."""

@@ -93,6 +93,7 @@ class ChoiceBuffer:
     token_ids: list[int] = field(default_factory=list)
     finish: FinishCause | None = None
     logprobs: list[LogprobEntry] = field(default_factory=list)  # one per token, if requested
+    num_parts: list[int] = field(default_factory=list)  # after each of these
 
     def add(self, text: str) -> None:
         """Adds the text of a token."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from torchrelay.gateway.inference.answers.parts import CallBegin
+from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 from torchrelay.gateway.openai.replies import encode_json
 from torchrelay.gateway.responses.events import Event, event_of, underscored_id
 from torchrelay.gateway.responses.tools import INPUT, ToolName
@@ -83,14 +85,32 @@ class _TextItem(OpenItem):
 
 
 class MessageItem(_TextItem):
+    """A message. ``logprobs``: None if the request asks for none."""
+
     id_prefix, text_events = "msg", "output_text"
 
+    def __init__(self, index: int, logprobs: LogprobFormatter | None = None) -> None:
+        super().__init__(index)
+        self._formatter = logprobs
+        self._entries: list[LogprobEntry] = []  # of the tokens of the text so far
+
+    def add(self, text: str, entries: Sequence[LogprobEntry] = ()) -> list[Event]:
+        self._entries += entries
+        self._pieces.append(text)
+        listed = b"[]" if self._formatter is None else bytes(self._formatter.entries(entries))
+        return [Event(self._delta_type, b'%s%s,"logprobs":%s' % (self._delta_head, encode_json(text), listed))]
+
+    def end(self, status: str) -> tuple[Item, list[Event]]:
+        item, [text_done, *others] = super().end(status)
+        listed = encode_json(self._logprobs)
+        return item, [Event(text_done.type, b'%s,"logprobs":%s' % (text_done.fields, listed)), *others]
+
     @property
-    def _text_fields(self) -> dict[str, Any]:
-        return {**super()._text_fields, "logprobs": []}
+    def _logprobs(self) -> Any:
+        return [] if self._formatter is None else self._formatter.entries(self._entries)
 
     def part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
 
     def item(self, text: str, status: str) -> Item:
         head = {"id": self.id, "type": "message", "status": status, "role": "assistant"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from torchrelay.gateway.core import FinishCause, ServiceClass
 from torchrelay.gateway.inference.answers.parts import Part
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
-from torchrelay.gateway.openai.asgi_app import with_reasoning
+from torchrelay.gateway.openai.asgi_app import logprob_formatter, text_and_logprobs, with_reasoning
 from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, comment, encode_json, ended
 from torchrelay.gateway.responses.events import Event, event_of
 from torchrelay.gateway.responses.output import Output
@@ -51,7 +51,7 @@ def format_of(body: ResponseBody, tools: Tools) -> ResponseFormat:
         "text": {"format": body.text.format if body.text and body.text.format else TextFormat("text")},
         "tool_choice": body.tool_choice or "auto",
         "tools": tools.declared,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         "user": body.user,
     }
@@ -68,7 +68,8 @@ class Reply:
     def __init__(self, session: RequestSession, reply_format: ResponseFormat) -> None:
         self._resolved = session.request.resolved
         self._settings = reply_format.settings
-        self._output = Output(reply_format.tool_names)
+        self._output = Output(reply_format.tool_names, logprob_formatter(session, reply_format))
+        self.note = self._output.note
         self.status = "in_progress"
 
     def add(self, parts: Iterable[Part]) -> list[Event]:
@@ -118,14 +119,22 @@ class ResponseEncoder:
         encoded = [self._begin()]
         for delta in deltas:
             events: list[Event] = []
-            for token_id in delta.token_ids:
-                piece = self._text.step(token_id)
+            for piece in self._pieces(delta):
                 events += self._reply.add([piece] if self._parser is None else self._parser.push(piece))
             if delta.finish is not None:
                 events += self._reply.add(ended(self._parser, self._text.flush()))
                 events += self._reply.end(delta.finish)
             encoded += map(self._encoded, events)
         return b"".join(encoded) or comment(self._session.request.waits_for)
+
+    def _pieces(self, delta: TokenDelta) -> Iterator[str]:
+        """The text of each token, whose logprobs are noted before, if the request has them."""
+        if self._session.tokens is None:
+            yield from map(self._text.step, delta.token_ids)
+            return
+        for piece, entry in text_and_logprobs(self._session, delta):
+            self._reply.note(entry)
+            yield piece
 
     def end(self, usage: Usage) -> bytes:
         """The last event."""
@@ -155,8 +164,12 @@ class ResponseEncoder:
 
 def whole_response(session: RequestSession, reply_format: ResponseFormat, choice: ChoiceBuffer, usage: Usage) -> bytes:
     """The JSON of a finished response."""
-    reply = Reply(session, reply_format)
-    reply.add(choice.parts)
+    reply, begin = Reply(session, reply_format), 0
+    for entry, end in zip(choice.logprobs, choice.num_parts, strict=True):
+        reply.note(entry)
+        reply.add(choice.parts[begin:end])
+        begin = end
+    reply.add(choice.parts[begin:])
     reply.end(choice.finish)
     return reply.encoded(usage)
 

@@ -13,7 +13,7 @@ import msgspec
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 from torchrelay.gateway.inference.core import GenerateParams
-from torchrelay.gateway.inference.parameter_ranges import check_template_kwargs
+from torchrelay.gateway.inference.parameter_ranges import check_template_kwargs, check_top_logprobs
 from torchrelay.gateway.openai.answer_formats import JsonSchemaFormat, ResponseFormat, of_response_format
 from torchrelay.gateway.openai.body_decoder import decode
 from torchrelay.gateway.openai.requests import IGNORED, BaseBody, Count, format_of, refuse_unsupported, shared_params
@@ -102,8 +102,6 @@ def decode_body(encoded: bytes | bytearray) -> ResponseBody:
         raise InvalidRequest(message, field="truncation")
     refuse_unsupported(
         body,
-        top_logprobs=bool(body.top_logprobs),
-        include=_LOGPROBS in (body.include or ()),
         n=(body.n or 1) > 1,
         return_token_ids=bool(body.return_token_ids),
         chat_template=bool(body.chat_template),
@@ -121,6 +119,7 @@ def params_of(body: ResponseBody) -> tuple[GenerateParams, Tools]:
     shown, format_ = chosen_tools(
         tuple(tools.functions), chat_choice(body.tool_choice, tools), body.parallel_tool_calls, _format(body)
     )
+    wants_logprobs = bool(body.top_logprobs) or _LOGPROBS in (body.include or ())
     messages, left_out = messages_of(body.input, body.instructions)
     params = shared_params(
         body,
@@ -132,6 +131,7 @@ def params_of(body: ResponseBody) -> tuple[GenerateParams, Tools]:
         template_kwargs=check_template_kwargs(body.chat_template_kwargs or {}),
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
+        top_logprobs=check_top_logprobs(body.top_logprobs or 0) if wants_logprobs else None,
     )
     return params, tools
 
