@@ -201,7 +201,11 @@ async def test_deferred_tool_is_shown_once_a_result_refers_to_it(make_rig: MakeR
     assert "weather" in prompt and "rain" not in prompt
     found = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "rain"}]}
     call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
-    turns = [HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [found]}]
+    turns: list[dict[str, Any]] = [
+        HELLO,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [found]},
+    ]
     prompt, _ = await prompt_of(rig, turns, tools=tools)
     shown = json.loads(prompt[prompt.index("[{") :])
     assert [tool["function"]["name"] for tool in shown] == ["weather", "rain"]
