@@ -182,7 +182,7 @@ async def test_last_item_has_the_status_of_the_response(rig: TokenPathRig) -> No
 async def test_logprobs_of_messages(rig: TokenPathRig, wish: dict[str, Any]) -> None:
     """Those of the tokens that became its text, as chats have them; a call has none."""
     body = asked(f"I look, größer.\n{CALL}", tools=[TOOL], **wish)
-    whole, last = await both(rig, body)
+    whole, _ = await both(rig, body)
     message, call = whole.output
     [part] = message.content
     assert "".join(entry.token for entry in part.logprobs if entry.bytes).startswith("I look, gr")
