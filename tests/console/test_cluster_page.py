@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from tests.console.conftest import Console
 from tests.console.test_console import assert_accessible_and_fits, chat, turn_to
@@ -20,6 +20,16 @@ def sample_of(console: Console) -> Any:
     headers = {"authorization": f"Bearer {console.platform.home.admin_key()}"}
     with httpx.stream("GET", f"{console.platform.http}/console/live", headers=headers, timeout=30) as response:
         return json.loads(next(response.iter_lines()).removeprefix("data: "))
+
+
+def open_with(console: Console, sample: Any) -> Page:
+    """The operator's overview, whose live figures are those of ``sample``."""
+    body = f"data: {json.dumps(sample)}\n\n"
+    page = console.open(console.platform.home.admin_key())
+    page.route("**/console/live", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.reload()
+    page.get_by_text("Models at zero").wait_for()
+    return page
 
 
 def test_instance_and_relay_tell_why(console: Console) -> None:
@@ -41,16 +51,53 @@ def test_instance_and_relay_tell_why(console: Console) -> None:
     assert_accessible_and_fits(page)
 
 
+def test_relay_under_way_is_drawn_as_a_chain(console: Console) -> None:
+    sample = sample_of(console)
+    first = {
+        "models": ["reader/glossary"],
+        "pack": "p-1",
+        "state": "running",
+        "pack_bytes": 8_000_000,
+        "bytes_per_s": 1e6,
+        "left_s": 4.0,
+        "ended_s": 0.0,
+        "reason": "at zero",
+        "target": "host-a",
+        "sources": ["remote"],
+        "verified": 0.5,
+    }
+    second = first | {"target": "host-b", "sources": ["host-a", "host-c"], "verified": 0.25}
+    ended = first | {"target": "host-d", "state": "finished", "verified": 1.0}
+    sample["relays"] = [second, first, ended]
+    page = open_with(console, sample)
+    turn_to(page, "Cluster")
+    picture = page.get_by_role("img")
+    expect(picture).to_have_attribute(
+        "aria-label", "host-a to host-b, 25%; host-c to host-b, 25%; remote to host-a, 50%"
+    )
+
+    def left_edge(host: str) -> float:
+        box = picture.locator(".host", has_text=host).locator(".box").bounding_box()
+        assert box is not None
+        return box["x"]
+
+    def share(host: str) -> float:
+        bars = picture.locator(".host", has_text=host)
+        widths = [bars.locator(kind).evaluate("bar => bar.width.baseVal.value") for kind in (".bar", ".track")]
+        return float(widths[0] / widths[1])
+
+    assert left_edge("remote") < left_edge("host-a") == left_edge("host-c") < left_edge("host-b")
+    assert [share(host) for host in ("remote", "host-a", "host-b")] == [1, 0.5, 0.25]
+    assert_accessible_and_fits(page)
+    page.unroute_all(behavior="ignoreErrors")
+
+
 def test_failed_load_is_shown_with_its_model(console: Console) -> None:
     chat(console.open(console.reader), "What is a load?")
     sample = sample_of(console)
     slot = {"state": "free", "instance": "", "models": ["reader/glossary"], "error": "out of memory"}
     sample["hosts"][0]["slots"][0] |= slot  # as after a failed load
-    body = f"data: {json.dumps(sample)}\n\n"
-    page = console.open(console.platform.home.admin_key())
-    page.route("**/console/live", lambda route: route.fulfill(content_type="text/event-stream", body=body))
-    page.reload()
-    page.get_by_text("Models at zero").wait_for()
+    page = open_with(console, sample)
     turn_to(page, "Cluster")
     row = page.get_by_role("region", name="Slots of").locator("tbody tr").first
     expect(row).to_contain_text("reader/glossary failed to load: out of memory")
@@ -63,11 +110,7 @@ def test_loading_worker_is_shown_with_its_pair(console: Console) -> None:
     sample = sample_of(console)
     # As the scheduler reports it in a larger cluster.
     sample["instances"][0] |= {"state": "loading", "loaded": 0.4, "moves": [["prefill-7", 3, 1.5]]}
-    body = f"data: {json.dumps(sample)}\n\n"
-    page = console.open(console.platform.home.admin_key())
-    page.route("**/console/live", lambda route: route.fulfill(content_type="text/event-stream", body=body))
-    page.reload()
-    page.get_by_text("Models at zero").wait_for()
+    page = open_with(console, sample)
     turn_to(page, "Cluster")
     pairs = page.get_by_role("region", name="Live pairs")
     expect(pairs).to_contain_text("prefill-7")

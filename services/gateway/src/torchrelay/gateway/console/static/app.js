@@ -93,7 +93,8 @@ function Console({ onSignOut }) {
   const isAdmin = key.get()?.startsWith("tra-");
   useEffect(() => {
     document.title = `${title} · Torchrelay`;
-    document.querySelector("nav [aria-current]").scrollIntoView({ block: "nearest", inline: "center" }); // on a narrow screen
+    // On a narrow screen the pages' names scroll.
+    document.querySelector("nav [aria-current]").scrollIntoView({ block: "nearest", inline: "center" });
   }, [title]);
   return html`<header><b>Torchrelay</b>
     <span class="dim">${isAdmin ? "admin" : last?.tenant}</span>

@@ -1,15 +1,17 @@
 import { html, useMemo } from "/console/vendor/preact-htm.js";
 import { bytes, count, percent, rate, seconds, time } from "/console/format.js";
 import { Alert, Decisions, Loading, Table, useAnswer, useAnswers } from "/console/parts.js";
+import { RelayPicture } from "/console/relay_picture.js";
 
 const link = (model) => html`<a href=${`#/models/${model.split("/").map(encodeURIComponent).join("/")}`}>${model}</a>`;
 export const links = (models) => models.map((model, place) => html`${place ? ", " : ""}${model.includes("/") ? link(model) : model}`);
 const addressOf = (...parts) => `#/cluster/${parts.map(encodeURIComponent).join("/")}`;
 
+const failed = (error) => error && html`<span class="error"> failed to load: ${error}</span>`;
 const SLOT_COLUMNS = [
   ["Worker", (slot) => (slot.instance ? html`<a href=${addressOf("instance", slot.instance)}>${slot.worker}</a>` : slot.worker)],
   ["Slot", (slot) => html`<span class=${`state ${slot.state}`}>${slot.state}${slot.state === "loading" ? `, ${percent(slot.loaded)}` : ""}</span>`],
-  ["Model", (slot) => html`${links(slot.models)}${slot.error && html`<span class="error"> failed to load: ${slot.error}</span>`}`],
+  ["Model", (slot) => [links(slot.models), failed(slot.error)]],
   ["Roles", (slot) => slot.roles.join(", ")],
   ["Running", (slot) => slot.num_running, "number"],
   ["KV used", (slot) => percent(slot.kv_used), "number"],
@@ -25,16 +27,17 @@ const COPY_COLUMNS = [
 function Host({ host }) {
   return html`<section class="plot"><h3>${host.id}</h3>
     <p class="dim">${host.arena_bytes === undefined ? "Its param-store does not report." : `Memory: ${bytes(host.arena_bytes - host.arena_free_bytes)} of ${bytes(host.arena_bytes)} used${host.failure_domain ? `, domain ${host.failure_domain}` : ""}`}</p>
-    <${Table} label=${`Slots of ${host.id}`} columns=${SLOT_COLUMNS} rows=${host.slots}>No worker: start one with <code>torchrelay join</code>.<//>
+    <${Table} label=${`Slots of ${host.id}`} columns=${SLOT_COLUMNS} rows=${host.slots}>
+      No worker: start one with <code>torchrelay join</code>.<//>
     <h3>Copies in memory</h3>
     <${Table} label=${`Copies of ${host.id}`} columns=${COPY_COLUMNS} rows=${host.memory ?? []}>None.<//>
     ${host.disk?.length > 0 && html`<h3>Copies on disk</h3><p>${links(host.disk)}</p>`}</section>`;
 }
 
+const UNDER_WAY = ["planned", "running", "slow"];
 const RELAY_COLUMNS = [
   ["Model", (relay) => links(relay.models)],
   ["From", (relay) => relay.sources.join(", ") || "the platform"],
-  ["", (relay) => html`<svg class=${`arrow ${relay.state}`} role="img" aria-label=${relay.state} viewBox="0 0 60 12"><path d="M0 6H52M46 1l7 5-7 5" /></svg>`],
   ["To", (relay) => relay.target || "a host"],
   ["State", (relay) => (relay.target ? html`<a href=${addressOf("relay", relay.target, relay.pack)}>${relay.state}</a>` : relay.state)],
   ["Verified", (relay) => percent(relay.verified), "number"],
@@ -44,9 +47,18 @@ const RELAY_COLUMNS = [
   ["Reason", (relay) => relay.reason],
 ];
 
-export const Relays = ({ last }) => html`<${Table} label="Relays" columns=${RELAY_COLUMNS} rows=${last.relays}>
-  ${last.num_models ? html`No weights are on their way. Call a model at zero from the <a href="#/playground">playground</a> to see a relay.`
-    : html`There is no model yet: <a href="#/models">upload one</a>.`}<//>`;
+// Relays under way as pictures, one of each pack, and all of them as a table.
+export function Relays({ last }) {
+  const underWay = last.relays.filter(({ state }) => UNDER_WAY.includes(state));
+  const byPack = [...Map.groupBy(underWay, ({ pack, models }) => `${pack} ${models}`)];
+  const picture = ([key, group]) => html`
+    <${RelayPicture} key=${key} models=${links(group[0].models)} relays=${group} />`;
+  return html`${byPack.map(picture)}
+    <${Table} label="Relays" columns=${RELAY_COLUMNS} rows=${last.relays}>
+      ${last.num_models ? html`No weights are on their way. To see a relay, call a model at zero in
+        ${" "}<a href="#/playground">the playground</a>.`
+        : html`There is no model yet: <a href="#/models">upload one</a>.`}<//>`;
+}
 
 // Loading instances that compute prompts already: a pair is a loading worker and a loaded one that takes prompts over from it.
 const pairsOf = (instances) => instances.flatMap((each) => {
@@ -86,7 +98,7 @@ function WhyInstance({ id, models }) {
 }
 
 const RELAY_EVENT_COLUMNS = [
-  ["Time, UTC", (event) => time(event.at_unix_us / 1e6)],
+  ["Time, UTC", (event) => time(event.at_unix_us / 1e6), "time"],
   ["Event", (event) => event.kind],
   ["Model", (event) => event.model],
   ["Reason", (event) => event.reason],
@@ -110,7 +122,9 @@ function Detail({ path: [kind, name, pack], last }) {
 export function Cluster({ samples, isAdmin, path }) {
   const last = samples.at(-1);
   if (!last) return html`<p class="dim">Waiting for the first figures.</p>`;
-  if (!isAdmin) return html`<p class="empty">Hosts are the operator's: sign in with the admin key to see them. <a href="#/models">Models</a> shows your instances.</p>
+  if (!isAdmin) return html`<p class="empty">
+      Hosts are the operator's: sign in with the admin key to see them.
+      ${" "}<a href="#/models">Models</a> shows your instances.</p>
     <h2>Relays</h2><${Relays} last=${last} />`;
   if (path.length > 1) return html`<${Detail} key=${path.join("/")} path=${path.map(decodeURIComponent)} last=${last} />`;
   const slots = last.hosts.flatMap((host) => host.slots);
@@ -119,6 +133,8 @@ export function Cluster({ samples, isAdmin, path }) {
   return html`<div class="cards">${Object.entries(cards).map(([label, value]) => html`<div class="card"><span>${label}</span><strong>${count(value)}</strong></div>`)}</div>
     <h2>Relays</h2><${Relays} last=${last} />
     <h2>Live pairs</h2><${Table} label="Live pairs" columns=${PAIR_COLUMNS} rows=${pairsOf(last.instances)}>No loading worker computes prompts now. One does when requests wait for its model; a loaded worker then takes them over.<//>
-    <h2>Hosts</h2>${last.hosts.length === 0 && html`<p class="empty">No host reports. Look into the scheduler's log, and whether workers run.</p>`}
+    <h2>Hosts</h2>
+    ${last.hosts.length === 0 && html`<p class="empty">
+      No host reports. Look into the scheduler's log, and whether workers run.</p>`}
     <div class="hosts">${last.hosts.map((host) => html`<${Host} key=${host.id} host=${host} />`)}</div>`;
 }

@@ -6,7 +6,7 @@ const KINDS = ["relay", "instance", "scale", "copy", "model"];
 const HOURS = { "the last 10 minutes": 1 / 6, "the last hour": 1, "the last day": 24, "the last week": 168 };
 const textOf = ({ worker_id, reason, pack_bytes }) => [worker_id, reason || (pack_bytes && bytes(pack_bytes))].filter(Boolean).join(": ");
 const COLUMNS = [
-  ["Time, UTC", (event) => time(event.at_unix_us / 1e6)],
+  ["Time, UTC", (event) => time(event.at_unix_us / 1e6), "time"],
   ["Kind", (event) => event.kind],
   ["Model", (event) => event.model],
   ["What happened", textOf],
@@ -16,7 +16,8 @@ export function Events({ isAdmin }) {
   const [kind, setKind] = useState("");
   const [period, setPeriod] = useState("the last hour");
   const since = new Date(Math.floor(Date.now() / 60_000) * 60_000 - HOURS[period] * 3_600_000).toISOString().slice(0, 19);
-  if (!isAdmin) return html`<p class="empty">Events name the models of all tenants: sign in with the admin key to see them.</p>`;
+  if (!isAdmin) return html`<p class="empty">
+    Events name the models of all tenants: sign in with the admin key to see them.</p>`;
   return html`<form class="row" onSubmit=${(event) => event.preventDefault()}>
       <label>Kind <select value=${kind} onChange=${(event) => setKind(event.target.value)}>
         <option value="">all</option>${KINDS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>

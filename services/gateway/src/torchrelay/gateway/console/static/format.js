@@ -2,7 +2,9 @@
 export const count = (value) => value.toLocaleString("en");
 export const rate = (value) => (value >= 100 ? count(Math.round(value)) : value.toFixed(1));
 export const seconds = (value) => (value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : value < 60 ? `${value.toFixed(1)} s` : `${count(Math.round(value))} s`);
-export const dollars = (value) => `$${Number(value).toLocaleString("en", value < 1 ? { maximumSignificantDigits: 2 } : { minimumFractionDigits: 2, maximumFractionDigits: 2 })}`;
+const CENTS = { minimumFractionDigits: 2, maximumFractionDigits: 2 };
+const LESS = { maximumSignificantDigits: 2 };
+export const dollars = (value) => `$${Number(value).toLocaleString("en", value < 1 ? LESS : CENTS)}`;
 export const percent = (share) => `${Math.floor(share * 100)}%`;
 export const bytes = (value) => {
   const power = value < 1000 ? 0 : Math.min(Math.floor(Math.log10(value) / 3), 4);

@@ -75,7 +75,7 @@ export function Keys({ isAdmin }) {
     ...(isAdmin ? [["Tenant", (each) => each.tenant]] : []),
     ["Requests/min", (each) => (each.requests_per_minute === null ? "no limit" : count(each.requests_per_minute)), "number"],
     ["Class", (each) => each.service_class ?? "the tenant's"],
-    ["Created, UTC", (each) => time(each.created)],
+    ["Created, UTC", (each) => time(each.created), "time"],
     ["", (each) => (each.revoked ? "revoked" : html`<${Confirm} label="Revoke" question="Revoke for ever?" onYes=${() => revoke(each.id)} />`)],
   ];
   return html`<${Sender} label="Create key" send=${create}>

@@ -1,5 +1,6 @@
-// The upload of a model's files: look for an unfinished one, digest, declare, send what is missing, publish. It goes on while its user looks at other
-// pages. The gateway knows what it has received of each file, so that a broken upload goes on there, in any browser.
+// The upload of a model's files: look for an unfinished one, digest, declare, send what is missing, publish. It goes on
+// while its user looks at other pages. The gateway knows what it has received of each file: a broken upload goes on
+// there, in any browser.
 import { call, json, refusal } from "/console/api.js";
 
 const MIN_PART_BYTES = 1 << 18;
@@ -41,8 +42,9 @@ async function openUploads(files, fields, signal) {
 }
 
 export class ModelUpload {
-  // Stages: look, name (it waits for `publish`), digest, send, the stages of a commit, published; what ended it otherwise is
-  // the `error`. It asks for no name if the files, by their digests, are those of one unfinished upload, unless it `mustAsk`.
+  // Stages: look, name (it waits for `publish`), digest, send, the stages of a commit, published; what ended it
+  // otherwise is the `error`. It needs no name if the files, by their digests, are those of one unfinished upload,
+  // unless it `mustAsk`.
   constructor(folder, mustAsk, onChange) {
     this.folder = folder;
     this.model = this.begun = this.base = "";
@@ -145,8 +147,10 @@ export class ModelUpload {
 
   async _begin() {
     const declared = this.files.map(({ path, size, sha256 }) => ({ path, size, sha256 }));
-    const open = (await openUploads(declared, DECLARED, this._stopped.signal)).find((upload) => isOf(upload.model, this.model));
-    const upload = open ?? await (await this._call("/v1/uploads", { method: "POST", body: { model: this.model, files: declared } })).json();
+    const open = await openUploads(declared, DECLARED, this._stopped.signal);
+    const create = { method: "POST", body: { model: this.model, files: declared } };
+    const upload = open.find(({ model }) => isOf(model, this.model))
+      ?? await (await this._call("/v1/uploads", create)).json();
     this.id = upload.id;
     this.model = upload.model;
     this._received(upload);

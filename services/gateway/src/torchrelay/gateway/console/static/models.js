@@ -33,7 +33,8 @@ function List({ models, last }) {
       <label>Name contains <input type="search" value=${filter} onInput=${(event) => setFilter(event.target.value)} /></label>
       <span class="dim" role="status">${count(shown.length)} of ${count(models.length)} models</span></form>
     <${Table} label="Models" columns=${columns} rows=${shown}>
-      ${models.length ? "No model has such a name: change the filter." : html`There is no model yet: upload one above, or with <code>torchrelay upload DIR</code>.`}<//>`;
+      ${models.length ? "No model has such a name: change the filter."
+        : html`There is no model yet: upload one above, or with <code>torchrelay upload DIR</code>.`}<//>`;
 }
 
 export function Models({ samples, isAdmin, path }) {

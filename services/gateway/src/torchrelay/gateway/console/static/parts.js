@@ -30,10 +30,12 @@ export function useAnswer(path, everyMs) {
 export const Loading = () => html`<p class="dim">Loading.</p>`;
 export const Alert = ({ children }) => html`<p class="error" role="alert">${children}</p>`;
 
-// `columns`: [title, function of a row, "number" for right alignment]. Without rows the children say what to do next.
+// `columns`: [title, function of a row, "number" for right alignment or "time" for one line]. Without rows the children
+// say what to do next.
 export function Table({ label, columns, rows, total, children }) {
   if (rows.length === 0) return html`<p class="empty">${children}</p>`;
-  const cells = (row) => columns.map(([title, of, kind], place) => (place ? html`<td class=${kind}>${of(row)}</td>` : html`<th scope="row">${of(row)}</th>`));
+  const cells = (row) => columns.map(([, of, kind], place) => (place ? html`<td class=${kind}>${of(row)}</td>`
+    : html`<th scope="row" class=${kind}>${of(row)}</th>`));
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table>
     <thead><tr>${columns.map(([title, , kind]) => html`<th scope="col" class=${kind}>${title}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr>${cells(row)}</tr>`)}</tbody>
@@ -69,7 +71,7 @@ export function Confirm({ label, question, onYes }) {
 }
 
 const DECISION_COLUMNS = [
-  ["Time, UTC", (each) => time(each.at_unix_us / 1e6)],
+  ["Time, UTC", (each) => time(each.at_unix_us / 1e6), "time"],
   ["Decision", (each) => each.kind],
   ["About", (each) => each.subject],
   ["Reason", (each) => each.reason],

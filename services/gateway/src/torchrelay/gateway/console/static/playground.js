@@ -64,8 +64,10 @@ export function Playground({ isAdmin }) {
     }
     setRunning(null);
   };
-  if (isAdmin) return html`<p class="empty">The admin key cannot chat, since nobody would pay. Sign in with a tenant's key.</p>`;
-  if (models.data?.data.length === 0) return html`<p class="empty">There is no model yet: <a href="#/models">upload one</a>.</p>`;
+  if (isAdmin) return html`<p class="empty">
+    The admin key cannot chat, since nobody would pay. Sign in with a tenant's key.</p>`;
+  if (models.data?.data.length === 0) return html`<p class="empty">
+    There is no model yet: <a href="#/models">upload one</a>.</p>`;
   return html`<form onSubmit=${submit}>
     <label>Model <select name="model">${models.data?.data.map(({ id }) => html`<option value=${id}>${id}</option>`)}</select></label>
     <label>Prompt <textarea name="prompt" rows="3" required></textarea></label>

@@ -24,7 +24,7 @@ const COLUMNS = [
   ["Request", ({ id }) => html`<a href=${pageOf(id)}>${id}</a>`],
   ["Status", ({ status }) => html`<${Status} of=${status} />`],
   ["Model", ({ model }) => model],
-  ["Began, UTC", (each) => time(each.opened_unix_us / 1e6)],
+  ["Began, UTC", (each) => time(each.opened_unix_us / 1e6), "time"],
   ["Took", (each) => (tookS(each) === null ? "" : seconds(tookS(each))), "number"],
   ["Prompt", (each) => count(each.prompt_tokens), "number"],
   ["Output", (each) => count(each.completion_tokens), "number"],
@@ -38,7 +38,8 @@ function Page({ filter, isFiltered }) {
   return html`${error && html`<${Alert}>${error}<//>`}
     ${data ? html`<${Table} label="Requests" columns=${COLUMNS} rows=${data.data}>
       ${isFiltered ? "No such request: choose another model, status or period."
-        : html`No request yet. Send one from the <a href="#/playground">playground</a>.`}<//>` : !error && html`<${Loading} />`}
+        : html`No request yet. Send one from the <a href="#/playground">playground</a>.`}<//>`
+      : !error && html`<${Loading} />`}
     ${(ends.length > 0 || data?.has_more) && html`<p class="row">
       <button type="button" disabled=${ends.length === 0} onClick=${() => setEnds(ends.slice(0, -1))}>Newer</button>
       <button type="button" disabled=${!data?.has_more} onClick=${() => setEnds([...ends, endOf(data.data.at(-1))])}>Older</button></p>`}`;

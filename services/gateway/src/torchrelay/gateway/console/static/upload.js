@@ -58,8 +58,9 @@ export function Upload({ models, isAdmin, onPublished }) {
       ${!isHeld() && html`<label>Upload a model: drop its folder on this page, or choose it
         <input type="file" webkitdirectory multiple onChange=${pick} /></label>`}
       ${error && html`<${Alert}>${error}<//>`}
-      ${current?.stage === "name" && html`<${Chosen} key=${current} upload=${current} models=${models} isAdmin=${isAdmin} />`}
-      ${current && current.stage !== "name" && html`<${Progress} upload=${current} onAbort=${open.again} />`}</div>
+      ${current && (current.stage === "name"
+        ? html`<${Chosen} key=${current} upload=${current} models=${models} isAdmin=${isAdmin} />`
+        : html`<${Progress} upload=${current} onAbort=${open.again} />`)}</div>
     <${Open} open=${open} /></section>`;
 }
 
@@ -74,7 +75,8 @@ function Chosen({ upload, models, isAdmin }) {
   };
   const isKnown = models.some(({ id }) => id === name || (!isAdmin && id.endsWith(`/${name}`)));
   const bases = models.filter(({ parent }) => !parent);
-  return html`<form onSubmit=${submit}><div class="row"><label>${isAdmin ? "Name, TENANT/MODEL" : "Name"} <input required value=${name} onInput=${(event) => setName(event.target.value)}
+  return html`<form onSubmit=${submit}><div class="row"><label>${isAdmin ? "Name, TENANT/MODEL" : "Name"}
+      <input required value=${name} onInput=${(event) => setName(event.target.value)}
         pattern=${isAdmin ? `${NAME}/${NAME}` : `(${NAME}/)?${NAME}`} title="Letters a-z, digits, '.', '_' and '-'" /></label>
       ${isAdapter && html`<label>The model that this adapter changes <select name="base" required>${bases.map(({ id }) => html`<option value=${id}>${id}</option>`)}</select></label>`}
       <button>Upload</button></div>
@@ -89,7 +91,9 @@ function Progress({ upload, onAbort }) {
     return html`<p role="status"><a href=${`#/models/${published.id}`}>${published.id}</a> is published.</p>
       ${published.notes?.map((note) => html`<p class="dim">${note}</p>`)}`;
   }
-  if (stage === "look" && upload.isRunning) return html`<span role="status">Looking for an unfinished upload of ${folder.name}</span>`;
+  if (stage === "look" && upload.isRunning) {
+    return html`<span role="status">Looking for an unfinished upload of ${folder.name}</span>`;
+  }
   const [done, total] = upload.done;
   const isBefore = stage === "digest" || stage === "send";
   const left = upload.isRunning && stage === "send" && bytesPerS > 0 ? `, ${bytes(Math.round(bytesPerS))}/s, ${seconds((total - done) / bytesPerS)} left` : "";
@@ -99,7 +103,8 @@ function Progress({ upload, onAbort }) {
     onAbort();
   };
   const of = (file) => (stage === "digest" ? file.digested : file.sent);
-  return html`<span role="status">${upload.isRunning ? STAGES[stage] ?? stage : "Stopped:"} ${model || folder.name}</span>
+  const state = upload.isRunning ? STAGES[stage] ?? stage : "Stopped:";
+  return html`<span role="status">${state} ${model || folder.name}</span>
     <label>In total: ${bytes(done)} of ${bytes(total)}${left}
       <progress value=${done} max=${total || 1} /></label>
     ${isBefore && html`<${Table} label="Files" rows=${files} columns=${[

@@ -4,7 +4,13 @@ import { Alert, Loading, Table, useAnswer } from "/console/parts.js";
 import { Plot } from "/console/plot.js";
 
 const GROUPS = ["day", "model", "key"];
-const FIGURES = { requests: "Requests", prompt_tokens: "Prompt tokens", cached_tokens: "Cached tokens", completion_tokens: "Output tokens", cost: "Cost, $" };
+const FIGURES = {
+  requests: "Requests",
+  prompt_tokens: "Prompt tokens",
+  cached_tokens: "Cached tokens",
+  completion_tokens: "Output tokens",
+  cost: "Cost, $",
+};
 // A spreadsheet would compute a cell that begins with one of these characters.
 const cell = (value) => `"${String(value).replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""')}"`;
 
@@ -35,7 +41,8 @@ function dataOf(rows, groupBy, figure) {
 function Bars({ rows, groupBy }) {
   const [figure, setFigure] = useState("cost");
   const plot = useMemo(() => dataOf(rows, groupBy, figure), [rows, groupBy, figure]);
-  const title = `${FIGURES[figure]} by ${groupBy}${groupBy !== "day" && rows.length > MAX_BARS ? `, the largest ${MAX_BARS} of ${count(rows.length)}` : ""}`;
+  const which = groupBy !== "day" && rows.length > MAX_BARS ? `, the largest ${MAX_BARS} of ${count(rows.length)}` : "";
+  const title = `${FIGURES[figure]} by ${groupBy}${which}`;
   return html`<p><label class="inline">Plot of <select value=${figure} onChange=${(event) => setFigure(event.target.value)}>
       ${PLOTTED.map((name) => html`<option value=${name}>${FIGURES[name]}</option>`)}</select></label></p>
     <div class="plots"><${Plot} key=${groupBy} title=${title} ...${plot} isBars=${true} height=${plot.labels ? 260 : 180} /></div>`;
@@ -45,11 +52,15 @@ export function Usage() {
   const [groupBy, setGroupBy] = useState("day");
   const { data, error } = useAnswer(`/v1/usage?group_by=${groupBy}`);
   const figure = ([name, title]) => [title, (row) => (name === "cost" ? row.cost : count(row[name])), "number"];
-  const columns = [[`${groupBy[0].toUpperCase()}${groupBy.slice(1)}`, (row) => row[groupBy]], ...Object.entries(FIGURES).map(figure)];
+  const first = [`${groupBy[0].toUpperCase()}${groupBy.slice(1)}`, (row) => row[groupBy]];
+  const columns = [first, ...Object.entries(FIGURES).map(figure)];
   return html`<form class="row">
     <label>Sums by <select value=${groupBy} onChange=${(event) => setGroupBy(event.target.value)}>${GROUPS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
     <button type="button" disabled=${!data?.data.length} onClick=${() => save(groupBy, data.data)}>Save as CSV</button></form>
     ${error && html`<${Alert}>${error}<//>`}
     ${data?.data.length > 0 && html`<${Bars} rows=${data.data} groupBy=${groupBy} />`}
-    ${data ? html`<${Table} label="Usage" columns=${columns} rows=${data.data} total=${{ ...data.total, [groupBy]: "Total" }}>Nothing was used yet. Send a request from the <a href="#/playground">playground</a>.<//>` : !error && html`<${Loading} />`}`;
+    ${data ? html`<${Table} label="Usage" columns=${columns} rows=${data.data}
+        total=${{ ...data.total, [groupBy]: "Total" }}>
+        Nothing was used yet. Send a request from the <a href="#/playground">playground</a>.<//>`
+      : !error && html`<${Loading} />`}`;
 }
