@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 _HINTS = {
     401: "pass a valid key with --key or TORCHRELAY_API_KEY, or create one: torchrelay key create --tenant NAME",
@@ -32,7 +33,15 @@ _OPTIONS = {
     "requests_per_minute": "--requests-per-minute",
     "storage_quota_bytes": "--storage-quota-gb",
     "budget_nano": "--budget",
+    "prompt_nano": "--prompt",
+    "cached_nano": "--cached",
+    "output_nano": "--output",
+    "valid_from": "--from",
+    "service_class": "--service-class",
+    "group_by": "--by",
+    "base": "--base",
 }
+_FIELDS = re.compile(rf"\b({'|'.join(field for field in _OPTIONS if '_' in field)})\b")  # others are words of a message
 
 
 # REST fields that users of commands do not know; the messages quote their values.
@@ -40,7 +49,9 @@ _UNNAMED = {"key_id", "name", "request_id", "upload_id"}
 
 
 class CliError(Exception):
-    """``message`` says what is wrong, ``hint`` what to do about it. Printed without a traceback; exit status 1."""
+    """``message`` says what is wrong, ``hint`` what to do about it. Printed without a traceback."""
+
+    exit_code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -52,11 +63,15 @@ class Unreachable(CliError):
 
 
 class ApiError(CliError):
-    """The gateway answered with an error; ``status`` is HTTP's, ``code`` the platform's name for it."""
+    """The gateway answered with an error; ``status`` is HTTP's, ``code`` the platform's name for it, ``field`` what it
+    is about.
+    """
 
-    def __init__(self, message: str, hint: str = "", *, status: int, code: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", *, status: int, code: str = "", field: str = "") -> None:
         super().__init__(message, hint)
-        self.status, self.code = status, code
+        self.status, self.code, self.field = status, code, field
+        if status in (400, 422) and field in _OPTIONS:
+            self.exit_code = 2  # as for an option that this program refuses itself
 
 
 def api_error(content: bytes, status: int) -> ApiError:
@@ -67,12 +82,14 @@ def api_error(content: bytes, status: int) -> ApiError:
     except (ValueError, KeyError, TypeError, AttributeError):
         return ApiError(f"the gateway answered {status}: {content[:200]!r}", _HINTS.get(status, ""), status=status)
     hint = "see: torchrelay models" if (status, param) == (404, "model") else _HINTS.get(status, "")
-    return ApiError(_with_option(str(message), str(param or "")), hint, status=status, code=str(code or ""))
+    field = str(param or "")
+    return ApiError(_with_option(str(message), field), hint, status=status, code=str(code or ""), field=field)
 
 
 def _with_option(message: str, field: str) -> str:
-    """The message with the option that sets the field, or else the field's name."""
+    """The message with options in place of fields; with the field's name if no option sets it."""
     if option := _OPTIONS.get(field):
         rest = message.removeprefix(field)
-        return f"{option}{rest}" if rest.startswith((" ", ":")) else f"{option}: {message}"
+        text = f"{option}{rest}" if rest.startswith((" ", ":")) else f"{option}: {message}"
+        return _FIELDS.sub(lambda named: _OPTIONS[named[0]], text)
     return f"{message} ({field})" if field and field not in message and field not in _UNNAMED else message

@@ -93,7 +93,7 @@ def main() -> None:
             sys.stdout.flush()
     except CliError as error:
         console.print_error(error)
-        sys.exit(1)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         _discard_output()
         sys.exit(1)

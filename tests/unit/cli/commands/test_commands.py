@@ -129,12 +129,22 @@ def test_errors_name_options_instead_of_api_fields() -> None:
         ("'x' is no month: write it like 2026-11", "period", "--month: 'x' is no month: write it like 2026-11"),
         ("budget_nano must be at least 0, not -1", "budget_nano", "--budget must be at least 0, not -1"),
         ("tbt_target_s: a target is", "tbt_target_s", "--tbt-target-s: a target is"),
+        ("cached_nano must be at most prompt_nano (1)", "cached_nano", "--cached must be at most --prompt (1)"),
+        ("'x' is no time", "valid_from", "--from: 'x' is no time"),
         ("is not valid JSON", "config.json", "is not valid JSON (config.json)"),
         ("config.json is not valid JSON", "config.json", "config.json is not valid JSON"),
     ):
         assert said(message, param) == expected
     for field in ("upload_id", "key_id", "request_id", "name"):  # of paths and bodies that no option names
         assert said("open upload 'x' not found", field) == "open upload 'x' not found"
+
+
+def test_an_option_that_the_gateway_refuses_is_status_2() -> None:
+    def status(param: str, http_status: int) -> int:
+        return api_error(json.dumps({"error": {"message": "no", "param": param}}).encode(), http_status).exit_code
+
+    assert [status("from", 400), status("valid_from", 400), status("engine", 422)] == [2, 2, 2]
+    assert [status("engine", 503), status("model", 404), status("config.json", 400)] == [1, 1, 1]
 
 
 def test_question_streams_to_standard_output(run: Run, home: Home) -> None:
@@ -158,6 +168,8 @@ def test_piped_question_is_answered(
     num_asked = len(gateway.asked)
     for empty in ("", " \n"):
         assert refusal(run("chat", "tiny", empty)).message == "the question is empty"
+    for command in (("chat", ""), ("chat", " ", "hi"), ("models", "delete", "", "--yes"), ("models", "show", "")):
+        assert run(*command).exit_code == 2
     refusal(run("chat", "tiny", "\udcff"))  # an argument that is no UTF-8
     assert len(gateway.asked) == num_asked
 

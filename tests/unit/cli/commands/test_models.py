@@ -199,6 +199,9 @@ def test_name_of_other_tenant_is_refused_before_reading(
     assert (refused.message, refused.hint) == ("this key is acme's, not zoo's", "pass --name acme/..., or a key of zoo")
     unknown = refusal(run("upload", str(model_folder), "--name", "zoo/tiny", "--key", ADMIN_KEY))
     assert unknown.hint == "create it: torchrelay tenant create zoo"
+    gateway.tenants.add("acme")
+    near = refusal(run("upload", str(model_folder), "--name", "acne/tiny", "--key", ADMIN_KEY))
+    assert near.message == "tenant 'acne' does not exist; did you mean acme?"
     assert all(method == "GET" for method, _, _ in gateway.asked)
     assert run("upload", str(model_folder), "--name", "acme/tiny").exit_code == 0
 
@@ -310,6 +313,8 @@ def test_price_is_set_with_the_admin_key(run: Run, home: Home, gateway: FakeGate
     assert gateway.asked.pop()[2] == nano | {"cached_nano": 0}
     for wrong in ("-1", "0.0001", "nan", "inf", "much"):
         assert run("prices", "set", "--prompt", wrong, "--output", "1").exit_code == 2
+    above = run("prices", "set", "--prompt", "0.2", "--cached", "0.3", "--output", "1")
+    assert above.exit_code == 2 and "--cached must be at most --prompt (0.2), not 0.3" in " ".join(above.stderr.split())
 
 
 def test_own_price_applies_before_the_default() -> None:
@@ -328,6 +333,9 @@ def test_usage_shows_cost_and_unknown_names(run: Run, home: Home, gateway: FakeG
     gateway.published.add("tiny")
     gateway.owners["key-1"] = "acme"
     assert "no usage yet" in run("usage", "--model", "tiny", "--key-id", "key-1").stderr
+    for near in ("tinny", "acme/tiy", "acne/tiny"):
+        assert refusal(run("usage", "--model", near)).hint == "did you mean acme/tiny?"
+    assert refusal(run("usage", "--key-id", "key-11")).hint == "did you mean key-1?"
     unknown = refusal(run("usage", "--model", "other"))
     assert unknown.message == "the model 'other' does not exist"
     unknown = refusal(run("usage", "--key-id", "key-2"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
+from difflib import get_close_matches
 from ipaddress import ip_address
 from typing import Any
 
@@ -15,6 +17,16 @@ from torchrelay.cli.errors import ApiError, CliError, Unreachable, api_error
 
 RETRY_S = 0.1
 TIMEOUT_S = 600.0
+# By the field of an error: the list that has the names that exist, and their field in it.
+_LISTS = {
+    "model": ("/v1/models", "id"),
+    "base": ("/v1/models", "id"),
+    "tenant": ("/v1/tenants", "name"),
+    "key_id": ("/v1/keys", "id"),
+    "upload_id": ("/v1/uploads", "id"),
+}
+_MIN_LIKENESS = 0.7
+_QUOTED = re.compile(r"'([^']+)'")
 
 
 class GatewayClient:
@@ -79,10 +91,25 @@ class GatewayClient:
             message = "the key in TORCHRELAY_API_KEY is invalid or revoked"
             hint = "unset it to use this home's key, or create one: torchrelay key create --tenant NAME"
             return ApiError(message, hint, status=status, code=error.code)
+        if near := self._near(error):
+            hint = f"did you mean {near}?"
+            return ApiError(error.message, hint, status=status, code=error.code, field=error.field)
         if error.code == "model_not_found" and self._tenant:
             hint = f"this key is of tenant {self._tenant}; see: torchrelay models, torchrelay key use"
             return ApiError(error.message, hint, status=status, code=error.code)
         return error
+
+    def _near(self, error: ApiError) -> str | None:
+        """The existing name that is most like the one which an error says does not exist."""
+        path, field = _LISTS.get(error.field, ("", ""))
+        unknown = _QUOTED.search(error.message)
+        if error.status != 404 or not path or unknown is None:
+            return None
+        try:
+            names = [str(entry[field]) for entry in self._http.get(path).json()["data"]]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+            return None
+        return near_name(unknown[1], names)
 
     def _retry_connect(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
         """Retries while the connection is refused: nothing was sent, and a supervised gateway may be starting."""
@@ -109,6 +136,17 @@ class GatewayClient:
             raise Unreachable(f"the connection to {self.url} broke: {what}", "try again") from error
         except UnicodeEncodeError as error:  # surrogates: bytes of the command line or terminal that are not UTF-8
             raise CliError("the input is not valid UTF-8", "check the arguments and the terminal's encoding") from error
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like ``name``, which may lack its tenant; None if none is."""
+    tenant, _, own = name.rpartition("/")
+    by_own: dict[str, str] = {}
+    for each in known:
+        of, _, last = each.rpartition("/")
+        if not tenant or get_close_matches(tenant, [of], 1, _MIN_LIKENESS):
+            by_own[last] = each
+    return next((by_own[each] for each in get_close_matches(own, by_own, 1, _MIN_LIKENESS)), None)
 
 
 def clean_key(key: str) -> str:

@@ -15,6 +15,7 @@ import typer
 from torchrelay.cli.api.access import HomeOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.api.chat_stream import Answer, ChatEvent, Message, stream_chat
 from torchrelay.cli.api.client import GatewayClient, given
+from torchrelay.cli.commands.model_details import ModelArgument
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.word_wrap import WordWrap
@@ -26,7 +27,7 @@ HELP = "/new  start over    /exit or Ctrl-D  quit    Ctrl-C  stop an answer"
 
 
 def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="TENANT/MODEL, or MODEL if it is your own.")],
+    model: ModelArgument,
     question: Annotated[str | None, typer.Argument(metavar="[QUESTION]", help="Ask once and exit.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum length of the answer, in tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the most likely token.")] = None,

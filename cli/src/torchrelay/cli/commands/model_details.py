@@ -15,7 +15,17 @@ from torchrelay.cli.commands.prices import PER_MILLION, current_price, price_tex
 from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_bytes, format_duration
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="TENANT/MODEL, or MODEL if it is your own.")]
+
+def _not_empty(name: str) -> str:
+    """An empty name would ask for the list of all models."""
+    if not name.strip():
+        raise typer.BadParameter("the name is empty; see: torchrelay models")
+    return name
+
+
+_OWN = "TENANT/MODEL, or MODEL if it is your own."
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help=_OWN, callback=_not_empty)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_OWN, callback=_not_empty)]
 TARGETS = {
     **{f"{name}_ttft_s": f"first token ({name})" for name in ("interactive", "standard", "batch")},
     "tbt_target_s": "between tokens",

@@ -116,6 +116,8 @@ def set_price(
     key: AdminKeyOption = None,
 ) -> None:
     """Set the price of a model, or the default, from now on or later (admin). A price in the list is never changed."""
+    if cached is not None and _nano_per_token(cached) > _nano_per_token(prompt):
+        raise typer.BadParameter(f"--cached must be at most --prompt ({prompt}), not {cached}")
     nano = {
         "prompt_nano": _nano_per_token(prompt),
         "cached_nano": _nano_per_token(cached or prompt),

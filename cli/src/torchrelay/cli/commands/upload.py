@@ -23,7 +23,7 @@ from torchrelay.cli.api.access import (
     UrlOption,
     tenant_access,
 )
-from torchrelay.cli.api.client import given
+from torchrelay.cli.api.client import given, near_name
 from torchrelay.cli.api.model_check import check_folder, check_name
 from torchrelay.cli.api.model_folder import has_chat_template, left_out
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
@@ -179,8 +179,12 @@ def _version_before(access: Access, name: str) -> str | None:
     tenant, slash, _ = name.rpartition("/")
     with access.client() as client:
         if slash and access.is_admin:
-            if tenant not in [entry["name"] for entry in client.call("GET", "/v1/tenants")["data"]]:
-                raise CliError(f"tenant {tenant!r} does not exist", f"create it: torchrelay tenant create {tenant}")
+            known = [entry["name"] for entry in client.call("GET", "/v1/tenants")["data"]]
+            if tenant not in known:
+                near = near_name(tenant, known)
+                hint = f"; did you mean {near}?" if near else ""
+                create = f"create it: torchrelay tenant create {tenant}"
+                raise CliError(f"tenant {tenant!r} does not exist{hint}", create)
         elif slash:
             own = client.call("GET", "/v1/keys")["data"][0]["tenant"]  # includes the key used
             if tenant != own:

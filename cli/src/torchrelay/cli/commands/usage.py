@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.api.client import GatewayClient, given
+from torchrelay.cli.api.client import GatewayClient, given, near_name
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import ResultTable
@@ -64,8 +64,11 @@ def _check_names(client: GatewayClient, model: str | None, key_id: str | None) -
         client.call("GET", f"/v1/models/{quote(model)}")
     if key_id is not None:
         listed = client.call("GET", "/v1/keys")
-        if key_id not in (each["id"] for each in listed["data"]):
-            raise CliError(f"the key {key_id!r} does not exist", "see: torchrelay key list")
+        known = [each["id"] for each in listed["data"]]
+        if key_id not in known:
+            near = near_name(key_id, known)
+            hint = f"did you mean {near}?" if near else "see: torchrelay key list"
+            raise CliError(f"the key {key_id!r} does not exist", hint)
 
 
 def usage_table(report: dict[str, Any], by: str) -> Table:
