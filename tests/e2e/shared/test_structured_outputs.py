@@ -127,7 +127,8 @@ def test_formats_of_vllm(platform: Platform, tenant: Tenant, model: str) -> None
 
 
 def test_format_that_becomes_too_complex_is_the_callers_fault(platform: Platform, tenant: Tenant, model: str) -> None:
-    body = {"model": model, "prompt": "p", "max_tokens": 400, "guided_regex": "(([a-z]{1,40}){1,40}){1,40}"}
+    wish = {"max_tokens": 400, "ignore_eos": True, "guided_regex": "(([a-z]{1,40}){1,40}){1,40}"}
+    body = {"model": model, "prompt": "p", "seed": 1, **wish}
     refused = http.post(f"{platform.http}/v1/completions", json=body, headers=headers(tenant.key))
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, "guided_regex") and "too complex" in error["message"]

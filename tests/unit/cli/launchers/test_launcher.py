@@ -120,6 +120,25 @@ async def test_engine_that_does_not_answer_changes_nothing_and_is_named_once() -
     assert len(errors) == 2
 
 
+async def test_job_that_cannot_be_stopped_holds_no_other_back() -> None:
+    class Stuck(ListedJobs):
+        async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+            if worker_id == "stuck":
+                raise JobError("no such partition")
+            await super().stop(worker_id, at_once=at_once)
+
+    jobs = Stuck(stuck=True, other=True)
+    launcher, errors = await looked_at(jobs)
+    for name in ("stuck", "other"):
+        launcher.retire(name)
+    launcher.scale(1)
+    for now in (1.0, 2.0):
+        assert await launcher.reconcile(now) is not None
+    [started] = launcher.members()
+    assert jobs.stopped == ["other"] and jobs.jobs[started] is False
+    assert ["stuck: no such partition" in str(error) for error in errors] == [True]
+
+
 async def test_close_stops_all_and_waits_for_their_end() -> None:
     class Leaving(ListedJobs):
         async def stop(self, worker_id: str, *, at_once: bool = False) -> None:

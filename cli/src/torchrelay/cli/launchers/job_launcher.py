@@ -96,25 +96,36 @@ class JobLauncher:
             jobs = await self._jobs.listed()
             if self._members is None:
                 self._members = {name: _Member(is_submitted=True) for name in jobs}
-            await self._stop_others(jobs, now)
+            faults = await self._stop_others(jobs, now)
             self._note_progress(self._members, jobs, now)
             if now >= self._next_start_s:
                 await self._submit(self._members)
         except JobError as error:
-            if str(error) != self._last_fault:
-                self._last_fault = str(error)
-                self._on_error(CliError(self._last_fault, "no worker starts or stops until it answers"))
+            self._tell(str(error), "no worker starts or stops until it answers")
             return None
-        self._last_fault = ""
+        self._tell("; ".join(faults), "these jobs do not stop")
         return len(jobs)
 
-    async def _stop_others(self, jobs: Mapping[str, bool], now: float) -> None:
+    def _tell(self, fault: str, meaning: str) -> None:
+        """Tells of a fault, once; empty: it is over."""
+        if fault and fault != self._last_fault:
+            self._on_error(CliError(fault, meaning))
+        self._last_fault = fault
+
+    async def _stop_others(self, jobs: Mapping[str, bool], now: float) -> list[str]:
+        """Stops the jobs of no member; returns why some cannot be stopped."""
+        faults: list[str] = []
         self._told_at = {name: at for name, at in self._told_at.items() if name in jobs}
         for name in jobs.keys() - self.members():
             told_at = self._told_at.get(name)
             if told_at is None or now - told_at >= STOP_S:
-                await self._jobs.stop(name, at_once=told_at is not None)
-                self._told_at[name] = now
+                try:
+                    await self._jobs.stop(name, at_once=told_at is not None)
+                except JobError as error:  # the other jobs go on
+                    faults.append(f"{name}: {error}")
+                else:
+                    self._told_at[name] = now
+        return faults
 
     def _note_progress(self, members: dict[str, _Member], jobs: Mapping[str, bool], now: float) -> None:
         for name, member in tuple(members.items()):

@@ -135,7 +135,8 @@ def _settled_before(
     query = select(*(ledger.c[name] for name in LedgerRow.__slots__)).where(ledger.c.request_id.in_(list(request_ids)))
     for row in connection.execute(query):
         rows[row.request_id].append(LedgerRow(**{**row._mapping, "cause": FinishCause(row.cause)}))
-        log.info("settled_before", request_id=row.request_id)
+    for request_id in rows:
+        log.info("settled_before", request_id=request_id)
     requests = connection.execute(select(opened).where(opened.c.request_id.in_(list(rows))))
     return [(opened_of(row), rows[row.request_id]) for row in requests]
 

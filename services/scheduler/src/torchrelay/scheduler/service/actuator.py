@@ -192,20 +192,20 @@ class Actuator:
         return self._channels.store(store.grpc_address, store_id)
 
     async def _load(self, command: effects.LoadCommand, order: effects.LoadOrder) -> None:
-        request = worker_pb2.LoadRequest(
-            epoch=self._controller.epoch.value,
-            instance_id=order.instance_id,
-            version=self._controller.version(command.model.version_id),
-            roles=converters.roles_to_proto(order.roles),
-            traceparent=command.traceparent,
-        )
         try:
+            request = worker_pb2.LoadRequest(
+                epoch=self._controller.epoch.value,
+                instance_id=order.instance_id,
+                version=self._controller.version(command.model.version_id),
+                roles=converters.roles_to_proto(order.roles),
+                traceparent=command.traceparent,
+            )
             await self._call(self._worker(order.worker_id).Load, request)
         except _Unanswered:
             self._controller.apply(inputs.LoadUnanswered(order.instance_id))
             return
         except TorchrelayError as error:
-            cause = f"worker {order.worker_id} did not accept the load: {error.message}"
+            cause = f"worker {order.worker_id} cannot load it: {error.message}"
             self._controller.apply(inputs.LoadRefused(order.instance_id, cause))
             return
         self._controller.apply(inputs.LoadAccepted(order.instance_id))

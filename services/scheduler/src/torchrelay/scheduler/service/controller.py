@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias, assert_never
 
 from opentelemetry import metrics
 
+from torchrelay.common.errors import NotFound
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
@@ -261,9 +262,15 @@ class Controller:
         self.epoch.keep(membership.workers.keys() | membership.stores.keys())
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
-        """The version as named by its last admission, or by the message that set its minimum."""
-        known = self._versions.get(version_id)
-        return known[0] if known is not None else self._with_minimum[version_id]
+        """The version as named by its last admission, or by the message that set its minimum.
+
+        Raises ``NotFound`` if both were forgotten, since there are too many versions.
+        """
+        if (known := self._versions.get(version_id)) is not None:
+            return known[0]
+        if (named := self._with_minimum.get(version_id)) is not None:
+            return named
+        raise NotFound(f"version {version_id} is not remembered any more")
 
     # Effects
 
