@@ -168,7 +168,13 @@ def test_piped_question_is_answered(
     num_asked = len(gateway.asked)
     for empty in ("", " \n"):
         assert refusal(run("chat", "tiny", empty)).message == "the question is empty"
-    for command in (("chat", ""), ("chat", " ", "hi"), ("models", "delete", "", "--yes"), ("models", "show", "")):
+    for command in (
+        ("chat", ""),
+        ("chat", " ", "hi"),
+        ("models", "delete", "", "--yes"),
+        ("models", "show", ""),
+        ("explain", ""),
+    ):
         assert run(*command).exit_code == 2
     refusal(run("chat", "tiny", "\udcff"))  # an argument that is no UTF-8
     assert len(gateway.asked) == num_asked

@@ -157,14 +157,18 @@ def test_models_with_same_pack_share_row(width: int) -> None:
     shared.instances[0].model = "birch/words"
     shared.versions.add(version_id="v", pack_id="feed" * 16, models=["acme/tiny", "birch/words"])
     shared.demand.add(model="acme/tiny", num_waiting=3)
+    shared.workers[0].slot.version_id, shared.workers[0].slot.model = "v", "birch/words"
     shown = drawn(cluster_screen(shared, {}, "127.0.0.1:1"), width).splitlines()
-    (line,) = (line for line in shown if "birch/words, acme/tiny" in line)
+    of_worker, line = (line for line in shown if "birch/words, acme/tiny" in line)
+    assert "loading" in of_worker
     assert line.split()[-1] == "3"  # those of both
     assert any("acme/tiny, birch/words" in line and "store-a" in line for line in shown)
     assert not any(line.strip().startswith("acme/tiny ") for line in shown)  # it is served: no line of its own
     assert join_names(["a/m", "b/m", "c/m", "d/m"], 12) == "a/m, b/m +2"
     assert join_names(["a/m", "b/m", "c/m", "d/m"], 10) == "a/m +3"
     assert join_names(["acme/a-long-name-8b"], 14) == "acme/a-…ame-8b"
+    assert join_names(["acme/glossary-chat-8b", "birch/words"], 25) == "acme/g…at-8b, birch/words"
+    assert join_names(["acme/glossary-chat-8b", "birch/glossary-chat"], 25) == "acme/…at-8b, birch/…-chat"
 
 
 def busy_view(num_models: int) -> scheduler_pb2.ClusterView:

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import typer
 
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.commands.model_details import checked_name
 from torchrelay.cli.home import Home
 from torchrelay.cli.views import console
 from torchrelay.cli.views.timeline import explanation
@@ -20,7 +21,7 @@ SUBJECT = "The request id below an answer of `chat` (REST: x-request-id), or a m
 
 
 def explain(
-    subject: Annotated[str, typer.Argument(metavar="REQUEST_ID", help=SUBJECT)],
+    subject: Annotated[str, typer.Argument(metavar="REQUEST_ID", help=SUBJECT, callback=checked_name)],
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,

@@ -16,7 +16,7 @@ from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_bytes, format_duration
 
 
-def _not_empty(name: str) -> str:
+def checked_name(name: str) -> str:
     """An empty name would ask for the list of all models."""
     if not name.strip():
         raise typer.BadParameter("the name is empty; see: torchrelay models")
@@ -24,8 +24,8 @@ def _not_empty(name: str) -> str:
 
 
 _OWN = "TENANT/MODEL, or MODEL if it is your own."
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help=_OWN, callback=_not_empty)]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_OWN, callback=_not_empty)]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help=_OWN, callback=checked_name)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_OWN, callback=checked_name)]
 TARGETS = {
     **{f"{name}_ttft_s": f"first token ({name})" for name in ("interactive", "standard", "batch")},
     "tbt_target_s": "between tokens",

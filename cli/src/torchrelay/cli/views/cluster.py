@@ -11,8 +11,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchrelay.cli.views.console import NARROW_CELLS, Fitted, ResultTable, WidthAware, shorten_name
-from torchrelay.cli.views.packs import STATE_STYLES, PackIndex, copies_table, models_table, name_cells, roles_text
+from torchrelay.cli.views.console import NARROW_CELLS, Fitted, ResultTable, WidthAware
+from torchrelay.cli.views.packs import (
+    STATE_STYLES,
+    PackIndex,
+    copies_table,
+    join_names,
+    models_table,
+    name_cells,
+    roles_text,
+)
 from torchrelay.cli.views.relays import relay_blocks
 from torchrelay.common.quantities import format_bytes, format_count, format_duration
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
@@ -107,7 +115,7 @@ def _parts(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small
     parts: list[RenderableType] = [head, ""]
     if view.relays:
         parts.append(relay_blocks(view.relays, is_small))
-    parts.append(workers_table(view.workers, rates, is_small))
+    parts.append(workers_table(view.workers, rates, packs, is_small))
     if view.instances or view.demand or packs.at_zero:
         parts.append(models_table(view, packs, is_small))
     parts.append(stores_table(view.stores, rates, is_small))
@@ -126,7 +134,9 @@ def _parts(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small
     return parts
 
 
-def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_small: bool = False) -> Table:
+def workers_table(
+    workers: Iterable[reports_pb2.WorkerReport], rates: Rates, packs: PackIndex, is_small: bool = False
+) -> Table:
     numbers = ("run", "KV free", "pre/s", "dec/s")
     columns = ("worker", "host", "roles", "state", "model", "layers", *numbers)
     hidden = ("host", "layers", "KV free") if is_small else ()
@@ -139,7 +149,7 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
             worker.host_id,
             roles_text(slot.roles or worker.roles),
             Text(state, style=STATE_STYLES.get(state, "")),
-            _slot_text(slot, is_small),
+            _slot_text(slot, packs, is_small),
             f"{slot.num_layers_ready}/{slot.num_layers}" if slot.num_layers else "",
             str(worker.num_running),
             f"{worker.kv_free_bytes / worker.kv_pool_bytes:.0%}" if worker.kv_pool_bytes else "-",
@@ -149,9 +159,11 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
     return table
 
 
-def _slot_text(slot: reports_pb2.SlotState, is_small: bool) -> Text:
-    """The slot's error, or its model."""
-    return Text(slot.error, style="red") if slot.error else Text(shorten_name(slot.model or "-", name_cells(is_small)))
+def _slot_text(slot: reports_pb2.SlotState, packs: PackIndex, is_small: bool) -> Text:
+    """The slot's error, or its models."""
+    if slot.error:
+        return Text(slot.error, style="red")
+    return Text(join_names(packs.served_by(slot), name_cells(is_small)) if slot.model else "-")
 
 
 def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_small: bool = False) -> Table:

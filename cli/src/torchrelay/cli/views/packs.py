@@ -43,8 +43,8 @@ class PackIndex:
             if version.version_id not in running and not waiting.intersection(version.models)
         ]
 
-    def served_by(self, instance: InstanceView) -> list[str]:
-        """The models that an instance serves; first the one it was loaded for."""
+    def served_by(self, instance: InstanceView | reports_pb2.SlotState) -> list[str]:
+        """The models that an instance, or its slot, serves; first the one it was loaded for."""
         return list(dict.fromkeys([instance.model, *self._of_version.get(instance.version_id, ())]))
 
     def named(self, pack_id: str, cells: int) -> str:
@@ -59,7 +59,13 @@ def name_cells(is_small: bool) -> int:
 
 
 def join_names(models: Sequence[str], cells: int) -> str:
-    """``acme/tiny, birch/words +3``: two names if they fit into ``cells``, otherwise one, and the number of others."""
+    """``acme/tiny, birch/words +3``: two names, of more than two only one if two do not fit into ``cells``, and the
+    number of the others.
+    """
+    if len(models) == _MAX_NAMES:
+        width = cells - len(", ")
+        first = shorten_name(models[0], max(width // 2, width - len(models[1])))
+        return f"{first}, {shorten_name(models[1], width - len(first))}"
     for num_named in (_MAX_NAMES, 1):
         more = f" +{len(models) - num_named}" if len(models) > num_named else ""
         joined = ", ".join(models[:num_named]) + more
