@@ -68,7 +68,7 @@ def test_request_took_its_preparation_too(console: Console) -> None:
 
 
 def test_failed_request_tells_its_error(console: Console) -> None:
-    """No attempt goes on after a worker's own failure: the answer carries its message, and so does the page."""
+    """The timeline of a failed request has its error, here with a message that a page must not run."""
     page = console.open(console.reader)
     chat(page, "What is a failure?")
     link = page.get_by_role("link", name="Where its time went")

@@ -90,7 +90,9 @@ function Timeline({ phases }) {
 function Explained({ id, model, status: state }) {
   const path = `/v1/requests/${encodeURIComponent(id)}/explain`;
   const { data, error, status } = useAnswer(path, state === "running" ? 5000 : 0);
-  if (error && status === 404) return html`<p>No timeline: ${error}.</p><p class="dim">The scheduler keeps the timelines of the last 2,048 requests that it placed, of all gateways together, since it
+  if (error && status === 404) return html`<p>No timeline: ${error}.</p>
+    ${state === "error" && html`<p>Its error was in the answer, and would be kept with the timeline only.</p>`}
+    <p class="dim">The scheduler keeps the timelines of the last 2,048 requests that it placed, of all gateways together, since it
     began. <a href=${modelOf(model)}>The model's page</a> has the last decisions about the model.</p>`;
   if (!data) return error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`;
   const failure = state === "error" && data.phases.findLast(({ name }) => name === "error");
