@@ -211,7 +211,9 @@ def test_schemas_of_tools_keep_their_definitions_and_unknown_keywords_bind_only_
 
 
 def test_annotations_bind_nothing() -> None:
-    notes = [{"format": name} for name in ("password", "path", "url", "base64", "regex", "binary")]
+    notes: list[dict[str, Any]] = [
+        {"format": name} for name in ("password", "path", "url", "base64", "regex", "binary")
+    ]
     notes += [{"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"unevaluatedProperties": True}]
     for note in notes:
         for schema in (

@@ -105,11 +105,11 @@ async def test_texts_and_chats_become_tokens(rig: EncoderRig) -> None:
 async def test_a_file_with_the_template_for_tools_is_used(rig: EncoderRig) -> None:
     tools = b"{{ bos_token }}tools {{ tools[0].function.name }} <tool_call>"
     tool = {"type": "function", "function": {"name": "time"}}
-    for default in (
-        {"template": b"plain", "config": json.dumps({"bos_token": "<s>"}).encode()},
-        {"config": json.dumps({"bos_token": "<s>", "chat_template": "plain"}).encode()},
+    own = json.dumps({"bos_token": "<s>", "chat_template": "plain"}).encode()
+    for model in (
+        rig.model(tool_template=tools, template=b"plain", config=json.dumps({"bos_token": "<s>"}).encode()),
+        rig.model(tool_template=tools, config=own),
     ):
-        model = rig.model(tool_template=tools, **default)
         assert await rig.text(model, CHAT) == "plain"
         assert await rig.text(model, replace(CHAT, tools=(tool,))) == "<s>tools time <tool_call>"
 
