@@ -60,7 +60,7 @@ class ResolvedRequest:
     request_id: str
     principal: Principal
     model: PublishedModel
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     prompt_end: tuple[int, ...]  # its last tokens, on which the text of the answer depends
     sampling: generation_pb2.Sampling
     num_choices: int

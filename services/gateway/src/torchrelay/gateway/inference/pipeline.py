@@ -83,7 +83,7 @@ class PreparedRequest:
 
     model: PublishedModel
     params: GenerateParams  # without the prompt
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     syntax: AnswerSyntax
     sampling: generation_pb2.Sampling
     decoder: ModelDecoder
@@ -227,7 +227,7 @@ class RequestPipeline:
         self,
         principal: Principal,
         model: PublishedModel,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         request_id: str,
         arrived_unix_us: int,
     ) -> AsyncIterator[RequestSession]:
@@ -299,7 +299,7 @@ class RequestPipeline:
 
     async def embedding_prompt(
         self, principal: Principal, model: PublishedModel, params: GenerateParams
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         """The token ids of a text to embed, which may fill the context. Raises ``InvalidRequest``."""
         prompt = await self._prompts.token_ids(principal, model, params)
         context = model.version.shape.max_context_tokens
@@ -365,7 +365,7 @@ class RequestPipeline:
         self,
         principal: Principal,
         model: PublishedModel,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         request_id: str,
         arrived_unix_us: int,
     ) -> list[RequestSession]:

@@ -169,7 +169,7 @@ def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
         if reply_format.return_token_ids:
             entry["token_ids"] = choice.token_ids
             if not reply_format.is_chat:
-                entry["prompt_token_ids"] = answer.resolved.prompt
+                entry["prompt_token_ids"] = list(answer.resolved.prompt)
         listed.append(entry)
     resolved = answers[0].resolved
     reply: dict[str, Any] = {
@@ -181,7 +181,7 @@ def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
         "usage": usage_object(total_usage([answer.usage for answer in answers])),
     }
     if reply_format.return_token_ids and reply_format.is_chat:
-        reply["prompt_token_ids"] = resolved.prompt
+        reply["prompt_token_ids"] = list(resolved.prompt)
     return encode_json(reply)
 
 
@@ -208,7 +208,7 @@ class StreamReply:
         self._after_text = b"}" if reply_format.is_chat else b""
         self._usage_field = b',"usage":null' if reply_format.include_usage else b""
         self._token_tail = b'%s,"logprobs":null,"finish_reason":null}]%s}\n\n' % (self._after_text, self._usage_field)
-        self._prompt = resolved.prompt
+        self._prompt = list(resolved.prompt) if reply_format.return_token_ids else []
         num_prompts = 1 if reply_format.is_chat else resolved.num_choices
         self._without_prompt = set(range(num_prompts if reply_format.return_token_ids else 0))
 

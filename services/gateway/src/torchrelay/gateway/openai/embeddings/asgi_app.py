@@ -59,7 +59,7 @@ class EmbeddingsApp(CompletionsApp):
         model, embedding = await self._pipeline.embedding_model(principal, body.model)
         size = num_dimensions(body, embedding)
 
-        async def prompt_of(index: int) -> tuple[int, ...]:
+        async def prompt_of(index: int) -> Sequence[int]:
             try:
                 return await self._pipeline.embedding_prompt(principal, model, params[index])
             except InvalidRequest as error:
