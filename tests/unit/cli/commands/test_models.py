@@ -240,7 +240,9 @@ def test_gguf_file_is_converted_and_uploaded(
 ) -> None:
     home.save_key(TENANT_KEY)
     path = write_gguf(tmp_path / "Tiny.Q8_0.gguf", make_checkpoint(tmp_path / "hf", "llama"), "Q8_0")
-    assert "published acme/tiny" in run("upload", str(path)).stdout
+    monkeypatch.setattr("torchrelay.cli.gguf.conversion.unused_templates", lambda _: ["rag"])
+    shown = run("upload", str(path))
+    assert "published acme/tiny" in shown.stdout and "note: the upload leaves out rag" in " ".join(shown.stderr.split())
     begun = next(body for method, path, body in gateway.asked if (method, path) == ("POST", "/v1/uploads"))
     assert begun["model"] == "tiny.q8_0"
     documents = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}

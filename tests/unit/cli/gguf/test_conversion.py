@@ -21,7 +21,7 @@ from tests.unit.engine.harness import Model, group_of, outputs, prompt_of, run
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.gguf.conversion import plan_conversion
 from torchrelay.cli.gguf.header import GgufHeader, read_header
-from torchrelay.cli.gguf.tokenizer import tokenizer_files
+from torchrelay.cli.gguf.tokenizer import tokenizer_files, unused_templates
 from torchrelay.cli.gguf.weights import to_bf16
 from torchrelay.param_store.packer.__main__ import pack
 
@@ -285,6 +285,8 @@ def test_template_and_ends_are_kept(tmp_path: Path) -> None:
     assert "additional_chat_templates/tool_use.jinja" not in files
     named = byte_level(tmp_path) | {"tokenizer.chat_template.tool_use": "for tools"}
     assert files_of(named)["additional_chat_templates/tool_use.jinja"] == "for tools"
+    named["tokenizer.chat_template.rag"] = "for documents"
+    assert unused_templates(GgufHeader(tmp_path, named, {})) == ["tokenizer.chat_template.rag"]
 
 
 @pytest.mark.parametrize("text", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>"])

@@ -135,13 +135,13 @@ def left_out(folder: Path, *, is_adapter: bool) -> list[str]:
     templates = [path.relative_to(folder).as_posix() for path in sorted((folder / _TEMPLATES).glob("*.jinja"))]
     if is_adapter:
         names = [name for name in ("tokenizer.json", "tokenizer_config.json", _TEMPLATE) if (folder / name).is_file()]
-        used, reason = names + templates, "an adapter has the tokenizer and the chat template of its base"
-    else:
-        used, reason = (
-            [name for name in templates if name != _TOOL_TEMPLATE],
-            "the platform selects no template by name",
-        )
-    return [f"the upload leaves out {', '.join(used)}: {reason}"] if used else []
+        return left_out_note(names + templates, "an adapter has the tokenizer and the chat template of its base")
+    return left_out_note([name for name in templates if name != _TOOL_TEMPLATE])
+
+
+def left_out_note(names: list[str], reason: str = "the platform selects no template by name") -> list[str]:
+    """A sentence about what an upload leaves out; none if that is nothing."""
+    return [f"the upload leaves out {', '.join(names)}: {reason}"] if names else []
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -124,7 +124,8 @@ def upload(
     before = _version_before(access, full_name)  # also checks the key, before minutes of conversion
     with _model_folder(source, conversion, quantize) as folder:
         model = _run(access, folder, full_name, settings, needed)
-        notes = left_out(folder, is_adapter=base is not None) + model.get("notes", [])
+        own_notes = left_out(source, is_adapter=base is not None) if conversion is None else conversion.notes
+        notes = own_notes + model.get("notes", [])
         may_chat = base is not None or has_chat_template(folder)
     kind = f"adapter of {model['parent']}" if model.get("parent") else f"{model['architecture']}, {model['dtype']}"
     facts = f"{kind}, {format_bytes(model['size_bytes'])}"

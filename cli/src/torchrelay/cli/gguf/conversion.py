@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrelay.cli.api.model_folder import left_out_note
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.gguf.family import ROPE_FACTORS, GgufFamily, config_of, family_of
 from torchrelay.cli.gguf.header import GgufHeader, read_header
 from torchrelay.cli.gguf.refusal import quoted, refusal
-from torchrelay.cli.gguf.tokenizer import tokenizer_files
+from torchrelay.cli.gguf.tokenizer import tokenizer_files, unused_templates
 from torchrelay.cli.gguf.weights import BF16_BYTES, Weight, fp32_values, gguf_name, weights_of, write_weight
 from torchrelay.common.quantities import format_bytes
 from torchrelay.modelspec.config import read_config
@@ -34,6 +35,11 @@ class Conversion:
     def num_bytes(self) -> int:
         """Bytes of the weights, which are nearly all of the folder."""
         return sum(math.prod(weight.stored.shape) * BF16_BYTES for weight in self.weights)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about what the conversion leaves out."""
+        return left_out_note(unused_templates(self.header))
 
     def check_space(self, folder: Path) -> None:
         """Raises ``CliError`` if the file system of ``folder`` has less space than the converted weights need."""

@@ -122,6 +122,11 @@ class TokenizerMetadata:
         return values
 
 
+def unused_templates(header: GgufHeader) -> list[str]:
+    """The keys of chat templates that the platform does not use."""
+    return [key for key in header.metadata if key.startswith("tokenizer.chat_template.") and key not in _TEMPLATES]
+
+
 def tokenizer_files(header: GgufHeader) -> dict[str, Any]:
     """The documents by file name; the chat template's is text. Raises ``CliError``."""
     metadata = TokenizerMetadata(header)
