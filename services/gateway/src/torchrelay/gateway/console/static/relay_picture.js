@@ -12,8 +12,9 @@ const keyOf = ({ target }, index) => target || `host ${index}`;
 // Hosts by name: a target has its relay, and may send on what it has; a source that has all stands before its targets.
 function hostsOf(relays) {
   const targets = new Map(relays.map((relay, index) => [keyOf(relay, index), relay]));
+  // By the first source alone, the one that is read: hosts name each other for repairs, in any number of circles.
   const depthOf = (name, below = []) => (targets.has(name) && !below.includes(name)
-    ? 1 + Math.max(...sourcesOf(targets.get(name)).map((source) => depthOf(source, [...below, name]))) : 0);
+    ? 1 + depthOf(sourcesOf(targets.get(name))[0], [...below, name]) : 0);
   const sends = (name) => ([, relay]) => sourcesOf(relay).includes(name);
   const columnOf = (name) => (targets.has(name) ? depthOf(name)
     : Math.min(...[...targets].filter(sends(name)).map(([target]) => depthOf(target))) - 1);
