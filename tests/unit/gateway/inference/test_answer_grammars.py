@@ -303,6 +303,7 @@ _FORMATS = [
     AnswerFormat(needs_call=True),
     AnswerFormat(needs_call=True, tool="f", allows_several_calls=False),
     AnswerFormat(content=json_rule(_NUMBER)),
+    AnswerFormat(content=json_rule({"type": "string"})),
     AnswerFormat(content=regex_rule("[^q]{0,90}")),
 ]
 _STRICT = [_tool("f", _NUMBER, strict=True), _tool("g-2", _NUMBER)]
@@ -315,7 +316,7 @@ def _fragments(syntax: AnswerSyntax) -> list[list[int]]:
     key = calls.arguments_keys[-1 if calls.style == "llama" else 0]
     names = ("f", "g-2", "h")
     heads = [f'{{"{calls.name_key}": "{name}", "{key}": ' for name in names]
-    texts = [*heads, *names, '{"x": 1}', '{"x": "a"}', *"{}[];q", ", ", " ", "\n", "\u00a0", "a", "[ARGS]"]
+    texts = [*heads, *names, '{"x": 1}', '{"x": "a"}', *'{}[];q"', ", ", " ", "\n", "\u00a0", "a", "[ARGS]"]
     texts += [calls.opening, calls.closing, *(syntax.thoughts or ())] * 3
     whole = [f'{head}{{"x": {value}}}}}' for head in heads for value in ("2", '"b"')]
     whole += ['f[ARGS]{"x": 3}', 'f[ARGS]{"x": []}']
@@ -346,7 +347,7 @@ def test_what_a_grammar_accepts_follows_the_schemas_once_it_is_parsed(
         return
     names = {number: marker.encode() for marker, number in _SPECIAL.items()}
     text = b"".join(names.get(token) or bytes([token]) for token in tokens).decode()
-    parser = AnswerParser(syntax, parameter_types(_STRICT))
+    parser = AnswerParser(replaced(syntax, calls_alone=bool(format_.content)), parameter_types(_STRICT))
     answer = joined(parser.push(text) + parser.flush())
     for call in answer.calls:
         assert call.name in ("f", "g-2") and format_.tool in ("", call.name)
@@ -354,6 +355,7 @@ def test_what_a_grammar_accepts_follows_the_schemas_once_it_is_parsed(
     assert len(answer.calls) <= 1 or format_.allows_several_calls
     assert answer.calls or not format_.needs_call
     if format_.content.startswith("%json"):
-        assert answer.calls or jsonschema.validate(json.loads(answer.content), _NUMBER) is None
+        schema = json.loads(format_.content.removeprefix("%json "))
+        assert answer.calls or jsonschema.validate(json.loads(answer.content), schema) is None
     elif format_.content:
         assert "q" not in answer.content

@@ -80,6 +80,23 @@ def test_calls_are_content_if_the_request_has_no_tools() -> None:
     assert AnswerParser(AnswerSyntax(HERMES), None).push(CALL) == [CALL]
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "num_calls"),
+    [
+        ('{"a": "[TOOL_CALLS]time{}"}', '{"a": "[TOOL_CALLS]time{}"}', 0),
+        (" \n[TOOL_CALLS]time[ARGS]{}", "", 1),
+        ("<think>a</think>\n[TOOL_CALLS]time{}", "", 1),
+        (" [TOOL", " [TOOL", 0),
+        (" ", " ", 0),
+    ],
+)
+def test_content_with_a_format_has_no_calls(text: str, content: str, num_calls: int) -> None:
+    for pieces in ([text], list(text)):
+        parser = AnswerParser(AnswerSyntax(MISTRAL, THINKS, calls_alone=True), {"time": {}})
+        answer = joined([part for piece in pieces for part in parser.push(piece)] + parser.flush())
+        assert (answer.content, len(answer.calls)) == (content, num_calls)
+
+
 TOOLS = [
     {"type": "function", "function": {"name": "time"}},
     {

@@ -33,6 +33,8 @@ class AnswerParser:
         )
         calls = syntax.calls if types else None
         self._calls = None if calls is None else _PARSERS[calls.style](calls, types or {})
+        self._opening = calls.opening if calls is not None and syntax.calls_alone else ""  # that decides what follows
+        self._undecided = ""
 
     @property
     def num_calls(self) -> int:
@@ -58,10 +60,21 @@ class AnswerParser:
         if self._reasoning is not None:
             parts += self._divided(self._reasoning.flush(parts))
             self._reasoning = None
+        if self._undecided:  # too short for an opening
+            return [*parts, self._undecided]
         return parts if self._calls is None else parts + self._calls.flush()
 
     def _divided(self, text: str) -> list[Part]:
         """The parts of text after the reasoning."""
+        if self._opening:
+            text, self._undecided = self._undecided + text, ""
+            begin = text.lstrip()
+            if len(begin) < len(self._opening) and self._opening.startswith(begin):
+                self._undecided = text
+                return []
+            if not begin.startswith(self._opening):
+                self._calls = None
+            self._opening = ""
         if self._calls is not None:
             return self._calls.push(text)
         return [text] if text else []

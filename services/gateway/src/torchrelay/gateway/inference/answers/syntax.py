@@ -32,6 +32,7 @@ class AnswerSyntax(msgspec.Struct, frozen=True):
     calls: CallSyntax | None = None
     thoughts: tuple[str, str] | None = None
     begins_thinking: bool = False  # the prompt ends with the opening of the reasoning
+    calls_alone: bool = False  # an answer is calls or content, never both: a format binds its content
 
     def markers(self, *, has_tools: bool) -> frozenset[str]:
         """Texts of special tokens that the parser of an answer needs to see."""

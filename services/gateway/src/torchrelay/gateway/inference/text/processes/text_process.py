@@ -104,6 +104,8 @@ class TextService:
             if prompt.answer_format is not None and prompt.answer_format.grammar:
                 # The caller's grammar is that of the whole answer: it is reasoning only after an opening of its own.
                 syntax = msgspec.structs.replace(syntax, begins_thinking=False)
+            if prompt.answer_format is not None and prompt.answer_format.content:
+                syntax = msgspec.structs.replace(syntax, calls_alone=True)
             token_ids = self._encode(prompt, text)
             return TokenIds(token_ids.tobytes(), syntax, self._grammar(prompt, syntax))
         except PromptRefused as error:
