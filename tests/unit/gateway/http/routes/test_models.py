@@ -34,6 +34,8 @@ async def test_anthropic_clients_get_models_in_their_format(rig: RestRig) -> Non
     listed = (await rig.acme.get("/v1/models?limit=1000", headers=version)).json()
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("acme/glossary", "acme/glossary", False)
     assert (await rig.acme.get("/v1/models/glossary", headers=version)).json() == listed["data"][0]
+    assert (await rig.acme.get("/v1/models?limit=1000&beta=true", headers=version)).json() == listed
+    assert (await rig.acme.get("/v1/models?beta=true")).status_code == 400, "OpenAI's clients send no such thing"
     shown = ModelInfo.model_validate(listed["data"][0])
     assert (shown.type, shown.id, shown.display_name) == ("model", "acme/glossary", "acme/glossary")
     assert (shown.created_at.timestamp(), shown.max_input_tokens) == (model["created"], model["context_length"])

@@ -90,6 +90,8 @@ def check_query(request: Request) -> None:
     route: APIRoute = request.scope["route"]
     known = {parameter.alias for parameter in route.dependant.query_params}
     for name in request.query_params:
+        if name == "beta" and "anthropic-version" in request.headers:  # Anthropic's client sends it with some calls
+            continue
         if name not in known:
             hint = f"; known are {', '.join(sorted(known))}" if known else ""
             raise InvalidRequest(f"unknown query parameter {name[:80]!r}{hint}", field=name[:80])

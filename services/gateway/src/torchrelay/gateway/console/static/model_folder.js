@@ -4,6 +4,8 @@ const DOCUMENTS = new Set([
   "chat_template.jinja", "vocab.json", "merges.txt", "model.safetensors.index.json", "modules.json",
 ]);
 const POOLING = "1_Pooling/config.json"; // beside modules.json: how texts are embedded
+const TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja";
+const FOLDERS = new Set([POOLING, TOOL_TEMPLATE].map((path) => path.split("/")[0]));
 const ADAPTER = ["adapter_config.json", "adapter_model.safetensors"];
 const INDEX = "model.safetensors.index.json";
 const SINGLE = "model.safetensors";
@@ -29,7 +31,7 @@ async function filesBeneath(folder, path, files) {
     if (part.length === 0) return;
     for (const entry of part) {
       if (entry.isFile) files.set(path + entry.name, await new Promise((resolve, reject) => entry.file(resolve, reject)));
-      else if (path === "" && entry.name === "1_Pooling") await filesBeneath(entry, `${entry.name}/`, files);
+      else if (path === "" && FOLDERS.has(entry.name)) await filesBeneath(entry, `${entry.name}/`, files);
     }
   }
 }
@@ -45,6 +47,7 @@ export async function modelFiles({ name, files }) {
     files.has("tokenizer.json") || lacks("tokenizer.json: save a fast tokenizer into it");
     for (const path of await weights(files, lacks)) paths.add(path);
     if (files.has("modules.json") && files.has(POOLING)) paths.add(POOLING);
+    if (files.has(TOOL_TEMPLATE)) paths.add(TOOL_TEMPLATE);
   }
   const chosen = [...paths].sort().map((path) => [path, files.get(path)]);
   const leftOut = [...files.keys()].filter((path) => !paths.has(path) && !path.includes("/")).sort();
