@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.left_out import left_out_note
 
 READ_BYTES = 1 << 20
 ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
@@ -137,11 +138,6 @@ def left_out(folder: Path, *, is_adapter: bool) -> list[str]:
         names = [name for name in ("tokenizer.json", "tokenizer_config.json", _TEMPLATE) if (folder / name).is_file()]
         return left_out_note(names + templates, "an adapter has the tokenizer and the chat template of its base")
     return left_out_note([name for name in templates if name != _TOOL_TEMPLATE])
-
-
-def left_out_note(names: list[str], reason: str = "the platform selects no template by name") -> list[str]:
-    """A sentence about what an upload leaves out; none if that is nothing."""
-    return [f"the upload leaves out {', '.join(names)}: {reason}"] if names else []
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrelay.cli.api.model_folder import left_out_note
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.gguf.family import ROPE_FACTORS, GgufFamily, config_of, family_of
 from torchrelay.cli.gguf.header import GgufHeader, read_header
 from torchrelay.cli.gguf.refusal import quoted, refusal
 from torchrelay.cli.gguf.tokenizer import tokenizer_files, unused_templates
 from torchrelay.cli.gguf.weights import BF16_BYTES, Weight, fp32_values, gguf_name, weights_of, write_weight
+from torchrelay.cli.left_out import left_out_note
 from torchrelay.common.quantities import format_bytes
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
