@@ -75,10 +75,11 @@ def test_axis_of_days_has_days(console: Console, num_days: int) -> None:
 def test_axis_of_a_day_has_hours_and_the_day_in_utc(console: Console) -> None:
     page = console.open(console.reader)
     page.evaluate(NOTE_TEXTS)
+    before = datetime.now(UTC)
     page.get_by_label("Plots of the last").select_option("24 hours")
     wait_until(lambda: "12:00" in page.evaluate("window.texts"), "the plot of a day")
-    midnight = datetime.now(UTC)
-    assert f"{midnight:%b} {midnight.day}" in page.evaluate("window.texts")
+    texts = page.evaluate("window.texts")
+    assert any(f"{midnight:%b} {midnight.day}" in texts for midnight in (before, datetime.now(UTC)))
 
 
 def test_without_use_there_is_no_plot(console: Console) -> None:

@@ -69,6 +69,7 @@ class InMemoryPorts:
         self.rate: RequestRate | None = None  # of every key, after each ``admit``
         self.refusal: TorchrelayError | None = None  # what ``admit`` raises
         self.num_until_refusal = 0  # admissions before that
+        self.renewed: list[str] = []  # reservations
         self.open_error: Exception | None = None
         self.is_open_error_late = False  # the row is there, its answer got lost
         self.settle_errors: list[Exception] = []
@@ -124,6 +125,9 @@ class InMemoryPorts:
         reservation = Reservation(reservation_id, principal.tenant_id, 1, max_output_tokens, self.rate)
         self.reserved.add(reservation.reservation_id)
         return reservation
+
+    def renew(self, reservation: Reservation) -> None:
+        self.renewed.append(reservation.reservation_id)
 
     def abandon(self, reservation: Reservation) -> None:
         self.reserved.discard(reservation.reservation_id)

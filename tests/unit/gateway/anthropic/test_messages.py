@@ -159,6 +159,20 @@ def test_many_messages_are_taken_in_linear_time() -> None:
     assert len(conversation.messages()) == 1 + MAX_MESSAGES // 2
 
 
+async def test_late_words_of_the_system_follow_the_results_of_calls(make_rig: MakeRig) -> None:
+    rig = await make_rig(template=ROLES)
+    call = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+    turns: list[dict[str, Any]] = [
+        HELLO,
+        {"role": "assistant", "content": [call]},
+        {"role": "system", "content": "late"},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "rain"}]},
+        {"role": "system", "content": "later"},
+    ]
+    prompt, _ = await prompt_of(rig, turns, tools=[TOOL])
+    assert prompt.partition("</tool_call>")[2].partition("[{")[0] == "<tool>rain<user>late\nlater"
+
+
 async def test_content_of_other_kinds_is_text(make_rig: MakeRig) -> None:
     rig = await make_rig(template=ROLES)
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
@@ -227,6 +241,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must have 1 to 128 letters"),
     ({"tools": [{"name": "f", "strict": True, "input_schema": {}}]}, "tools[0].input_schema: a strict schema"),
     ({"tools": [TOOL] * 1025}, "tools has 1,025 entries"),
+    ({"tools": [TOOL, {**TOOL, "defer_loading": True}]}, "tools[1] has the name of another tool"),
     ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "must be auto, any, none, or a tool with its name"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "w"}}, "'w', which is not among tools"),
     ({"output_config": {"format": {"type": "text", "schema": {}}}}, "output_config.format.type must be json_sch"),
@@ -258,3 +273,14 @@ async def test_prompt_that_is_too_long_is_refused_in_the_words_that_agents_know(
     """Claude Code shortens a conversation if the whole message matches."""
     error = (await posted(rig, asked("a " * 600)))["error"]
     assert re.fullmatch(r"prompt is too long: \d+ tokens > 512 maximum", error["message"])
+
+
+async def test_nesting_at_the_limit_of_the_decoder_is_no_crash(rig: TokenPathRig) -> None:
+    head = (
+        '{"model":"echo","max_tokens":1,"messages":[{"role":"assistant","content":[{"type":"server_tool_use","name":"f"'
+    )
+    for depth in range(980, 1000):
+        call = ',"input":' + '{"a":' * depth + "{}" + "}" * depth
+        content = head + call + '}]},{"role":"user","content":"a"}]}'
+        response = await rig.http.post("/v1/messages", content=content, headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400), response.text

@@ -221,6 +221,22 @@ async def test_cancelled_admission_reserves_nothing(rig: LimitRig, monkeypatch: 
     assert (await rig.admit(budget_nano=1010)).reserved_nano == 1010
 
 
+async def test_reservation_of_a_request_that_goes_on_outlives_its_lease(rig: LimitRig) -> None:
+    kept = await rig.admit(budget_nano=2020)
+    await rig.admit(budget_nano=2020)
+    rig.clock.now += 50
+    rig.limits.renew(kept)
+    await eventually(lambda: not rig.limits._undoing, "the renewal")
+    rig.clock.now += 50  # the lease of the other is over
+    await rig.admit(budget_nano=2020)
+    with pytest.raises(RateLimited):
+        await rig.admit(budget_nano=2020)
+    await rig.limits.release(kept, cost_nano=0)
+    rig.limits.renew(kept)
+    await eventually(lambda: not rig.limits._undoing, "the renewal")
+    await rig.admit(budget_nano=2020)
+
+
 async def test_close_does_not_wait_for_a_lost_redis(rig: LimitRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The releases that it does not answer are left to the lease of their reservations."""
     asked = asyncio.Event()

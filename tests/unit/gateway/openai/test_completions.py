@@ -17,7 +17,7 @@ from tests.support.token_decoders import decoder_of
 from tests.support.wait import eventually
 from tests.unit.gateway.dialects import METADATA, inference_stub
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
-from torchrelay.common.errors import QuotaExceeded
+from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.common.tokens.text_stream import TextStream
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.control.v1 import generation_pb2
@@ -154,6 +154,18 @@ async def test_nothing_runs_unless_all_prompts_can(rig: TokenPathRig) -> None:
     assert (await rig.http.post("/v1/completions", json={**body, "prompt": [*PROMPTS, [1] * 512]})).status_code == 400
     assert len(rig.ports.admitted) == 2 and not rig.ports.reserved
     assert not rig.ports.opened and not rig.scheduler.admits
+    # Reserved by the prompts before it, and so at each repetition.
+    rig.ports.num_until_refusal, rig.ports.refusal = 3, RateLimited("running requests reserve the budget")
+    spent = await rig.http.post("/v1/completions", json={**body, "prompt": PROMPTS[:2]})
+    assert spent.status_code == 403 and "together need more than is left of the budget" in spent.text
+
+
+async def test_prompts_without_a_limit_share_the_default(make_rig: MakeRig) -> None:
+    """A budget has space for them together as for one of them alone."""
+    rig = await make_rig(default_max_tokens=40)
+    await posted(rig, {"model": "echo"}, prompt=PROMPTS[:2])
+    await posted(rig, {"model": "echo"}, prompt=PROMPTS[0])
+    assert [most for _, most in rig.ports.admitted] == [20, 20, 40]
 
 
 @pytest.mark.parametrize("stream", [False, True])

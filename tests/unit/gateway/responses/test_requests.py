@@ -172,6 +172,14 @@ def test_content_that_no_model_reads_has_a_remark() -> None:
     assert result["content"] == "[file left out: this model reads text only]" and params.left_out == ("file", "image")
 
 
+def test_screenshots_are_no_text() -> None:
+    shot = {"type": "computer_screenshot", "image_url": "data:image/png;base64,AAAA"}
+    seen = {"type": "computer_call_output", "call_id": "c", "output": shot}
+    viewed = {"type": "function_call_output", "call_id": "c", "output": {"type": "input_image", "image_url": "data:x"}}
+    params = decoded(input=[said("user", "a"), seen, CALL, viewed])
+    assert "data:" not in str(params.messages) and params.left_out == ("image",)
+
+
 def test_records_of_hosted_tools_are_shown_as_text() -> None:
     searched = {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "relay"}}
     refused = said("assistant", [{"type": "refusal", "refusal": "I cannot."}])

@@ -20,11 +20,12 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand
-from torchrelay.scheduler.policy.inputs import Turn, Withdraw
+from torchrelay.scheduler.policy.inputs import Release, Turn, Withdraw
+from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import REMOTE, InstancePhase
+from torchrelay.scheduler.policy.types import REMOTE, AttemptKey, InstancePhase
 
 MODEL = a_model()
 
@@ -37,6 +38,17 @@ def test_model_outside_ram_wakes_on_host_with_disk_copy() -> None:
     scene.admit(MODEL, "r1")
     (hop,) = scene.loads()[-1].hops
     assert hop.store_id == "store-2" and hop.sources == (REMOTE,)
+
+
+def test_length_of_an_answer_is_that_of_all_its_attempts() -> None:
+    scene = two_workers_one_host()
+    for number in range(8):
+        first, second = AttemptKey(f"r{number}", 1), AttemptKey(f"r{number}", 2)
+        scene.serve(MODEL, first.request_id)
+        scene.apply(Release(first, True, Outcome(num_output_tokens=512), goes_on=True))
+        scene.admit(MODEL, second.request_id, attempt=2, num_forced_tokens=512)
+        scene.apply(Release(second, True, Outcome(num_output_tokens=1000)))
+    assert scene.policy.state.answer_lengths.mean(MODEL.version_id) == 1512
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ class ModelUpload:
         """
         files = model_files(self._folder, self._progress, is_adapter="base" in settings)
         fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
-        upload = self._begin(fingerprint, files, settings.get("engine") or needed_engine)
+        chosen = settings.get("engine")
+        upload = self._begin(fingerprint, files, needed_engine if chosen in (None, "auto") else str(chosen))
         states = {str(state["path"]): state for state in upload["files"]}
         self._num_sent = sum(int(state["received"]) for state in states.values())
         self._num_bytes = sum(file.size for file in files)

@@ -376,10 +376,13 @@ class Release(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    GOES_ON_FIELD_NUMBER: _builtins.int
     IS_RECALLED_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """0: no token was delivered"""
     num_output_tokens: _builtins.int
+    goes_on: _builtins.bool
+    """the answer continues in another attempt"""
     is_recalled: _builtins.bool
     """in answer to Recall: the next attempt keeps its place in the queue"""
     @_builtins.property
@@ -395,11 +398,12 @@ class Release(_message.Message):
         ttft_s: _builtins.float = ...,
         num_output_tokens: _builtins.int = ...,
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
+        goes_on: _builtins.bool = ...,
         is_recalled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_recalled", b"is_recalled", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goes_on", b"goes_on", "is_recalled", b"is_recalled", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cpu_steps import short_step
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.answers.parts import (
     CallArguments,
@@ -29,6 +31,7 @@ from torchrelay.gateway.inference.answers.syntax import (
     AnswerSyntax,
     CallSyntax,
 )
+from torchrelay.gateway.inference.answers.value_types import allowed_types
 
 THINKS = ("<think>", "</think>")
 CALL = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
@@ -340,6 +343,21 @@ def test_values_of_xml_calls_have_the_types_that_the_tool_allows(schema: object,
         parser = AnswerParser(AnswerSyntax(QWEN_CODER), types)
         parts = parser.push(f"<tool_call><function=f><parameter=a>\n{written}\n</parameter></function></tool_call>")
         assert json.loads(joined(parts).calls[0].arguments) == {"a": value}
+
+
+HOSTILE_SCHEMAS: dict[str, dict[str, Any]] = {
+    "values": {"anyOf": [{"$ref": "#/$defs/e"}] * 99, "$defs": {"e": {"enum": [f"v{n}" for n in range(100_000)]}}},
+    "steps": {"anyOf": [{"$ref": "#/" + "a/" * 500_000 + str(n)} for n in range(20)]},
+    "circles": {"$ref": "#/properties/x", "properties": {"x": {"allOf": [{"$ref": "#/properties/x"}] * 5000}}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
+def test_work_on_the_types_of_a_parameter_is_bounded(name: str) -> None:
+    schema = HOSTILE_SCHEMAS[name]
+    parameters = {**schema, "properties": {"x": schema, **schema.get("properties", {})}}
+    with short_step():
+        allowed_types(parameters, "x")
 
 
 def test_xml_arguments_are_shown_as_each_ends() -> None:

@@ -81,20 +81,41 @@ async def test_long_answer_goes_on_in_attempts_that_are_longer_each(rig: TokenPa
     assert {start.sampling.max_tokens for _, start in rig.workers[0].starts} == {512, 2048, 4200}
     assert [usage[2:] for usage in settled_of(rig)] == [(4200, FinishCause.LENGTH)] * 2
     await eventually(lambda: len(rig.scheduler.releases) == 5)
+    assert sorted(release.goes_on for release in rig.scheduler.releases) == [False] * 2 + [True] * 3
+    assert len(rig.ports.renewed) >= 2, "its reservation outlives the lease"
+
+
+TOO_LONG = scheduler_pb2.Refusal(reason=scheduler_pb2.Refusal.REASON_TOO_LONG, message="needs more KV")
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-async def test_answer_that_no_pool_holds_ends_there(rig: TokenPathRig, logprobs: int | None) -> None:
+@pytest.mark.parametrize(
+    ("num_refused", "limits", "num_tokens"),
+    [(1, [512, 2048, 1280, 2048, 4200], 4200), (6, [512, 2048, 1280, 896, 704, 608, 560], 512)],
+)
+async def test_answer_is_as_long_as_a_pool_holds(
+    rig: TokenPathRig, logprobs: int | None, num_refused: int, limits: list[int], num_tokens: int
+) -> None:
     worker = rig.workers[0]
     worker.pause_at = 500
     asking = asyncio.ensure_future(ask(rig, 4200, 1, model="long", logprobs=logprobs))
     await eventually(lambda: rig.num_accepted() == [500])
-    too_long = scheduler_pb2.Refusal(reason=scheduler_pb2.Refusal.REASON_TOO_LONG, message="needs more KV")
-    rig.scheduler.refusals.append(too_long)
+    rig.scheduler.refusals += [TOO_LONG] * num_refused
     worker.resume()
-    assert await asking == [rig.echoed(PROMPT, 512)]
-    assert settled_of(rig) == [(len(PROMPT), 0, 512, FinishCause.LENGTH)]
-    rig.scheduler.refusals.append(too_long)
+    assert await asking == [rig.echoed(PROMPT, num_tokens)]
+    assert [admitted.max_tokens for admitted in rig.scheduler.admits] == limits
+    assert settled_of(rig) == [(len(PROMPT), 0, num_tokens, FinishCause.LENGTH)]
+
+
+async def test_answer_that_was_broken_off_is_not_complete(rig: TokenPathRig) -> None:
+    """Its worker was lost, and no other has the KV; nor is a first attempt that no pool holds an answer."""
+    asking = await ask_until(rig, rig.workers[0], 5)
+    rig.scheduler.refusals.append(TOO_LONG)
+    await rig.workers[0].kill()
+    with pytest.raises(AssertionError, match="needs more KV"):
+        await asking
+    assert [usage[2:] for usage in settled_of(rig)] == [(5, FinishCause.ERROR)]
+    rig.scheduler.refusals.append(TOO_LONG)
     refused = await rig.http.post("/v1/completions", json={"model": "long", "prompt": PROMPT})
     assert refused.status_code == 503 and refused.json()["error"]["message"] == "needs more KV"
 

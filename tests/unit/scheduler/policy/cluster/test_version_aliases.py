@@ -115,6 +115,19 @@ def test_full_queue_message_counts_own_requests() -> None:
         assert refusal.reason is RefusalReason.QUEUE_FULL and told in refusal.message
 
 
+def test_answer_that_goes_on_is_never_refused_as_too_many() -> None:
+    """Somebody reads it; it asks for its next tokens like a new request."""
+    scene = PaperCluster(PolicyConfig(queue_limit=2, queue_limit_total=3)).settle()
+    for request_id in ("a0", "a1"):
+        scene.admit(ACME, request_id)
+    scene.admit(ACME, "a2", attempt=2, num_forced_tokens=512)
+    scene.admit(ACME, "a3", attempt=2, num_forced_tokens=512)
+    assert scene.refusal("a2", attempt=2) is None and scene.refusal("a3", attempt=2) is None
+    assert len(scene.policy.state.queues) == 4
+    scene.admit(ACME, "a4")
+    assert scene.refused("a4").reason is RefusalReason.QUEUE_FULL
+
+
 def is_at_zero(scene: PaperCluster) -> bool:
     return all(worker.slot.phase is InstancePhase.FREE for worker in scene.workers.values())
 

@@ -53,12 +53,14 @@ class Conversation:
         self._system: list[str] = [self._text(system, "system")] if system else []
         self._messages: list[ChatMessage] = []
         self._has_answer = False
+        self._late: list[str] = []  # what the system has said since the last turn, for the user's next one
 
     @property
     def has_turns(self) -> bool:
         return bool(self._messages)
 
     def messages(self) -> tuple[ChatMessage, ...]:
+        self._flush_late()
         begin: list[ChatMessage] = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
         return (*begin, *map(_joined, self._messages))
 
@@ -71,8 +73,7 @@ class Conversation:
             case "user":
                 self._add_turn(blocks, where)
             case "system":
-                said = self._turn("user")["content"] if self._has_answer else self._system
-                said.append(self._text(blocks, where))
+                (self._late if self._has_answer else self._system).append(self._text(blocks, where))
             case other:
                 wrong = f"{where}.role must be one of {', '.join(_ROLES)}, not {other[:40]!r}"
                 raise InvalidRequest(wrong, field="messages")
@@ -81,6 +82,12 @@ class Conversation:
         if not self._messages or self._messages[-1]["role"] != role:
             self._messages.append({"role": role, "content": []})
         return self._messages[-1]
+
+    def _flush_late(self) -> None:
+        """Adds what the system has said to the user's turn: after results, which follow their calls at once."""
+        if self._late:
+            self._turn("user")["content"] += self._late
+            self._late = []
 
     def _add_turn(self, blocks: Sequence[Block], where: str) -> None:
         """Adds a user's turn, after a message for each result of a tool in it."""
@@ -91,6 +98,7 @@ class Conversation:
             self._messages.append(
                 result if block.tool_use_id is None else {**result, "tool_call_id": block.tool_use_id}
             )
+        self._flush_late()
         texts = [block for block in blocks if block.type != "tool_result"]
         if texts or not results:
             text = self._text(texts, where)
@@ -100,6 +108,7 @@ class Conversation:
 
     def _add_answer(self, blocks: Sequence[Block], where: str) -> None:
         """Adds an earlier answer, with its calls of tools."""
+        self._flush_late()
         self._has_answer = True
         message = self._turn("assistant")
         texts = [block for block in blocks if block.type not in (*_THOUGHTS, "tool_use")]

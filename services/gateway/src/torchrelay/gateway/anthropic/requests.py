@@ -122,7 +122,10 @@ def prompt_of(body: Body) -> GenerateParams:
     checked = check_sampling(sampling, {}, body.stop_sequences or [], [], _TIERS[tier], "stop_sequences")
     conversation = Conversation(body.system)
     for index, turn in enumerate(body.messages):
-        conversation.add(turn, f"messages[{index}]")
+        try:
+            conversation.add(turn, f"messages[{index}]")
+        except RecursionError:
+            raise InvalidRequest(f"messages[{index}] is nested too deeply", field="messages") from None
     if not conversation.has_turns:
         raise InvalidRequest("messages must have a turn of the user", field="messages")
     tools, format_ = _tools(body, _functions(body.tools or [], conversation))
@@ -162,6 +165,8 @@ def _functions(tools: list[Tool], conversation: Conversation) -> tuple[dict[str,
             num_parts = check_strict(parameters, f"{where}.input_schema", "tools", num_parts)
         function: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
         given = {name: value for name, value in function.items() if value is not None}
+        if tool.name in shown or tool.name in deferred:
+            raise InvalidRequest(f"{where} has the name of another tool, {tool.name!r}", field="tools")
         entry = {"type": "function", "function": {**given, "parameters": parameters}}
         (deferred if tool.defer_loading else shown)[tool.name] = entry
     return (*shown.values(), *(deferred[name] for name in conversation.referenced if name in deferred))

@@ -48,6 +48,9 @@ class RequestLimiter(Protocol):
         no more is left of the budget. Raises ``RateLimited`` or ``QuotaExceeded``.
         """
 
+    def renew(self, reservation: Reservation) -> None:
+        """Begins the reservation's lease anew, without waiting: its request goes on."""
+
     def abandon(self, reservation: Reservation) -> None:
         """Ends the reservation of a request that never began, without waiting."""
 

@@ -13,7 +13,14 @@ from typing import Any
 
 from opentelemetry.metrics import Meter
 
-from torchrelay.common.errors import InvalidRequest, PermissionDenied, TorchrelayError, Unavailable
+from torchrelay.common.errors import (
+    InvalidRequest,
+    PermissionDenied,
+    QuotaExceeded,
+    RateLimited,
+    TorchrelayError,
+    Unavailable,
+)
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.common.tokens.text_stream import prompt_end, prompt_text
 from torchrelay.common.tokens.token_bytes import TokenBytes
@@ -317,9 +324,11 @@ class RequestPipeline:
     ) -> list[RequestSession]:
         deadline = earlier_deadline(arrived_unix_us, timeout_s, self._request_timeout_s)
         _refuse_admin(principal)
+        # Together the prompts may have as many tokens by default as one alone, so that a budget has space for them.
+        bounds = replace(self._bounds, default_max_tokens=max(self._bounds.default_max_tokens // len(prompts), 1))
         prepared: list[PreparedRequest] = []
         while prompts:  # megabytes of text, perhaps; each is kept until it is encoded
-            prepared.append(await self._prepare(principal, prompts.pop(0)))
+            prepared.append(await self._prepare(principal, prompts.pop(0), bounds))
         texts = [each.detokenizers() for each in prepared]
         reservations = await self._admit(principal, prepared)
         sessions = []  # nothing fails from here on: a request that has started is billed
@@ -331,14 +340,14 @@ class RequestPipeline:
             self._run(session.request)
         return sessions
 
-    async def _prepare(self, principal: Principal, params: GenerateParams) -> PreparedRequest:
+    async def _prepare(self, principal: Principal, params: GenerateParams, bounds: GenerationBounds) -> PreparedRequest:
         model = await self._catalog.resolve(principal, params.model)
         if model.version.has_no_head:
             message = f"{model.name} has no head for tokens: it gives embeddings alone, by /v1/embeddings"
             raise InvalidRequest(message, field="model")
         encoded = await self._prompts.encode(principal, model, params)
         prompt = encoded.token_ids
-        sampling = sampling_of(params, model, len(prompt), self._bounds, encoded.grammar)
+        sampling = sampling_of(params, model, len(prompt), bounds, encoded.grammar)
         decoder = await self._prompts.decoder(principal, model)
         echo = (prompt_text(decoder.tokens, prompt) if params.text is None else params.text) if params.echo else ""
         rest = replace(params, messages=None, text=None, token_ids=None)
@@ -355,9 +364,14 @@ class RequestPipeline:
                 caller = replace(principal, requests_per_minute=None) if reservations else principal
                 reservation = await self._limits.admit(caller, each.model, len(each.prompt), most, least)
                 reservations.append(reservation)
-        except BaseException:
+        except BaseException as refused:
             for reservation in reservations:
                 self._limits.abandon(reservation)
+            if isinstance(refused, RateLimited) and reservations:  # by those before it, and would be again
+                message = (
+                    "the prompts of this request together need more than is left of the budget; send fewer at once"
+                )
+                raise QuotaExceeded(f"{message}, or lower max_tokens") from refused
             raise
         return reservations
 

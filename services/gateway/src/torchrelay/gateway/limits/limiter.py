@@ -25,7 +25,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.billing.money import dollars
 from torchrelay.gateway.billing.price_list import cost_nano
 from torchrelay.gateway.core import Principal, PublishedModel, RequestRate, Reservation
-from torchrelay.gateway.limits.lua_scripts import ADMIT, RELEASE
+from torchrelay.gateway.limits.lua_scripts import ADMIT, RELEASE, RENEW
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import balances
 
@@ -63,7 +63,7 @@ class Limiter:
         self._database = database
         self._lease_s = lease_s
         self._scripts: RedisScriptRunner | None = None
-        self._undoing: set[asyncio.Task[None]] = set()  # releases of reservations that nobody uses
+        self._undoing: set[asyncio.Task[None]] = set()  # work on reservations that nobody waits for
 
     async def close(self) -> None:
         if self._undoing:
@@ -158,6 +158,15 @@ class Limiter:
                 reservation, reserved_nano=int(answer[1]), max_output_tokens=max_output_tokens - num_fewer_tokens
             )
         return reservation
+
+    def renew(self, reservation: Reservation) -> None:
+        """Begins the reservation's lease anew, without waiting: its request goes on."""
+        if reservation.reserved_nano > 0:
+            self._in_background(self._renew(reservation))
+
+    async def _renew(self, reservation: Reservation) -> None:
+        keys = _budget_keys(reservation.tenant_id)[2:]
+        await self._run(RENEW, keys, [reservation.reservation_id, self._clock() + self._lease_s])
 
     async def release(self, reservation: Reservation, cost_nano: int) -> bool:
         """Ends the reservation; ``cost_nano`` is the billed cost. Idempotent.

@@ -53,6 +53,12 @@ end
 return {'ok', string.format('%.0f', amount), left}
 """
 
+RENEW = """
+local amounts, leases = KEYS[1], KEYS[2]
+if redis.call('HEXISTS', amounts, ARGV[1]) == 1 then redis.call('ZADD', leases, ARGV[2], ARGV[1]) end
+return {'ok'}
+"""
+
 # Idempotent, since it is repeated when its answer was lost. The cost of a reservation that Redis does not know, because
 # its lease is over or it was never stored, comes with the next copy of the spending.
 RELEASE = """

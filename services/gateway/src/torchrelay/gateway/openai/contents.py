@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 _KINDS: Final = {
-    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
     **dict.fromkeys(("document", "file", "input_file", "container_upload"), "file"),
     **dict.fromkeys(("input_audio", "audio", "audio_url"), "audio"),
     **dict.fromkeys(("video_url", "input_video"), "video"),

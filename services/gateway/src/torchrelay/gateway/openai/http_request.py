@@ -158,6 +158,9 @@ class HttpRequest:
             if has_left and not task.uncancel():
                 raise ClientDisconnected from None
             raise
+        if has_left:  # the block has taken the cancellation for its own
+            task.uncancel()
+            raise ClientDisconnected
 
 
 def _is_json(content_type: str) -> bool:

@@ -65,7 +65,10 @@ def messages_of(
         raise InvalidRequest(f"input {wrong}", field="input")
     else:
         for index, item in enumerate(given):
-            conversation.add(item, f"input[{index}]")
+            try:
+                conversation.add(item, f"input[{index}]")
+            except RecursionError:
+                raise InvalidRequest(f"input[{index}] is nested too deeply", field="input") from None
     if not conversation.messages:
         raise InvalidRequest("input has no message", field="input")
     return tuple(map(_joined, conversation.messages)), tuple(sorted(conversation.left_out))
@@ -105,7 +108,8 @@ class _Conversation:
                 message = f"{where} refers to an item, and none is stored; send the item itself"
                 raise InvalidRequest(message, field="input")
             case hosted if hosted in _HOSTED:
-                record = {"action": item.action, "arguments": item.arguments, "output": item.output}
+                output = None if item.output is None else self._text(item.output, where)
+                record = {"action": item.action, "arguments": item.arguments, "output": output}
                 if shown := {name: value for name, value in record.items() if isinstance(value, (str, dict))}:
                     self._say(f"[{hosted}: {msgspec.json.encode(shown).decode()}]")
             case other:
@@ -164,7 +168,8 @@ class _Conversation:
         if isinstance(content, str):
             return content
         if isinstance(content, dict):
-            return msgspec.json.encode(content).decode()
+            instead = remark(str(content.get("type")), self.left_out)
+            return msgspec.json.encode(content).decode() if instead is None else instead
         return "\n".join(self._part_text(part, where) for part in content)
 
     def _part_text(self, part: Part, where: str) -> str:

@@ -38,13 +38,15 @@ class FirstToken(_Input, frozen=True):
 
 class Release(_Input, frozen=True):
     """The attempt is over. ``delivered``: it produced at least one token. ``outcome``: its measurements.
-    ``is_recalled``: it had not begun, and the request will be admitted again.
+    ``is_recalled``: it had not begun, and the request will be admitted again. ``goes_on``: the answer continues in
+    another attempt.
     """
 
     key: AttemptKey
     delivered: bool
     outcome: Outcome | None = None
     is_recalled: bool = False
+    goes_on: bool = False
 
 
 class MinimumsSet(_Input, frozen=True):

@@ -172,7 +172,8 @@ class Policy:
             return
         if input_.outcome is not None:
             lifecycle.observe_outcome(state, attempt, input_.outcome, now)
-            lifecycle.observe_length(state, attempt, input_.outcome)
+            if not input_.goes_on:
+                lifecycle.observe_length(state, attempt, input_.outcome)
         if input_.is_recalled:
             recalls.recalled(state, attempt, now)
             return  # its gateway asks again at once, and it takes its turn first

@@ -189,7 +189,7 @@ class Controller:
             self.explain.record_accuracy(key, attempt.placement, outcome, now)
             self._metrics.record_accuracy(attempt.placement, outcome)
             self._target_metrics.ended(attempt.admission, release.ttft_s, outcome.tbt_s)
-        self._apply(Release(key, release.ttft_s > 0, outcome, release.is_recalled), now)
+        self._apply(Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
 
     def is_present(self, peer: Peer) -> bool:
         kind, node_id = peer

@@ -50,7 +50,12 @@ const RELAY_COLUMNS = [
 // Relays under way as pictures, one of each pack, and all of them as a table.
 export function Relays({ last }) {
   const underWay = last.relays.filter(({ state }) => UNDER_WAY.includes(state));
-  const byPack = [...Map.groupBy(underWay, ({ pack, models }) => `${pack} ${models}`)];
+  const groups = new Map();
+  for (const relay of underWay) {
+    const key = `${relay.pack} ${relay.models}`;
+    groups.set(key, [...(groups.get(key) ?? []), relay]);
+  }
+  const byPack = [...groups];
   const picture = ([key, group]) => html`
     <${RelayPicture} key=${key} models=${links(group[0].models)} relays=${group} />`;
   return html`${byPack.map(picture)}

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 ALL_TYPES: Final = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
-_MAX_SCHEMAS: Final = 200  # read for a parameter; references may repeat them without end
+_MAX_READ: Final = 2000  # schemas, values and steps of references for a parameter: milliseconds
+_MAX_REFERENCE_CHARS: Final = 1000
 
 
 def allowed_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
@@ -20,6 +21,7 @@ class _Schemas:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._num_read = 0
+        self._of_reference: dict[str, frozenset[str]] = {}
 
     def parameter(self, key: str) -> frozenset[str]:
         schema: Any = self._root
@@ -40,11 +42,11 @@ class _Schemas:
             declared = schema["type"]
             allowed &= _named(declared if isinstance(declared, list) else [declared])
         if isinstance(schema.get("enum"), list):
-            allowed &= frozenset().union(*map(value_types, schema["enum"]))
+            allowed &= self._of_values(schema["enum"])
         if "const" in schema:
             allowed &= value_types(schema["const"])
         if "$ref" in schema:
-            allowed &= self._types(self._target(schema["$ref"]))
+            allowed &= self._referenced(schema["$ref"])
         for keyword in ("anyOf", "oneOf"):
             if isinstance(schema.get(keyword), list):
                 allowed &= frozenset().union(*map(self._types, schema[keyword]))
@@ -52,13 +54,26 @@ class _Schemas:
             allowed = allowed.intersection(*map(self._types, schema["allOf"]))
         return allowed or ALL_TYPES
 
-    def _may_read(self) -> bool:
-        self._num_read += 1
-        return self._num_read <= _MAX_SCHEMAS
+    def _of_values(self, values: list[Any]) -> frozenset[str]:
+        return frozenset().union(*map(value_types, values)) if self._may_read(len(values)) else ALL_TYPES
+
+    def _referenced(self, reference: Any) -> frozenset[str]:
+        if not isinstance(reference, str) or len(reference) > _MAX_REFERENCE_CHARS:
+            return ALL_TYPES
+        if reference not in self._of_reference:
+            self._of_reference[reference] = ALL_TYPES  # of a reference within what it refers to
+            self._of_reference[reference] = self._types(self._target(reference))
+        return self._of_reference[reference]
+
+    def _may_read(self, count: int = 1) -> bool:
+        self._num_read += count
+        return self._num_read <= _MAX_READ
 
     def _target(self, reference: Any) -> Any:
         """The schema that ``reference`` points to within the root; None if it is elsewhere."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return None
+        if len(reference) > _MAX_REFERENCE_CHARS or not self._may_read(reference.count("/")):
             return None
         target: Any = self._root
         for step in reference[1:].split("/")[1:]:

@@ -190,10 +190,19 @@ class Attempt:
         """Whether it is placed and has neither a token nor reported progress."""
         return self.placement is not None and not self.is_prompt_begun and not self.first_token_unix_us
 
-    def end(self, *, is_running: bool, is_recalled: bool = False, keeps_prompt: bool = False, error: str = "") -> None:
+    def end(
+        self,
+        *,
+        is_running: bool,
+        is_recalled: bool = False,
+        keeps_prompt: bool = False,
+        goes_on: bool = False,
+        error: str = "",
+    ) -> None:
         """Leaves the workers and releases the placement.
 
-        There the attempt is recalled with ``keeps_prompt``, otherwise cancelled if it ``is_running``.
+        There the attempt is recalled with ``keeps_prompt``, otherwise cancelled if it ``is_running``. ``goes_on``: its
+        answer continues in another attempt.
         """
         self.error = error
         key = self.key
@@ -214,6 +223,7 @@ class Attempt:
                 num_output_tokens=self.num_output_tokens,
                 phases=self.phases(),
                 is_recalled=is_recalled,
+                goes_on=goes_on,
             )
         )
 

@@ -18,6 +18,7 @@ FIRST_ATTEMPT = 1
 LEAST_LOGPROB = -9999.0
 _FIRST_LIMIT = 512  # output tokens of a first attempt
 _LIMIT_GROWTH = 4
+_LEAST_EXTENSION = 32  # output tokens for which another attempt is worth its while
 _CAUSES = {pb.FINISH_REASON_STOP: FinishCause.STOP, pb.FINISH_REASON_LENGTH: FinishCause.LENGTH}
 
 
@@ -71,6 +72,7 @@ class Generation:
         self._num_prompt = 0  # tokens of a long prompt computed or found cached before the first token
         self._num_found = 0  # those of them that were cached
         self._at_limit: list[int] = []  # choices at the limit of their attempt, which may have more tokens
+        self._extensions: set[int] = set()  # attempts that continue a choice beyond the limit of its last
         limit = attempt_limit(0, max_tokens)
         self.choices = [ChoiceProgress(choice, FIRST_ATTEMPT, limit) for choice in range(num_choices)]
 
@@ -86,9 +88,9 @@ class Generation:
         """The initial attempt: all choices, nothing forced."""
         return self._plan(FIRST_ATTEMPT, self.choices)
 
-    def _plan(self, attempt: int, choices: list[ChoiceProgress]) -> AttemptPlan:
+    def _plan(self, attempt: int, choices: list[ChoiceProgress], limit: int | None = None) -> AttemptPlan:
         forced = {progress.choice: tuple(progress.tokens) for progress in choices}
-        limit = attempt_limit(max(map(len, forced.values())), self._max_tokens)
+        limit = limit or attempt_limit(max(map(len, forced.values())), self._max_tokens)
         for progress in choices:
             progress.limit = limit
         return AttemptPlan(attempt, forced, limit)
@@ -175,6 +177,8 @@ class Generation:
             progress.num_attempts += not is_excused
             if progress.tokens:
                 plans.append(self._take_over([progress]))
+                if is_excused and attempt in self._extensions:
+                    self._extensions.add(self._last_attempt)
             else:
                 fresh.append(progress)
         if fresh:
@@ -188,25 +192,35 @@ class Generation:
             progress = self.choices[self._at_limit.pop()]
             self._restart(progress)
             plans.append(self._take_over([progress]))
+            self._extensions.add(self._last_attempt)
         return plans
 
-    def cut(self, attempt: int) -> list[TokenDelta]:
-        """Ends the choices of an attempt that continues them, since nothing holds more tokens."""
-        ended = self._carried_by(attempt)
-        if not all(progress.tokens for progress in ended):
-            return []
-        for progress in ended:
+    def shorten(self, attempt: int) -> tuple[list[AttemptPlan], list[TokenDelta]]:
+        """Continues a choice although no worker has the KV for its attempt, which ``extend`` gave.
+
+        Returns an attempt with half of its tokens, or the end of the choice if these are few; nothing for an attempt
+        that ``extend`` did not give.
+        """
+        if attempt not in self._extensions:
+            return [], []
+        self._extensions.discard(attempt)
+        [progress] = self._carried_by(attempt)
+        more = (progress.limit - len(progress.tokens)) // 2
+        if more < _LEAST_EXTENSION:
             progress.finish = FinishCause.LENGTH
-        return [self._ending(progress) for progress in ended]
+            return [], [self._ending(progress)]
+        plan = self._take_over([progress], len(progress.tokens) + more)
+        self._extensions.add(plan.attempt)
+        return [plan], []
 
     def _ending(self, progress: ChoiceProgress) -> TokenDelta:
         return TokenDelta(progress.choice, (), progress.finish)
 
-    def _take_over(self, choices: list[ChoiceProgress]) -> AttemptPlan:
+    def _take_over(self, choices: list[ChoiceProgress], limit: int | None = None) -> AttemptPlan:
         self._last_attempt += 1
         for progress in choices:
             progress.attempt = self._last_attempt
-        return self._plan(self._last_attempt, choices)
+        return self._plan(self._last_attempt, choices, limit)
 
     def _restart(self, progress: ChoiceProgress) -> None:
         """Continues the choice after the accepted tokens in another attempt, which computes early tokens again."""

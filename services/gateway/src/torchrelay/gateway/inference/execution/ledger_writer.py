@@ -67,6 +67,10 @@ class LedgerWriter:
         """Writes not yet committed."""
         return len(self._tasks)
 
+    def renew(self, reservation: Reservation) -> None:
+        """Keeps the reservation of a request that goes on."""
+        self._limits.renew(reservation)
+
     def open(self, opened: OpenedRequest) -> Opening:
         """Writes the opened row."""
         return self._own(self._open(opened), self._tasks)

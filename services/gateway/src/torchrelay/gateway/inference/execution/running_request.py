@@ -311,15 +311,17 @@ class RunningRequest:
         self._accepted.append(delta)
         plans = self._generation.extend()
         if (plans or delta.finish is not None) and self._generation.is_over(number):
-            self._end(number)
+            self._end(number, goes_on=bool(plans))
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
+        if plans:
+            self._ledger_writer.renew(self._reservation)
         for plan in plans:
             self._admit(plan)
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, *, goes_on: bool) -> None:
         """Ends an attempt whose choices have ended, or continue in other attempts."""
-        self._attempts.pop(number).end(is_running=False)
+        self._attempts.pop(number).end(is_running=False, goes_on=goes_on)
         if self._generation.is_finished:
             self._generated_s = time.monotonic() - self._arrived_at
             self._notifier.end_pause()
@@ -340,11 +342,16 @@ class RunningRequest:
         if attempt is None:
             return
         if attempt.placement is None:
-            is_too_long = refusal.reason == scheduler_pb2.Refusal.REASON_TOO_LONG
-            if not (is_too_long and (ended := self._generation.cut(refusal.key.attempt))):
+            plans: list[AttemptPlan] = []
+            ended: list[TokenDelta] = []
+            if refusal.reason == scheduler_pb2.Refusal.REASON_TOO_LONG:
+                plans, ended = self._generation.shorten(refusal.key.attempt)
+            if not (plans or ended):
                 raise refusal_error(refusal)
             self._accepted += ended
-            self._end(refusal.key.attempt)
+            self._end(refusal.key.attempt, goes_on=bool(plans))
+            for plan in plans:
+                self._admit(plan)
             return
         self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler reports that its workers are gone
 

@@ -75,11 +75,14 @@ def admit(
         state.returning.admitted(recalled)
         return True
     displaced = state.queues.displaced_by(admission)
+    if displaced is admission and admission.num_forced_tokens:
+        displaced = None  # somebody reads its answer already: it waits beyond the limit
     if displaced is not None:
         _refuse_as_full(state, displaced, state.models[displaced.version_id], now)
     if displaced is admission:
         return False
-    _note_arrival(state, admission, now)
+    if not admission.num_forced_tokens:
+        _note_arrival(state, admission, now)
     state.queues.push(admission)
     return True
 
@@ -213,9 +216,9 @@ def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: f
 
 
 def observe_length(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
-    """Learns the length of a completed answer; of an answer that failed before, only a part is known."""
+    """Learns the length of an answer that does not go on in another attempt."""
     admission = attempt.admission
-    if outcome.num_output_tokens and not admission.num_forced_tokens:
+    if outcome.num_output_tokens:
         num_tokens = admission.num_forced_tokens + outcome.num_output_tokens / max(admission.num_choices, 1)
         state.answer_lengths.observe(admission.version_id, num_tokens)
 
