@@ -84,6 +84,10 @@ async def test_path_without_version_names_the_right_path(rig: RestRig) -> None:
         assert (await rig.acme.post(f"/v1{path}", json={})).content == b"tokens"
         reply = await rig.acme.post(path, json={})
         assert (reply.status_code, fault(reply)["message"]) == (404, f"{path} not found; did you mean /v1{path}?")
+        reply = await rig.acme.post(f"/v1/v1{path}", json={})
+        assert fault(reply)["message"] == f"/v1/v1{path} not found; did you mean /v1{path}?"
+    reply = await rig.acme.post("/v1/v1/messages", json={})
+    assert fault(reply)["message"] == "/v1/v1/messages not found; did you mean /v1/messages?"
     assert fault(await rig.acme.get("/nothing"))["message"] == "/nothing not found"
 
 

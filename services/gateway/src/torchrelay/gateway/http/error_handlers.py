@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,10 +14,13 @@ from starlette.routing import BaseRoute, Match
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.validation import describe_error
-from torchrelay.gateway.openai.asgi_app import PATHS
 from torchrelay.gateway.openai.errors import body, error_body, error_headers
 
 log = get_logger(__name__)
+# Paths of inference, which clients build from a base address with or without the version.
+_PATHS: Final = frozenset(
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "embeddings", "messages", "models")
+)
 
 
 def install_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
@@ -58,8 +61,9 @@ async def _frameworks(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     headers = {"allow": _allowed(request)} if error.status_code == 405 else error.headers
-    # OpenAI's clients leave the version to their base address.
-    hint = f"; did you mean /v1{path}?" if f"/v1{path}" in PATHS else ""
+    # OpenAI's clients leave the version to their base address; Anthropic's add it.
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    hint = f"; did you mean {meant}?" if meant in _PATHS else ""
     message, code = {
         404: (f"{path} not found{hint}", "not_found"),
         405: (f"method {method} is not allowed for {path}", "method_not_allowed"),
