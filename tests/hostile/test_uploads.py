@@ -69,7 +69,8 @@ class Upload:
 
 def send(platform: Platform, key: str, folder: Path) -> httpx.Response:
     """Uploads all files of a folder, as a client of one's own would; returns the first refusal, or the model."""
-    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     begun = declare(platform, key, [declared(name, data) for name, data in files.items()])
     if begun.status_code != 201:
         return begun

@@ -349,15 +349,28 @@ async def test_scheduler_gets_the_service_class(rig: TokenPathRig, subtests: pyt
             assert [ServiceClass(admit.service_class) for admit in rig.scheduler.admits] == [service_class] * len(asked)
 
 
+async def early_refusal(rig: TokenPathRig, dialect: Dialect, *, is_streamed: bool) -> Failure:
+    """The refusal of a call whose message is not read.
+
+    grpcio's client reports an error of its own if the call ends while it still sends the message: then it asks again.
+    """
+    for _ in range(10):
+        with pytest.raises(Failure) as refused:
+            await dialect.ask(rig, Wish("a"), is_streamed=is_streamed)
+        if refused.value.message != "Internal error from Core":
+            break
+    return refused.value
+
+
 async def test_open_requests_of_a_tenant_are_bounded_over_all_dialects(make_rig: MakeRig) -> None:
     rig = await make_rig(template=TEMPLATE, max_open_requests_per_tenant=2)
     rig.scheduler.open_gate.clear()
     waiting = [asyncio.ensure_future(dialect.ask(rig, Wish("a"), is_streamed=True)) for dialect in DIALECTS[3:5]]
     await eventually(lambda: len(rig.scheduler.admits) == 2)
     for dialect, is_streamed in WAYS:
-        with pytest.raises(Failure, match="max_open_requests_per_tenant") as refused:
-            await dialect.ask(rig, Wish("a"), is_streamed=is_streamed)
-        assert refused.value.code == dialect.codes.get("overloaded", "overloaded")
+        refused = await early_refusal(rig, dialect, is_streamed=is_streamed)
+        assert "max_open_requests_per_tenant" in refused.message
+        assert refused.code == dialect.codes.get("overloaded", "overloaded")
     rig.scheduler.open_gate.set()
     assert [reply.text for reply in await asyncio.gather(*waiting)] == ["a", "a"]
     await eventually(lambda: rig.shares.requests.num_held == rig.shares.body_bytes.num_held == 0)
