@@ -62,9 +62,12 @@ def stopped(*pids: int) -> Iterator[None]:
 
 def tokens_while_hung(tenant: Tenant, model: str, child: str) -> list[int]:
     """The tokens of a stream whose worker is stopped after the 20th, and stays so until the stream has ended."""
-    states = stream(tenant.platform, tenant.key, model, PROMPT, timeout_s=ANSWER_S, **SAMPLED)
-    for state in states:
-        if len(state.token_ids) >= 20:
+    for _ in range(3):  # as the official clients do if a busy disk keeps the ledger's row waiting
+        states = stream(tenant.platform, tenant.key, model, PROMPT, timeout_s=ANSWER_S, **SAMPLED)
+        for state in states:
+            if len(state.token_ids) >= 20:
+                break
+        if state.error is None or state.error["code"] != "unavailable":
             break
     assert not state.done and len(state.token_ids) < NUM_TOKENS
     with stopped(tenant.platform.pid(child)):
@@ -129,15 +132,23 @@ def test_stream_survives_a_hung_worker_and_is_billed_once(
     assert tokens_while_hung(shaken, model, child) == expected
     if child == "decode-0":
         assert num_decoded(platform, "prefill-0") > num_decoded_before, "no other worker has taken over"
-    after = shaken.usage()
-    assert after["completion_tokens"] - before["completion_tokens"] == NUM_TOKENS
-    assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
+    assert_billed(shaken, before)
+
+
+def assert_billed(tenant: Tenant, before: dict[str, Any]) -> None:
+    """A stream of ``NUM_TOKENS`` was billed once since ``before``. A busy disk may have it wait for its bill."""
+
+    def billed(name: str) -> int:
+        return int(tenant.usage()[name] - before[name])
+
+    wait_until(lambda: billed("completion_tokens") >= NUM_TOKENS, "the bill of the stream")
+    assert (billed("completion_tokens"), billed("prompt_tokens")) == (NUM_TOKENS, len(PROMPT))
 
 
 def test_stopped_worker_that_resumes_repeats_no_token(shaken: Tenant, model: str, expected: list[int]) -> None:
     """Both workers hang: nobody can take over before one of them goes on, or is replaced."""
     platform = shaken.platform
-    before = shaken.usage()["completion_tokens"]
+    before = shaken.usage()
     with ThreadPoolExecutor(1) as pool:
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
         for state in states:
@@ -149,7 +160,7 @@ def test_stopped_worker_that_resumes_repeats_no_token(shaken: Tenant, model: str
         rest.result(ANSWER_S)
     assert state.error is None and state.done
     assert state.token_ids == expected
-    assert shaken.usage()["completion_tokens"] - before == NUM_TOKENS
+    assert_billed(shaken, before)
 
 
 def test_prompts_leave_a_hung_prefill_worker(shaken: Tenant, model: str) -> None:
