@@ -69,6 +69,7 @@ async def test_dead_worker_does_not_change_the_tokens(rig: TokenPathRig) -> None
         (25, FinishCause.LENGTH)
     ]
     await eventually(lambda: len(rig.scheduler.releases) == 2)
+    assert sorted(release.goes_on for release in rig.scheduler.releases) == [False, True], "a part is no length"
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])

@@ -372,7 +372,7 @@ class RunningRequest:
             return
         if lost_worker and lost_worker not in self._lost_workers:
             self._lost_workers.append(lost_worker)
-        attempt.end(is_running=True, error=error.message)
+        attempt.end(is_running=True, goes_on=True, error=error.message)
         for plan in self._generation.resume(number, is_excused=is_excused):
             num_attempts = self._generation.num_attempts(plan.attempt)
             if num_attempts > self._max_attempts:
