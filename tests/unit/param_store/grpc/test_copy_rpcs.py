@@ -22,6 +22,7 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc import copy_rpcs
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.arena import Arena
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.errors import ArenaFull
 
@@ -195,6 +196,19 @@ async def test_arena_outlives_its_store(
         assert await store.relay(pack.pack_id, REMOTE) is True
         assert (await store.report()).bytes_received == 0
         assert await store.bytes_in(pack.pack_id) == pack.data
+    assert not list(arena_path.parent.glob(arena_path.name))
+
+
+async def test_clean_stop_leaves_arena_that_worker_maps(tmp_path: Path, pack: StoredPack, arena_path: Path) -> None:
+    async with running_store(tmp_path, arena_path=arena_path) as store:
+        await store.fetch(pack.pack_id)
+        async with store.held(pack.pack_id) as replies:
+            place = await anext(replies)
+            mapped = MappedSlab(place.arena_path, place.slab_offset, place.slab_bytes)
+    async with running_store(tmp_path, arena_path=arena_path) as store, store.held(pack.pack_id) as replies:
+        again = await anext(replies)
+        assert (again.arena_path, again.slab_offset) == (place.arena_path, place.slab_offset)
+        mapped.close()
     assert not list(arena_path.parent.glob(arena_path.name))
 
 

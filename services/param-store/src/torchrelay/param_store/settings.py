@@ -56,7 +56,9 @@ class StoreSettings(ServiceSettings):
     arena_step_bytes: int = Field(
         256 << 20, ge=1 << 20, description="Bytes of the arena prefaulted per step, in the background."
     )
-    keep_arena: bool = Field(False, description="Keep the arena's file after a clean shutdown.")
+    keep_arena: bool = Field(
+        False, description="Keep the arena's file after a clean shutdown, even if no worker maps it."
+    )
     recovery_grace_s: float = Field(
         10.0, ge=0, description="How long packs are kept after a crash until their workers hold them again."
     )

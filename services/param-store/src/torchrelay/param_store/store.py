@@ -111,7 +111,9 @@ class Store:
         self.arena.stop_growing()  # a download may be waiting for gigabytes
         self.arena_copies.close()
         self.holder.close()
-        self.arena.close(unlink=not self.settings.keep_arena)
+        # Instances that compute on it stay: the next store recovers it, as after a crash.
+        is_mapped = any(self.arena.is_mapped(slab) for slab in self.arena.slabs())
+        self.arena.close(unlink=not (self.settings.keep_arena or is_mapped))
         if self._background.ident is not None:
             self._background.join()
 
