@@ -77,7 +77,7 @@ MACHINE = Machine(num_cores=2, memory_bytes=8 * GIB, shared_memory_bytes=4 * GIB
 def test_limits_are_inclusive() -> None:
     checks: list[tuple[Callable[[int], None], int]] = [
         (lambda asked: check_threads(asked, MACHINE), 2),
-        (lambda asked: check_kv_pools(asked, MACHINE), 8 * GIB),
+        (lambda asked: check_kv_pools(asked, MACHINE.memory_bytes), 8 * GIB),
         (lambda asked: check_arena(asked, 0, MACHINE), 4 * GIB),
         (lambda asked: check_arena(asked, 1 * GIB, MACHINE), 5 * GIB),  # a part is there from an earlier run
     ]
@@ -94,7 +94,7 @@ def test_excess_request_names_setting_and_machine() -> None:
     with pytest.raises(
         InvalidRequest, match=r"9\.66 GB are asked for KV and 8\.59 GB of memory are available"
     ) as pools:
-        check_kv_pools(9 * GIB, MACHINE)
+        check_kv_pools(9 * GIB, MACHINE.memory_bytes)
     with pytest.raises(InvalidRequest, match=r"an arena of 5\.37 GB .* 4\.29 GB of /dev/shm are free") as arena:
         check_arena(5 * GIB, 0, MACHINE)
     with pytest.raises(InvalidRequest, match=r"an arena of 9\.66 GB .* 8\.59 GB of memory are available"):

@@ -40,7 +40,7 @@ def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path 
             check_threads(options.threads, machine)
         check_arena(options.arena_bytes, _allocated_bytes(arena), machine)
         if options.device == "cpu":
-            check_kv_pools(options.kv_pool_bytes * num_workers, machine)
+            check_kv_pools(options.kv_pool_bytes * num_workers, machine.memory_bytes)
     except InvalidRequest as error:
         raise CliError(error.message, _HINTS[error.field or ""]) from error
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.host.machine import Machine, check_kv_pools
+from torchrelay.worker.settings import WorkerSettings
 
 DEVICE_FORMS = r"auto|cpu|cuda(:\d+)?"  # values of the setting
 
@@ -25,3 +29,21 @@ def resolve_device(wanted: str, num_gpus: int, num_devices: int = 1) -> str:
         count, field = num_gpus or "none", "devices" if number < num_gpus else "device"
         raise InvalidRequest(f"GPU {last} is configured, but torch finds {count} on this machine", field=field)
     return f"cuda:{number}"
+
+
+def check_kv_memory(settings: WorkerSettings, machine: Machine) -> None:
+    """Raises ``InvalidRequest`` if this machine, or a GPU of the slot, has less free memory than its KV pool takes.
+
+    ``device`` in ``settings`` is resolved.
+    """
+    if settings.device == "cpu":
+        check_kv_pools(settings.kv_pool_bytes, machine.memory_bytes)
+        return
+    first = torch.device(settings.device).index
+    for number in range(first, first + settings.devices):
+        try:
+            free_bytes, _ = torch.cuda.mem_get_info(number)
+        except RuntimeError as error:  # for example: no memory for the context of this process
+            reason = str(error).partition("\n")[0]
+            raise InvalidRequest(f"GPU {number} cannot be used: {reason}", field="device") from error
+        check_kv_pools(settings.kv_pool_bytes // settings.devices, free_bytes, f"memory on GPU {number}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from torchrelay.common.host.addresses import join_address
-from torchrelay.common.host.machine import Machine, check_kv_pools, check_threads
+from torchrelay.common.host.machine import Machine, check_threads
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.nats_client import connect_at_start
 from torchrelay.common.net.rpc.channels import open_channel
@@ -24,7 +24,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.process.watchdog import end_process
 from torchrelay.control.v1 import worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
-from torchrelay.worker.device import resolve_device
+from torchrelay.worker.device import check_kv_memory, resolve_device
 from torchrelay.worker.reporter import Reporter
 from torchrelay.worker.servicer import CALLERS, WorkerServicer
 from torchrelay.worker.settings import WorkerSettings
@@ -52,8 +52,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
     settings = settings.model_copy(update={"device": device})
     machine = Machine.here()
     check_threads(settings.threads, machine)
-    if settings.device == "cpu":
-        check_kv_pools(settings.kv_pool_bytes, machine)
+    check_kv_memory(settings, machine)
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), machine.num_cores))
     tls = settings.tls
     async with AsyncExitStack() as stack:

@@ -105,11 +105,11 @@ def check_threads(num_threads: int, machine: Machine) -> None:
         raise InvalidRequest(f"{num_threads} threads are asked for and this machine has {cores}", field="threads")
 
 
-def check_kv_pools(num_bytes: int, machine: Machine) -> None:
+def check_kv_pools(num_bytes: int, available_bytes: int | None, memory: str = "memory") -> None:
     """Raises ``InvalidRequest`` for KV pools of more memory than is available."""
-    if machine.memory_bytes is not None and num_bytes > machine.memory_bytes:
-        available = format_bytes(machine.memory_bytes)
-        message = f"{format_bytes(num_bytes)} are asked for KV and {available} of memory are available"
+    if available_bytes is not None and num_bytes > available_bytes:
+        available = format_bytes(available_bytes)
+        message = f"{format_bytes(num_bytes)} are asked for KV and {available} of {memory} are available"
         raise InvalidRequest(message, field="kv_pool_bytes")
 
 
