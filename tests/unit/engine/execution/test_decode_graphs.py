@@ -11,6 +11,7 @@ import torch
 from tests.support.calling_capturer import CallingCapturer
 from tests.unit.engine.harness import ModelOf, answer, assert_idle, group_of, load_rest, outputs, prompt_of, run
 from tests.unit.engine.kernels.test_attention import DEVICE
+from torchrelay.common.latency.latency_model import NO_WORK
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.execution.decode_graphs import batch_size_for
 from torchrelay.engine.kernels.attention import AttentionBackend
@@ -97,6 +98,28 @@ def test_recording_is_visible_to_watchers(model_of: ModelOf) -> None:
     (is_recording, before), (is_still_recording, after), *replays = seen
     assert is_recording and not is_still_recording and after > before
     assert len(replays) == SAMPLING.max_tokens - 2 and not any(each for each, _ in replays)
+
+
+def test_steps_that_record_or_compile_predict_nothing(model_of: ModelOf) -> None:
+    class Compiling(Counting):
+        """Records, and compiles a kernel at the second replay."""
+
+        def capture(self, compute: Replay) -> Replay:
+            replay = super().capture(compute)
+
+            def compile_and_replay() -> torch.Tensor:
+                compiled.extend(["kernel"] * (self.num_replayed == 1))
+                return replay()
+
+            return compile_and_replay
+
+    compiled: list[str] = []
+    backends = replace(recording(Compiling()), num_compiled=lambda: len(compiled))
+    instance = model_of(**ONE_LAYER).instance(backends=backends, device=str(DEVICE))
+    instance.prefill(group_of(prompt_of(5), sampling=SamplingParams(temperature=0, max_tokens=5)))
+    prefill, recorded, compiles, *others = run(instance)
+    assert (recorded.work, compiles.work) == (NO_WORK, NO_WORK)
+    assert len(others) == 2 and NO_WORK not in [prefill.work, *(step.work for step in others)]
 
 
 def test_failed_recording_is_over(model_of: ModelOf) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from torchrelay.common.errors import Conflict, InvalidRequest
-from torchrelay.common.latency.latency_model import StepWork
+from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.decode_shares import Latency, no_latency
@@ -305,8 +306,11 @@ class Instance:
 
         Raises ``LoadFailed``; the batch is then as if it had never started.
         """
+        num_prepared = self.model.num_prepared
         try:
-            return self._stepper.step()
+            result = self._stepper.step()
+            # A step that compiled or recorded kernels took longer than its batch, and predicts nothing.
+            return result if self.model.num_prepared == num_prepared else replace(result, work=NO_WORK)
         finally:
             if not self._stepper.has_work:
                 self._threads.rest()

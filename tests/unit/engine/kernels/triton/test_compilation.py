@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 
 from torchrelay.engine.kernels.triton import attention, attention_kernels, op_kernels
 from torchrelay.engine.kernels.attention import Scoring, Span
+from torchrelay.engine.kernels.triton.compilations import COMPILATIONS
 from torchrelay.engine.kernels.triton.ops import TritonOps
 
 
@@ -42,7 +43,10 @@ class Compiled:
 
     def __getitem__(self, grid):
         def compile(*arguments, **constants):
+            num_compiled = COMPILATIONS.num
             made = self.kernel.warmup(*arguments, grid=grid, **constants)
+            assert self.kernel.warmup(*arguments, grid=grid, **constants) is made
+            assert COMPILATIONS.num == num_compiled + 1
             ptx = made.asm["ptx"]
             found.append([self.kernel.__name__, made.metadata.shared, "cp.async" in ptx, "mma" in ptx])
         return compile

@@ -62,6 +62,7 @@ class ResidentModel:
         self.backend = backends.attention(page_tokens)
         self._kinds, kinds = layer_kinds(config, pool.device)
         self.graphs: DecodeGraphs | None = None
+        self._num_compiled = backends.num_compiled
         if config.encoder is not None:
             self.transformer: Decoder | Encoder = Encoder(config, config.encoder, self.weights)
         else:
@@ -105,6 +106,11 @@ class ResidentModel:
         batch = make_batch(plan, self._kinds, self.backend, self.weights.dtype, self.device)
         profile.enter(before)
         return batch
+
+    @property
+    def num_prepared(self) -> int:
+        """Kernels that were compiled and steps that were recorded."""
+        return self._num_compiled() + (self.graphs.num_recorded if self.graphs is not None else 0)
 
     def close(self) -> None:
         """Releases the pack's memory."""

@@ -39,15 +39,17 @@ class Backends:
     fused_ops: FusedOps | None = None
     whole_layers: WholeLayers | None = None  # several layers in one call
     capturer: Capturer | None = None  # records decode steps
+    num_compiled: Callable[[], int] = lambda: 0  # kernels, at their first use
 
 
 def backends_for(device: torch.device, attention: str | None = None) -> Backends:
     """The quickest backends of a device; ``attention`` names another attention backend. Raises ``KeyError``."""
     backend = attention_backend(attention or default_attention(device))
     if device.type == "cuda":
+        from torchrelay.engine.kernels.triton.compilations import COMPILATIONS
         from torchrelay.engine.kernels.triton.ops import TritonOps
 
-        return Backends(backend, TritonOps(), capturer=CudaCapturer())
+        return Backends(backend, TritonOps(), capturer=CudaCapturer(), num_compiled=lambda: COMPILATIONS.num)
     library = kernels() if device.type == "cpu" else None
     if library is None:
         return Backends(backend)
