@@ -21,11 +21,12 @@ from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
 from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.health import Faults, no_fault
-from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.core import EmbeddingSpec
+from torchrelay.gateway.edge.grpc_server import PublicGrpcServer
 from torchrelay.gateway.edge.http_server import HttpLimits, http_server
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
+from torchrelay.gateway.main import edge_limits
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import TokenPath, open_token_path
@@ -144,7 +145,7 @@ async def _make(
             meter=meter,
         )
     )
-    grpc_server = RpcServer("127.0.0.1")
+    grpc_server = PublicGrpcServer("127.0.0.1", 0, edge_limits(gateway_settings, 10_000)[1])
     for servicer in token_path.servicers:
         servicer.add_to(grpc_server.server)
     await grpc_server.start()

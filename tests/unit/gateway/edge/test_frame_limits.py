@@ -22,14 +22,22 @@ from tests.support.http2_client import (
     SETTINGS,
     WINDOW_UPDATE,
     frame,
+    header_block,
 )
-from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES, FrameCounter, FrameLimits
+from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES, STREAM_HEADER, FrameCounter, FrameLimits
 
 GREETING = PREFACE + frame(SETTINGS)
 PRIORITY = 2
 SMALL_PING = frame(PING, payload=bytes(8))
 TOO_MANY = "too many frames that carry nothing"
 LIMITS = FrameLimits(header_block_bytes=1000, allowance=80, allowance_per_s=20.0)
+
+
+def sent_on(*parts: bytes) -> bytes:
+    """What the server gets of the parts."""
+    counter = FrameCounter(0.0, LIMITS)
+    assert not any(counter.receive(part, 0.0) for part in parts)
+    return bytes(counter.forwarded)
 
 
 def fault(*parts: bytes, now: float = 0.0, limits: FrameLimits = LIMITS) -> str | None:
@@ -47,6 +55,7 @@ FAULTS = {
         GREETING + frame(HEADERS, 0, 1, bytes(100)) + frame(CONTINUATION, 0, 1, bytes(100)) * 9,
         "headers",
     ),
+    "a frame of empty messages": (GREETING + frame(DATA, stream=1, payload=bytes(5 * 80)), "carry nothing"),
     "empty headers without end": (GREETING + frame(HEADERS, 0, 1) * 200, "carry nothing"),
     "continuations without end": (GREETING + frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1) * 50, "carry nothing"),
     **{
@@ -76,7 +85,8 @@ PASSING = {
     "half a preface": PREFACE[:10],
     "half a frame": GREETING + frame(PING)[:5],
     "many small frames": GREETING + frame(PING, payload=bytes(8)) * 19,
-    "the largest frames": GREETING + frame(DATA, 0, 1, bytes(MAX_FRAME_BYTES)) * 30,
+    "the largest frames": GREETING + frame(DATA, 0, 1, b"\xff" * MAX_FRAME_BYTES) * 30,  # of a message of 4 GB
+    "messages within a frame": GREETING + frame(DATA, 0, 1, bytes(5 * 70)),
     "many calls": GREETING + frame(HEADERS, END_HEADERS, 1, bytes(900)) * 38,
     "long headers": GREETING + frame(HEADERS, 0, 1, bytes(900)) + frame(CONTINUATION, END_HEADERS, 1, bytes(82)),
 }
@@ -147,3 +157,23 @@ def test_accumulated_allowance_is_bounded() -> None:
     counter.receive(GREETING, 0.0)
     counter.answer(1 << 30)
     assert TOO_MANY in str(counter.receive(SMALL_PING * 21, 1000.0))
+
+
+@given(data=st.data())
+def test_each_call_gets_the_number_of_its_stream(data: st.DataObject) -> None:
+    message = frame(DATA, END_STREAM, 1, b"\0\0\0\0\1x")
+    sent = [
+        GREETING + frame(HEADERS, END_HEADERS, 1, b"abc") + message,
+        frame(HEADERS, 0, 3, b"de") + frame(CONTINUATION, END_HEADERS, 3) + SMALL_PING,
+    ]
+    expected = (
+        GREETING + frame(HEADERS, 0, 1, b"abc") + _number(1) + message,
+        frame(HEADERS, 0, 3, b"de") + frame(CONTINUATION, 0, 3) + _number(3) + SMALL_PING,
+    )
+    whole = b"".join(sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=30)))
+    assert sent_on(*(whole[begin:end] for begin, end in pairwise([0, *cuts, len(whole)]))) == b"".join(expected)
+
+
+def _number(stream: int) -> bytes:
+    return frame(CONTINUATION, END_HEADERS, stream, header_block([(STREAM_HEADER, str(stream))]))

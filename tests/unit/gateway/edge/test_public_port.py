@@ -248,7 +248,7 @@ async def test_slow_reader_stops_the_sender_and_loses_nothing(port: PublicPort, 
         while data := await reader.read(MB):
             num_read += len(data)
 
-    piece = frame(0, 0, 1, bytes(MAX_FRAME_BYTES))
+    piece = frame(0, 0, 1, b"\xff" * MAX_FRAME_BYTES)  # of a message of 4 GB
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await (send(writer, piece) if is_client_slow else read(reader))

@@ -12,10 +12,13 @@ import grpc
 import pytest
 
 from tests.support.cpu_steps import short_step
+from tests.support.http2_client import http2_client
+from tests.support.wait import HANG_S, eventually
 from tests.unit.gateway.dialects import METADATA, infer_request, infer_tensor, open_inference_stub, outputs_of
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError, Unauthenticated
 from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.gateway.core import Principal
 from torchrelay.gateway.open_inference.parameters import params_of
 from torchrelay.gateway.open_inference.tensors import check_outputs, inputs_of
 from torchrelay.inference.v2 import open_inference_pb2 as pb
@@ -214,23 +217,45 @@ async def test_server_is_described_without_a_key(make_rig: MakeRig) -> None:
     assert metadata.name == "torchrelay" and metadata.version
 
 
-async def test_silent_streams_leave_other_calls_their_turns(make_rig: MakeRig) -> None:
-    limits = {"max_body_bytes": 1 << 20, "max_buffered_body_bytes_per_tenant": 2 << 20}
-    async with open_inference_stub(await make_rig(body_silence_s=60.0, **limits)) as stub:
-        streams = [stub.ModelStreamInfer(metadata=METADATA) for _ in range(3)]
-        for stream in streams:
-            await stream.initial_metadata()  # it waits for its first message
-        assert outputs_of(await stub.ModelInfer(request(), metadata=METADATA))["num_output_tokens"] == [12]
+async def test_silent_streams_hold_no_turns(make_rig: MakeRig) -> None:
+    """There are turns for eight messages, and for two of each tenant; they last longer than this test may take."""
+    rig = await make_rig(body_silence_s=4 * HANG_S)
+    for index in range(6):
+        rig.ports.principals[f"tr-{index}"] = Principal(f"t-{index}", f"tenant{index}", f"k-{index}")
+        rig.ports.published[f"tenant{index}/echo"] = rig.ports.published["acme/echo"]
 
-        async def answered(stream: Any) -> list[int]:
-            await stream.write(request())
-            num_tokens: list[int] = outputs_of((await stream.read()).infer_response)["num_output_tokens"]
-            await stream.done_writing()
-            return num_tokens
+    def metadata(index: int) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer tr-{index}"),)
 
-        # Two of them have the tenant's turns to send a message; the third waits for a turn, not for the time limit.
-        async with asyncio.timeout(50):
-            assert await asyncio.gather(*map(answered, streams)) == [[12]] * 3
+    with http2_client(rig.grpc_address) as silent:
+        async with open_inference_stub(rig) as stub, asyncio.timeout(HANG_S):
+            streams = [stub.ModelStreamInfer(metadata=metadata(index // 3)) for index in range(15)]
+            for stream in streams:
+                await stream.initial_metadata()  # it waits for its first message
+            silent.greet()
+            for index in range(10):
+                silent.open_call(1 + 2 * index, "/inference.GRPCInferenceService/ModelInfer", *metadata(index // 2))
+            await eventually(lambda: rig.shares.requests.num_held == 25)
+
+            assert outputs_of(await stub.ModelInfer(request(), metadata=metadata(5)))["num_output_tokens"] == [12]
+            for stream in streams[::-1]:
+                for _ in range(2):
+                    await stream.write(request())
+                    answer = await stream.read()
+                    assert outputs_of(answer.infer_response)["num_output_tokens"] == [12]
+            await stub.ModelInfer(request(), metadata=metadata(0))
+            for stream in streams:
+                await stream.done_writing()
+                assert await stream.read() is grpc.aio.EOF
+
+
+async def test_messages_sent_in_advance_are_answered_in_turn(stub: Any) -> None:
+    for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+        stream = stub.ModelStreamInfer(metadata=METADATA, compression=compression)
+        for length in (4, 300_000, 5):
+            await stream.write(request("x" * length, max_tokens=4))
+        await stream.done_writing()
+        assert len([response async for response in stream]) == 3
 
 
 async def test_revoked_key_begins_no_further_request_of_a_stream(rig: TokenPathRig, stub: Any) -> None:

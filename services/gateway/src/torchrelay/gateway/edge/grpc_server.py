@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -13,18 +14,33 @@ from grpc_health.v1 import health, health_pb2
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.health import Faults, HealthServicer, no_fault
 from torchrelay.common.net.rpc.server import CallInterceptor, listen
+from torchrelay.gateway.edge.call_messages import CallMessages
+from torchrelay.gateway.edge.frame_limits import STREAM_HEADER
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
 from torchrelay.gateway.edge.public_port import PublicPort
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_connection: ContextVar[tuple[PublicPort, _Context]] = ContextVar("connection")
+_peer: ContextVar[tuple[PublicPort, str]] = ContextVar("peer")
+_messages: ContextVar[CallMessages] = ContextVar("messages")
 
 
 def show_key(tenant_id: str) -> None:
     """Notes that the current call has shown a valid key of the tenant, so that its connection is kept."""
-    if (noted := _connection.get(None)) is not None:
-        port, context = noted
-        port.show_key(context.peer(), tenant_id)
+    port, peer = _peer.get()
+    port.show_key(peer, tenant_id)
+
+
+async def message_begun() -> None:
+    """Waits for the first byte of the current call's next message, or for the end of its messages."""
+    messages, begun = _messages.get(), asyncio.Event()
+    messages.on_begun = begun.set
+    if not messages.has_begun:
+        await begun.wait()
+
+
+def note_message() -> None:
+    """Notes that the current call has read a message."""
+    _messages.get().note_read()
 
 
 class PublicGrpcServer:
@@ -39,9 +55,7 @@ class PublicGrpcServer:
         with ExitStack() as undo:
             self._public = PublicPort(undo.enter_context(listen(host, port)), limits)
             undo.callback(self._public.dispose)
-            self.server = grpc.aio.server(
-                interceptors=(CallInterceptor(self._note_connection),), options=limits.options
-            )
+            self.server = grpc.aio.server(interceptors=(CallInterceptor(self._note_call),), options=limits.options)
             self.server.add_generic_rpc_handlers((_health_handler(self._health),))
             try:
                 self.server.add_insecure_port(self._public.address)
@@ -52,8 +66,17 @@ class PublicGrpcServer:
             undo.pop_all()
         self.port = self._public.port
 
-    def _note_connection(self, _method: str, context: _Context) -> None:
-        _connection.set((self._public, context))
+    def _note_call(self, _method: str, context: _Context) -> None:
+        peer = context.peer()
+        numbers = [value for name, value in context.invocation_metadata() or () if name == STREAM_HEADER]
+        stream = int(numbers[-1])  # the port's is behind those of the client
+        _peer.set((self._public, peer))
+        _messages.set(self._public.messages(peer, stream))
+
+        def end(_context: object) -> None:
+            self._public.end_call(peer, stream)
+
+        context.add_done_callback(end)  # type: ignore[arg-type]  # the stubs want a class of their own
 
     async def start(self) -> None:
         """Starts serving and reports it to health checks."""

@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.host.addresses import client_network
+from torchrelay.gateway.edge.call_messages import CallMessages
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.edge.frame_limits import FrameCounter, FrameLimits, go_away
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
@@ -32,7 +33,7 @@ _READ_BYTES: Final = 16 << 10  # at once
 _READ_BYTES_WITH_KEY: Final = 64 << 10  # of a client that has shown one, and may send much
 _BUFFER: Final = memoryview(bytearray(_READ_BYTES_WITH_KEY))  # of all connections: what is read is copied at once
 _MAX_UNSENT_BYTES: Final = 16 << 10  # to one side; beyond that, the other side is not read
-# At once. grpcio's client sends headers, which count twice, and two or three small frames for a call.
+# At once. grpcio's client sends headers, which count twice, a message, and two or three small frames for a call.
 _SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 6
 # Of a tenant, on all its connections: a few times what it can use for prompts, and a small part of the loop's time.
 _BYTES_PER_S: Final = 32 << 20
@@ -147,8 +148,10 @@ class _Client(_Side):
             self._timer = None
 
     def buffer_updated(self, nbytes: int) -> None:
-        data = bytes(_BUFFER[:nbytes])
-        if (fault := self.counter.receive(data, time.monotonic())) is not None:
+        fault = self.counter.receive(bytes(_BUFFER[:nbytes]), time.monotonic())
+        data = bytes(self.counter.forwarded)
+        self.counter.forwarded.clear()
+        if fault is not None:
             self.send(go_away(fault))  # garbled, if the server is in the middle of a frame
             self.end()
             if self.other is not None:
@@ -209,7 +212,8 @@ class PublicPort:
         self.address = f"unix:{self._path}"
         self._inner = -1  # grpcio's socket, once it has no name any more
         self._limits = limits
-        self._frame_limits = FrameLimits(_SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams)
+        allowance, calls = _SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams, 2 * limits.streams
+        self._frame_limits = FrameLimits(allowance, calls=calls)
         self._connections = ConnectionTable[str](
             ConnectionLimits(limits.connections, limits.connections, max(1, limits.connections // 2))
         )
@@ -241,6 +245,15 @@ class PublicPort:
             client.read_bytes = _READ_BYTES_WITH_KEY
             if client.pace is None:  # of the first tenant, where a proxy's connection carries several
                 client.pace = self._paces.setdefault(tenant_id, Pace(_BYTES_PER_S, _BURST_BYTES))
+
+    def messages(self, peer: str, stream: int) -> CallMessages:
+        """The messages of a call of ``peer``, until ``end_call``."""
+        client = self._clients.get(peer)
+        return CallMessages() if client is None else client.counter.messages(stream)
+
+    def end_call(self, peer: str, stream: int) -> None:
+        if client := self._clients.get(peer):
+            client.counter.forget(stream)
 
     async def start(self) -> None:
         """Begins to accept. When accepting fails, the calling task is cancelled, and ``close`` raises the error."""

@@ -15,7 +15,7 @@ import grpc
 from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
 from torchrelay.common.net.rpc.errors import status_of
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.edge.grpc_server import show_key
+from torchrelay.gateway.edge.grpc_server import message_begun, note_message, show_key
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
@@ -46,23 +46,21 @@ class PublicCalls:
 
     async def receive(self, context: Context, principal: Principal) -> bytes:
         """The encoded request. gRPC buffers 64 KiB of it; a longer message arrives in the tenant's turn."""
-        message = await self._next(context, principal, is_first=True)
+        message = await self.receive_next(context, principal)
         if message is None:
             raise InvalidRequest("the call has no message")
         return message
 
     async def receive_next(self, context: Context, principal: Principal) -> bytes | None:
-        """A further message of a call, or None. Such messages have turns of their own: a call may be silent before."""
-        return await self._next(context, principal, is_first=False)
-
-    async def _next(self, context: Context, principal: Principal, *, is_first: bool) -> bytes | None:
+        """The next message of a call, or None. Its turn begins with its first byte."""
         limit_s = self._message_timeout_s
-        turns = self.shares.messages if is_first else self.shares.further_messages
         try:
+            async with asyncio.timeout(limit_s):
+                await message_begun()
             # A message first waits for the tenant's other messages, then has a time limit of its own.
             async with (
                 asyncio.timeout(_MESSAGES_AWAITED * limit_s),
-                turns.turn(principal.tenant_id),
+                self.shares.messages.turn(principal.tenant_id),
                 asyncio.timeout(limit_s),
             ):
                 # By the iterator, grpcio would keep it to the end of the call, and beyond.
@@ -70,6 +68,7 @@ class PublicCalls:
         except TimeoutError:
             # Also when it waited for the tenant's other messages all that time.
             raise DeadlineExceeded(f"the message did not arrive within {limit_s:g} s") from None
+        note_message()
         return message if isinstance(message, bytes) else None  # grpc.aio.EOF
 
     async def write(self, context: Context, message: Any) -> None:

@@ -20,7 +20,6 @@ class ConnectionShares:
     lists: TenantSemaphore  # of what an index answers, so that they do not wait for long queries
     explanations: TenantSemaphore  # that the scheduler answers
     messages: TenantSemaphore  # of gRPC, while they arrive
-    further_messages: TenantSemaphore  # of streams, while they arrive or are waited for
 
 
 def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
@@ -37,7 +36,6 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
         _line(settings, "queries under way", queries_at_once),
         _line(settings, "lists under way", queries_at_once),
         _line(settings, "explanations under way", _LINES),
-        _messages(settings),
         _messages(settings),
     )
 
