@@ -126,6 +126,7 @@ class Prompt:
     expected: tuple[tuple[int, ...], ...] = ()  # by choice
     causes: tuple[FinishCause, ...] = ()
     logprobs: tuple[tuple[float, ...], ...] = ()
+    prompt_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(eq=False)
@@ -137,6 +138,7 @@ class Answer:
     tenant_id: str
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    prompt_logprobs: list[float] = field(default_factory=list)
     error: TorchrelayError | None = None
     progress: list[int] = field(default_factory=list)  # prompt tokens that workers have reported before the first token
     imports: list[str] = field(default_factory=list)  # the detail of each import
@@ -318,6 +320,7 @@ class MoveCluster:
             expected=tuple(tuple(answer.tokens[choice]) for choice in range(prompt.num_choices)),
             causes=tuple(usage.cause for usage in usages),
             logprobs=tuple(tuple(answer.logprobs[choice]) for choice in range(prompt.num_choices)),
+            prompt_logprobs=tuple(answer.prompt_logprobs),
         )
 
     def send(
@@ -339,6 +342,7 @@ class MoveCluster:
             seed=sampling.seed,
             max_tokens=sampling.max_tokens,
             top_logprobs=sampling.top_logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
             stop_token_ids=sorted(sampling.stop_token_ids),
             stop_strings=prompt.stop_strings,
         )
@@ -365,6 +369,9 @@ class MoveCluster:
                     answer.tokens[delta.choice] += delta.token_ids
                     if isinstance(delta, LogprobDelta):
                         answer.logprobs[delta.choice] += [each.chosen for each in delta.logprobs]
+            if (scores := request.prompt_scores) is not None:
+                scores.check()
+                answer.prompt_logprobs = [scores.of(each, 0).chosen for each in range(1, len(prompt.tokens))]
         except TorchrelayError as error:
             answer.error = error
         except asyncio.CancelledError:
@@ -405,6 +412,8 @@ class MoveCluster:
                     abs(a - b) for a, b in zip(answer.logprobs[choice], prompt.logprobs[choice], strict=True)
                 ]
                 assert max(differences) < 1e-3, f"logprobs of choice {choice} of {prompt.name}"
+        differences = [abs(a - b) for a, b in zip(answer.prompt_logprobs, prompt.prompt_logprobs, strict=True)]
+        assert max(differences, default=0) < 1e-3, f"logprobs of the prompt of {prompt.name}"
         assert [usage.num_prompt_tokens for usage in usages] == [len(prompt.tokens)] * prompt.num_choices
         assert [usage.num_output_tokens for usage in usages] == [len(tokens) for tokens in prompt.expected]
         assert tuple(usage.cause for usage in usages) == prompt.causes

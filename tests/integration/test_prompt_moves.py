@@ -87,6 +87,7 @@ async def prompts_of(cluster: MoveCluster) -> list[Prompt]:
         Prompt("logprobs", prompt_of(30, 9), replace(GREEDY, top_logprobs=2)),
         Prompt("two choices", prompt_of(45, 10), SAMPLED, num_choices=2),
         Prompt("three choices with logprobs", prompt_of(21, 11), replace(SAMPLED, top_logprobs=1), num_choices=3),
+        Prompt("logprobs of the prompt", prompt_of(70, 13), replace(SAMPLED, prompt_logprobs=1), num_choices=2),
         Prompt("one token", prompt_of(60, 12), replace(GREEDY, max_tokens=1)),
     ]
     prompts = [await cluster.with_reference(prompt) for prompt in prompts]

@@ -38,7 +38,7 @@ CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "c"}]}
 WISHES: dict[str, object] = {
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), False),
     **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "continue_final_message"), True),
-    **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs"), 1),
+    "truncate_prompt_tokens": 1,
     **{name: [1] for name in ("allowed_token_ids", "functions", "documents")},
     "bad_words": ["x"],
 }

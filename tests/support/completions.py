@@ -20,7 +20,7 @@ def headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def complete(platform: Platform, key: str, model: str, prompt: list[int] | str, **options: Any) -> dict[str, Any]:
+def complete(platform: Platform, key: str, model: str, prompt: list[Any] | str, **options: Any) -> dict[str, Any]:
     """A greedy completion with token ids; asserts that it succeeds."""
     body = {"model": model, "prompt": prompt, "temperature": 0, "return_token_ids": True, **options}
     response = http.post(f"{platform.http}/v1/completions", json=body, headers=headers(key), timeout=HANG_S)

@@ -73,6 +73,61 @@ def test_logprobs_equal_transformers(platform: Platform, tenant: Tenant) -> None
         assert all(any(abs(value - logprob) < 1e-3 for logprob in possible) for value in values)
 
 
+def test_logprobs_of_prompts_equal_transformers(platform: Platform, tenant: Tenant) -> None:
+    """As evaluation harnesses ask for them: several prompts of token ids, echoed, whose tokens are scored."""
+    prompts = [PROMPT, [9, *PROMPT[:20]], PROMPT[5:12]]
+    answer = complete(platform, tenant.key, tenant.model("llama"), prompts, max_tokens=0, echo=True, logprobs=3)
+    assert answer["usage"] == {
+        "prompt_tokens": sum(map(len, prompts)),
+        "completion_tokens": 0,
+        "total_tokens": sum(map(len, prompts)),
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    reference = reference_model(tenant.checkpoint("llama"))
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt])).logits[0].float().log_softmax(-1)[:-1]
+        chosen = expected.gather(1, torch.tensor(prompt[1:])[:, None]).flatten().tolist()
+        told = choice["logprobs"]
+        assert told["token_logprobs"] == [None, *(pytest.approx(value, abs=1e-3) for value in chosen)]
+        assert told["top_logprobs"][0] is None and choice["finish_reason"] == "length"
+        for own, top, row in zip(chosen, told["top_logprobs"][1:], expected, strict=True):
+            assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-3)
+            assert min(top.values()) >= min(own, float(row.topk(3).values[-1])) - 1e-3
+        assert [len(each) for each in told.values()] == [len(prompt)] * 4
+
+
+def test_logprobs_of_answers_follow_those_of_the_prompt(platform: Platform, tenant: Tenant) -> None:
+    options: dict[str, Any] = {"max_tokens": 5, "logprobs": 0, "seed": 3, "ignore_eos": True}
+    model = tenant.model("llama")
+    plain = complete(platform, tenant.key, model, PROMPT, **options)["choices"][0]
+    whole = complete(platform, tenant.key, model, PROMPT, **options, echo=True, prompt_logprobs=2, n=2)
+    for choice in whole["choices"]:
+        told = choice["logprobs"]
+        assert len(told["token_logprobs"]) == len(PROMPT) + 5
+        described = choice["prompt_logprobs"]
+        assert described[0] is None and len(described) == len(PROMPT)
+        for token, value, entry in zip(PROMPT[1:], told["token_logprobs"][1:], described[1:], strict=False):
+            assert entry[str(token)]["logprob"] == value
+            assert entry[str(token)]["rank"] <= 2 or len(entry) == 3
+    texts = complete(platform, tenant.key, model, "größer 🚀!", max_tokens=0, echo=True, logprobs=0)["choices"][0]
+    assert texts["text"] == "größer 🚀!"
+    for token, begin in zip(texts["logprobs"]["tokens"], texts["logprobs"]["text_offset"], strict=True):
+        assert token.startswith("\\x") or texts["text"][begin:].startswith(token)
+    first = whole["choices"][0]
+    assert first["logprobs"]["token_logprobs"][len(PROMPT) :] == pytest.approx(
+        plain["logprobs"]["token_logprobs"], abs=1e-3
+    )
+    begin = len(first["text"]) - len(plain["text"])
+    shifted = [begin + offset for offset in plain["logprobs"]["text_offset"]]
+    assert first["logprobs"]["text_offset"][len(PROMPT) :] == shifted
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": model, "messages": messages, "max_tokens": 1, "prompt_logprobs": 0, "return_token_ids": True}
+    chat = http.post(f"{platform.http}/v1/chat/completions", json=body, headers=headers(tenant.key), timeout=60).json()
+    own = [next(iter(entry)) for entry in chat["prompt_logprobs"][1:]]
+    assert own == [str(token) for token in chat["prompt_token_ids"][1:]]
+
+
 def test_best_of_returns_the_likeliest_choice(platform: Platform, tenant: Tenant) -> None:
     client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
     settings: dict[str, Any] = {"model": tenant.model("llama"), "prompt": "hello", "max_tokens": 6, "seed": 3}

@@ -82,7 +82,6 @@ OF_OTHER_SERVERS: list[tuple[str, object, object]] = [  # name, value with an ef
     ("skip_special_tokens", False, True),
     ("include_stop_str_in_output", True, False),
     ("truncate_prompt_tokens", 1, None),
-    ("prompt_logprobs", 0, None),
     ("allowed_token_ids", [1], []),
     ("bad_words", ["x"], []),
     ("use_beam_search", True, False),
@@ -161,6 +160,14 @@ def test_sampling_is_as_given_or_default() -> None:
         assert [params.seed for params in of_both(seed=seed)] == [seed % (1 << 64)] * 2
     assert [of_completion(logprobs=number).top_logprobs for number in (0, 5)] == [0, 5]
     assert [of_chat(logprobs=True, **top).top_logprobs for top in ({}, {"top_logprobs": 20})] == [0, 20]
+    assert [each.prompt_logprobs for each in of_both()] == [None, None]
+    assert [each.prompt_logprobs for each in of_both(prompt_logprobs=0, logprobs=None)] == [0, 0]
+    echoed = [of_completion(echo=True, logprobs=2, prompt_logprobs=most).prompt_logprobs for most in (None, 1, 9)]
+    assert echoed == [2, 2, 9]
+    assert [of_completion(max_tokens=0, **asked).max_tokens for asked in ({"echo": True}, {"prompt_logprobs": 0})] == [
+        0,
+        0,
+    ]
     options = decode_chat(chat(stream=True, stream_options={"include_usage": True})).stream_options
     assert options is not None and options.include_usage
     kwargs = {"enable_thinking": False, "thinking_budget": 4, "style": {"tone": ["plain"]}}
@@ -267,6 +274,7 @@ ROLES = "messages[0].role must be one of system, developer, user, assistant, too
         (chat(service_tier=""), "service_tier", "not ''"),
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs must be between 0 and 20, not 21"),
         (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be between 0 and 20"),
+        (chat(prompt_logprobs=21), "prompt_logprobs", "must be between 0 and 20, not 21"),
         (chat(top_logprobs=3), "logprobs", "top_logprobs requires logprobs to be true"),
         (chat(logprobs=3), "logprobs", "logprobs must be true or false, not 3"),
         (chat(tool_choice="auto"), "tool_choice", "tool_choice is allowed only with tools"),
@@ -321,7 +329,9 @@ MALFORMED = "prompt must be a text, a list of token ids, or a list of either"
         (completion(logprobs=6), "logprobs", "between 0 and 5"),
         (completion(logprobs=-1), "logprobs", "between 0 and 5"),
         (completion(logprobs=True), "logprobs", "must be an integer"),
-        (completion(echo=True, logprobs=0), "logprobs", "logprobs of an echoed prompt are not supported yet"),
+        (completion(echo=True, logprobs=0, stream=True), "logprobs", "not possible in a stream"),
+        (completion(prompt_logprobs=0, stream=True), "prompt_logprobs", "not possible in a stream"),
+        (completion(prompt_logprobs=-1), "prompt_logprobs", "must be between 0 and 20, not -1"),
         (completion(suffix="x"), "suffix", "suffix is not supported yet"),
         (completion(best_of=2, n=3), "best_of", "best_of must be at least n (3), not 2"),
         (completion(best_of=2, stream=True), "best_of", "not possible in a stream"),

@@ -77,6 +77,7 @@ class SamplingParams(SharedSampling):
 
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
     top_logprobs: int | None = None  # number of top tokens to report beside the chosen token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     seed: int = 0
     max_tokens: int = 16  # per choice, forced output included
     stop_token_ids: frozenset[int] = frozenset()
@@ -209,6 +210,18 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of successive tokens of a group's prompt, each given the tokens before it."""
+
+    group_id: str
+    first_position: int  # of these tokens in the prompt, from 0
+    chosen: list[float]  # of the prompt's tokens themselves
+    ranks: list[int]  # among all tokens, from 1
+    top_token_ids: list[int]  # of each position the same number, most likely first
+    top: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class KvBlock:
     """A finished KV chunk on the prefill side. ``data`` is valid only during the call that receives it: copy it out."""
 
@@ -261,6 +274,7 @@ class StepResult:
     prompts: tuple[PromptProgress, ...] = ()  # that this step has advanced without ending them
     ran_one_layer: bool = False  # of prompts, which count as prefilled once they end
     embeddings: tuple[Embedding, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

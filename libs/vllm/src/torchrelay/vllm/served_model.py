@@ -168,6 +168,11 @@ class VllmModel:
         check_tokens(group, int(self._manifest.config["vocab_size"]))
         check_lengths(group, self._max_context_tokens)
         if (num_tokens := group.num_prompt_tokens + group.num_output_tokens) > self._max_kv_tokens:
+        if group.sampling.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "vLLM reports no logprobs of prompts in this slot; set the model's engine to torchrelay",
+                field="prompt_logprobs",
+            )
             raise InvalidRequest(
                 f"the request needs the KV of {num_tokens} tokens, the slot has that of {self._max_kv_tokens}"
             )

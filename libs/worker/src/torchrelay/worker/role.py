@@ -18,7 +18,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import NO_TOKEN, Embedding, Finish, NewToken, PromptProgress
+from torchrelay.engine.core import NO_TOKEN, Embedding, Finish, NewToken, PromptLogprobs, PromptProgress
 from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
@@ -116,6 +116,9 @@ class WorkerRole(ABC):
 
     def advance_prompts(self, prompts: Sequence[PromptProgress]) -> None:  # noqa: B027
         """Reports the prompts that a step has advanced without ending them."""
+
+    def deliver_prompt_logprobs(self, scores: Sequence[PromptLogprobs]) -> None:  # noqa: B027
+        """Sends the logprobs of parts of prompts to their gateways."""
 
     def deliver_embeddings(self, embeddings: Sequence[Embedding]) -> None:  # noqa: B027
         """Sends the embeddings of one engine step to their gateways; their attempts have ended."""

@@ -254,6 +254,7 @@ class Worker:
         for role in self.roles:
             role.mark_prefilled(result.prefilled)
             role.advance_prompts(result.prompts)
+            role.deliver_prompt_logprobs(result.prompt_logprobs)
             role.deliver(result.tokens)
             role.deliver_embeddings(result.embeddings)
             role.expire(result.expired)

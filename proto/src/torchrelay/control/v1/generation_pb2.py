@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from torchrelay.control.v1 import types_pb2 as torchrelay_dot_control_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&torchrelay/control/v1/generation.proto\x12\x15torchrelay.control.v1\x1a!torchrelay/control/v1/types.proto\"\xc8\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\r\n\x05min_p\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x42\n\nlogit_bias\x18\x0c \x03(\x0b\x32..torchrelay.control.v1.Sampling.LogitBiasEntry\x12\x19\n\x0ctop_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12repetition_penalty\x18\x0e \x01(\x01\x12\x12\n\nmin_tokens\x18\x0f \x01(\r\x12\x0f\n\x07grammar\x18\x14 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_top_logprobs\"4\n\x0b\x43hoiceStart\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x15\n\rforced_output\x18\x02 \x03(\r\"\xde\x04\n\x0c\x41ttemptStart\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.torchrelay.control.v1.Sampling\x12\x33\n\x07\x63hoices\x18\x07 \x03(\x0b\x32\".torchrelay.control.v1.ChoiceStart\x12\x30\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32 .torchrelay.control.v1.WorkerRef\x12\x30\n\tkv_ticket\x18\t \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\n \x01(\x03\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12:\n\rprompt_source\x18\x0c \x01(\x0b\x32#.torchrelay.control.v1.PromptSource\x12\x12\n\nprompt_end\x18\r \x03(\r\x12\x1e\n\x16\x64istinct_prompt_tokens\x18\x0e \x03(\r\x12/\n\x07pooling\x18\x0f \x01(\x0e\x32\x1e.torchrelay.control.v1.Pooling\x12/\n\x07\x61\x64\x61pter\x18\x10 \x01(\x0b\x32\x1e.torchrelay.control.v1.Adapter\"?\n\rCancelAttempt\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\"?\n\rRecallAttempt\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\"\xef\x01\n\nRunCommand\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.torchrelay.control.v1.RunHelloH\x00\x12\x34\n\x05start\x18\x02 \x01(\x0b\x32#.torchrelay.control.v1.AttemptStartH\x00\x12\x36\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32$.torchrelay.control.v1.CancelAttemptH\x00\x12\x36\n\x06recall\x18\x04 \x01(\x0b\x32$.torchrelay.control.v1.RecallAttemptH\x00\x42\t\n\x07\x63ommand\"4\n\x08RunHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62\x65\x61t_every_s\x18\x02 \x01(\x01\"w\n\nStepOutput\x12\x34\n\x07outputs\x18\x01 \x03(\x0b\x32#.torchrelay.control.v1.ChoiceOutput\x12\x33\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32%.torchrelay.control.v1.EngineProgress\"\x9b\x03\n\x0c\x43hoiceOutput\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12:\n\rfinish_reason\x18\x05 \x01(\x0e\x32#.torchrelay.control.v1.FinishReason\x12.\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x1f.torchrelay.control.v1.RunError\x12 \n\x18num_cached_prompt_tokens\x18\x07 \x01(\r\x12,\n\x06phases\x18\x08 \x03(\x0b\x32\x1c.torchrelay.control.v1.Phase\x12\x36\n\x08logprobs\x18\t \x03(\x0b\x32$.torchrelay.control.v1.TokenLogprobs\x12\x19\n\x11num_prompt_tokens\x18\n \x01(\r\x12\x11\n\tembedding\x18\x0b \x01(\x0c\"L\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x96\x02\n\x08RunError\x12\x32\n\x04\x63ode\x18\x01 \x01(\x0e\x32$.torchrelay.control.v1.RunError.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0blost_worker\x18\x03 \x01(\t\"\xaf\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43ODE_WRONG_INSTANCE\x10\x01\x12\x14\n\x10\x43ODE_DECODE_LOST\x10\x02\x12\x15\n\x11\x43ODE_PREFILL_LOST\x10\x03\x12\x11\n\rCODE_DEADLINE\x10\x04\x12\x11\n\rCODE_INTERNAL\x10\x05\x12\x14\n\x10\x43ODE_LOAD_FAILED\x10\x06\x12\x0f\n\x0b\x43ODE_FORMAT\x10\x07\"\xe2\x01\n\rUsageRegister\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12 \n\x18num_cached_prompt_tokens\x18\x05 \x01(\r\x12\x17\n\x0foutput_position\x18\x06 \x01(\r\x12\x32\n\x05\x63\x61use\x18\x07 \x01(\x0e\x32#.torchrelay.control.v1.FinishReason\x12\x12\n\ngateway_id\x18\x08 \x01(\t*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&torchrelay/control/v1/generation.proto\x12\x15torchrelay.control.v1\x1a!torchrelay/control/v1/types.proto\"\xfa\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\r\n\x05min_p\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x12\x42\n\nlogit_bias\x18\x0c \x03(\x0b\x32..torchrelay.control.v1.Sampling.LogitBiasEntry\x12\x19\n\x0ctop_logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12repetition_penalty\x18\x0e \x01(\x01\x12\x12\n\nmin_tokens\x18\x0f \x01(\r\x12\x0f\n\x07grammar\x18\x14 \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\x15 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"4\n\x0b\x43hoiceStart\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x15\n\rforced_output\x18\x02 \x03(\r\"\xde\x04\n\x0c\x41ttemptStart\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12\x0e\n\x06prompt\x18\x04 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12\x31\n\x08sampling\x18\x06 \x01(\x0b\x32\x1f.torchrelay.control.v1.Sampling\x12\x33\n\x07\x63hoices\x18\x07 \x03(\x0b\x32\".torchrelay.control.v1.ChoiceStart\x12\x30\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32 .torchrelay.control.v1.WorkerRef\x12\x30\n\tkv_ticket\x18\t \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\x12\x18\n\x10\x64\x65\x61\x64line_unix_ms\x18\n \x01(\x03\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12:\n\rprompt_source\x18\x0c \x01(\x0b\x32#.torchrelay.control.v1.PromptSource\x12\x12\n\nprompt_end\x18\r \x03(\r\x12\x1e\n\x16\x64istinct_prompt_tokens\x18\x0e \x03(\r\x12/\n\x07pooling\x18\x0f \x01(\x0e\x32\x1e.torchrelay.control.v1.Pooling\x12/\n\x07\x61\x64\x61pter\x18\x10 \x01(\x0b\x32\x1e.torchrelay.control.v1.Adapter\"?\n\rCancelAttempt\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\"?\n\rRecallAttempt\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\"\xef\x01\n\nRunCommand\x12\x30\n\x05hello\x18\x01 \x01(\x0b\x32\x1f.torchrelay.control.v1.RunHelloH\x00\x12\x34\n\x05start\x18\x02 \x01(\x0b\x32#.torchrelay.control.v1.AttemptStartH\x00\x12\x36\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32$.torchrelay.control.v1.CancelAttemptH\x00\x12\x36\n\x06recall\x18\x04 \x01(\x0b\x32$.torchrelay.control.v1.RecallAttemptH\x00\x42\t\n\x07\x63ommand\"4\n\x08RunHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62\x65\x61t_every_s\x18\x02 \x01(\x01\"w\n\nStepOutput\x12\x34\n\x07outputs\x18\x01 \x03(\x0b\x32#.torchrelay.control.v1.ChoiceOutput\x12\x33\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32%.torchrelay.control.v1.EngineProgress\"\xdb\x03\n\x0c\x43hoiceOutput\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12:\n\rfinish_reason\x18\x05 \x01(\x0e\x32#.torchrelay.control.v1.FinishReason\x12.\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x1f.torchrelay.control.v1.RunError\x12 \n\x18num_cached_prompt_tokens\x18\x07 \x01(\r\x12,\n\x06phases\x18\x08 \x03(\x0b\x32\x1c.torchrelay.control.v1.Phase\x12\x36\n\x08logprobs\x18\t \x03(\x0b\x32$.torchrelay.control.v1.TokenLogprobs\x12\x19\n\x11num_prompt_tokens\x18\n \x01(\r\x12\x11\n\tembedding\x18\x0b \x01(\x0c\x12>\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32%.torchrelay.control.v1.PromptLogprobs\"t\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x02 \x03(\x02\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"L\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x01\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\x96\x02\n\x08RunError\x12\x32\n\x04\x63ode\x18\x01 \x01(\x0e\x32$.torchrelay.control.v1.RunError.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0blost_worker\x18\x03 \x01(\t\"\xaf\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43ODE_WRONG_INSTANCE\x10\x01\x12\x14\n\x10\x43ODE_DECODE_LOST\x10\x02\x12\x15\n\x11\x43ODE_PREFILL_LOST\x10\x03\x12\x11\n\rCODE_DEADLINE\x10\x04\x12\x11\n\rCODE_INTERNAL\x10\x05\x12\x14\n\x10\x43ODE_LOAD_FAILED\x10\x06\x12\x0f\n\x0b\x43ODE_FORMAT\x10\x07\"\xe2\x01\n\rUsageRegister\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12 \n\x18num_cached_prompt_tokens\x18\x05 \x01(\r\x12\x17\n\x0foutput_position\x18\x06 \x01(\r\x12\x32\n\x05\x63\x61use\x18\x07 \x01(\x0e\x32#.torchrelay.control.v1.FinishReason\x12\x12\n\ngateway_id\x18\x08 \x01(\t*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,34 +34,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2772
-  _globals['_FINISHREASON']._serialized_end=2921
+  _globals['_FINISHREASON']._serialized_start=3004
+  _globals['_FINISHREASON']._serialized_end=3153
   _globals['_SAMPLING']._serialized_start=101
-  _globals['_SAMPLING']._serialized_end=557
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=492
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=540
-  _globals['_CHOICESTART']._serialized_start=559
-  _globals['_CHOICESTART']._serialized_end=611
-  _globals['_ATTEMPTSTART']._serialized_start=614
-  _globals['_ATTEMPTSTART']._serialized_end=1220
-  _globals['_CANCELATTEMPT']._serialized_start=1222
-  _globals['_CANCELATTEMPT']._serialized_end=1285
-  _globals['_RECALLATTEMPT']._serialized_start=1287
-  _globals['_RECALLATTEMPT']._serialized_end=1350
-  _globals['_RUNCOMMAND']._serialized_start=1353
-  _globals['_RUNCOMMAND']._serialized_end=1592
-  _globals['_RUNHELLO']._serialized_start=1594
-  _globals['_RUNHELLO']._serialized_end=1646
-  _globals['_STEPOUTPUT']._serialized_start=1648
-  _globals['_STEPOUTPUT']._serialized_end=1767
-  _globals['_CHOICEOUTPUT']._serialized_start=1770
-  _globals['_CHOICEOUTPUT']._serialized_end=2181
-  _globals['_TOKENLOGPROBS']._serialized_start=2183
-  _globals['_TOKENLOGPROBS']._serialized_end=2259
-  _globals['_RUNERROR']._serialized_start=2262
-  _globals['_RUNERROR']._serialized_end=2540
-  _globals['_RUNERROR_CODE']._serialized_start=2365
-  _globals['_RUNERROR_CODE']._serialized_end=2540
-  _globals['_USAGEREGISTER']._serialized_start=2543
-  _globals['_USAGEREGISTER']._serialized_end=2769
+  _globals['_SAMPLING']._serialized_end=607
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=522
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=570
+  _globals['_CHOICESTART']._serialized_start=609
+  _globals['_CHOICESTART']._serialized_end=661
+  _globals['_ATTEMPTSTART']._serialized_start=664
+  _globals['_ATTEMPTSTART']._serialized_end=1270
+  _globals['_CANCELATTEMPT']._serialized_start=1272
+  _globals['_CANCELATTEMPT']._serialized_end=1335
+  _globals['_RECALLATTEMPT']._serialized_start=1337
+  _globals['_RECALLATTEMPT']._serialized_end=1400
+  _globals['_RUNCOMMAND']._serialized_start=1403
+  _globals['_RUNCOMMAND']._serialized_end=1642
+  _globals['_RUNHELLO']._serialized_start=1644
+  _globals['_RUNHELLO']._serialized_end=1696
+  _globals['_STEPOUTPUT']._serialized_start=1698
+  _globals['_STEPOUTPUT']._serialized_end=1817
+  _globals['_CHOICEOUTPUT']._serialized_start=1820
+  _globals['_CHOICEOUTPUT']._serialized_end=2295
+  _globals['_PROMPTLOGPROBS']._serialized_start=2297
+  _globals['_PROMPTLOGPROBS']._serialized_end=2413
+  _globals['_TOKENLOGPROBS']._serialized_start=2415
+  _globals['_TOKENLOGPROBS']._serialized_end=2491
+  _globals['_RUNERROR']._serialized_start=2494
+  _globals['_RUNERROR']._serialized_end=2772
+  _globals['_RUNERROR_CODE']._serialized_start=2597
+  _globals['_RUNERROR_CODE']._serialized_end=2772
+  _globals['_USAGEREGISTER']._serialized_start=2775
+  _globals['_USAGEREGISTER']._serialized_end=3001
 # @@protoc_insertion_point(module_scope)

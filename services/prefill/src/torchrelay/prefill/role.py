@@ -21,7 +21,15 @@ from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.engine.core import Embedding, Finish, GroupSpec, KvBlock, NewToken, PromptProgress
+from torchrelay.engine.core import (
+    Embedding,
+    Finish,
+    GroupSpec,
+    KvBlock,
+    NewToken,
+    PromptLogprobs,
+    PromptProgress,
+)
 from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
 from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts, check_request, export_request
@@ -247,6 +255,14 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
                 self.worker.usage.advance(attempt, output)
                 outputs.append((attempt.outbox, output))
         dispatch_outputs(outputs)
+
+    def deliver_prompt_logprobs(self, scores: Sequence[PromptLogprobs]) -> None:
+        attempts = [(self.attempts.get(each.group_id), each) for each in scores]
+        dispatch_outputs(
+            (attempt.outbox, attempt.prompt_logprobs_output(each))
+            for attempt, each in attempts
+            if attempt is not None and attempt.open_choices
+        )
 
     def deliver_embeddings(self, embeddings: Sequence[Embedding]) -> None:
         outputs = []

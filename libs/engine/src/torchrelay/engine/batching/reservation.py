@@ -45,8 +45,9 @@ class Reservations:
         """Takes the pages of a group. Raises ``KvPoolFull``."""
         group.num_pages = self.pages_for(group.contexts)
         for context in group.contexts:
-            # A prompt that runs layer by layer needs the hidden state of every position: the cache cannot give it.
-            tokens = () if group.by_layer else context.tokens
+            # The cache has no hidden states, which a prompt needs that runs layer by layer, or whose tokens are scored.
+            needs_all = group.by_layer or group.spec.sampling.prompt_logprobs is not None
+            tokens = () if needs_all else context.tokens
             known = self._prefixes.find(group.spec.prefix_salt, tokens)
             context.tables = self._pages.reserve(*_need(context), known)
             context.num_cached = context.num_computed = len(known) * self._pages.page_tokens

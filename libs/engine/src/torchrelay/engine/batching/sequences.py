@@ -193,6 +193,14 @@ class PrefillChunk:
     def ends_context(self) -> bool:
         return self.end == self.context.num_tokens
 
+    @property
+    def num_scored(self) -> int:
+        """The number of its first positions whose next tokens' logprobs are asked for."""
+        spec = self.context.group.spec
+        if spec.sampling.prompt_logprobs is None or self.context.forced:  # those have been reported before
+            return 0
+        return max(min(self.end, spec.num_prompt_tokens - 1) - self.begin, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -240,6 +248,15 @@ class BatchPlan:
             if chunk.ends_context and chunk.context.group.spec.pooling is not None:
                 yield output, slice(row, row + chunk.num_tokens), chunk.context
             output += chunk.ends_context
+            row += chunk.num_tokens
+
+    @property
+    def scored(self) -> Iterator[tuple[PrefillChunk, slice]]:
+        """The chunks with positions to score, and the rows of these."""
+        row = len(self.decoding)
+        for chunk in self.chunks:
+            if chunk.num_scored:
+                yield chunk, slice(row, row + chunk.num_scored)
             row += chunk.num_tokens
 
     def live_part(self) -> tuple[BatchPlan, list[int]]:

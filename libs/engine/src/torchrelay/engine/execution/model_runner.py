@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,13 +11,23 @@ from torch import Tensor
 from torchrelay.engine import profile
 from torchrelay.engine.batching.layerwise import plans_within_budget
 from torchrelay.engine.batching.sequences import BatchPlan, SequenceGroup
-from torchrelay.engine.core import Embedding, NewToken
+from torchrelay.engine.core import Embedding, NewToken, PromptLogprobs
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.kv.export import KvExport
 from torchrelay.engine.model.batch import Batch
 from torchrelay.engine.model.pooling import pool
 from torchrelay.engine.profile import Activity
-from torchrelay.engine.sampling.sampler import draws_of, sample_tokens
+from torchrelay.engine.sampling.prompt_scores import score
+from torchrelay.engine.sampling.sampler import draws_of, num_rows_at_once, sample_tokens
+
+
+@dataclass(slots=True)
+class BatchResult:
+    """The outputs of a batch."""
+
+    tokens: list[NewToken] = field(default_factory=list)
+    embeddings: list[Embedding] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -29,18 +40,20 @@ class ModelRunner:
         self._transformer, self._graphs, self._lay_out = model.transformer, model.graphs, model.lay_out
         self._hidden_states, self._device = model.hidden_states, model.device
         self._num_layers = model.config.num_layers
+        self._num_scored_at_once = num_rows_at_once(model.device, model.config.vocab_size)
         self._export = export
         self._interrupt = interrupt
 
-    def run(self, plan: BatchPlan) -> tuple[BatchPlan, list[NewToken], list[Embedding]]:
-        """Computes a plan from its layer boundary to its outputs; returns the part of it that was left, its tokens and
-        its embeddings.
+    def run(self, plan: BatchPlan) -> tuple[BatchPlan, BatchResult]:
+        """Computes a plan from its layer boundary to its outputs; returns the part of it that was left, and its result.
 
         Raises ``LoadFailed``.
         """
         profile.enter(Activity.COMPUTE)
-        left, logits, embeddings = self._outputs(plan)
-        return left, self._sample(left, logits), embeddings
+        result = BatchResult()
+        left, logits = self._outputs(plan, result)
+        result.tokens = self._sample(left, logits)
+        return left, result
 
     def run_one_layer(self, groups: Sequence[SequenceGroup], token_budget: int) -> None:
         """Computes one layer of groups that run layer by layer and are at the same boundary."""
@@ -59,37 +72,37 @@ class ModelRunner:
         for group in groups:
             group.layer += 1
 
-    def _outputs(self, plan: BatchPlan) -> tuple[BatchPlan, Tensor, list[Embedding]]:
-        """Runs a plan through all layers above its boundary; returns the part of it that was left, the logits of its
-        tokens, and its embeddings.
+    def _outputs(self, plan: BatchPlan, result: BatchResult) -> tuple[BatchPlan, Tensor]:
+        """Runs a plan through all layers above its boundary; returns the part of it that was left, and the logits of
+        its tokens. Adds everything but the tokens to ``result``.
         """
         if self._interrupt():
             plan, _ = plan.live_part()
         if not plan:
-            return plan, torch.empty(0), []
+            return plan, torch.empty(0)
         batch = self._lay_out(plan)
         if self._graphs is not None and (replayed := self._graphs.run(batch)) is not None:
-            return plan, replayed, []
+            return plan, replayed
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
         if batch.num_outputs:
             hidden, batch = self._live_part(hidden, batch)
+        result.prompt_logprobs += (
+            score(chunk, hidden[rows], self._transformer.logits, self._num_scored_at_once)
+            for chunk, rows in batch.plan.scored
+        )
         if not batch.num_outputs:
-            return batch.plan, hidden[:0], []
-        return batch.plan, *self._logits_and_embeddings(hidden, batch)
-
-    def _logits_and_embeddings(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, list[Embedding]]:
-        """The logits of the outputs that are tokens, and the embeddings that are the others."""
+            return batch.plan, hidden[:0]
         ends = hidden if batch.output_rows is None else hidden[batch.output_rows]
         pooled = tuple(batch.plan.pooled)
         if not pooled:
-            return self._transformer.logits(ends), []
-        embeddings = [
+            return batch.plan, self._transformer.logits(ends)
+        result.embeddings += (
             pool(context.group.spec, context.num_cached, hidden[rows], self._transformer.final_norm)
             for _, rows, context in pooled
-        ]
+        )
         are_pooled = {output for output, _, _ in pooled}
         others = [output for output in range(len(ends)) if output not in are_pooled]
-        return self._transformer.logits(ends[others]) if others else ends[:0], embeddings
+        return batch.plan, self._transformer.logits(ends[others]) if others else ends[:0]
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """Runs layers [begin, end) of a batch, [rows, hidden] to the same; hands over finished KV blocks.

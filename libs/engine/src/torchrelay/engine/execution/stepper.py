@@ -13,11 +13,11 @@ from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.layerwise import plans_within_budget, runnable_groups
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
-from torchrelay.engine.core import EMPTY_STEP, Embedding, LoadFailed, NewToken, PromptProgress, StepResult
+from torchrelay.engine.core import EMPTY_STEP, LoadFailed, PromptProgress, StepResult
 from torchrelay.engine.profile import Activity
 
 if TYPE_CHECKING:
-    from torchrelay.engine.execution.model_runner import ModelRunner
+    from torchrelay.engine.execution.model_runner import BatchResult, ModelRunner
 
 
 @dataclass(slots=True)
@@ -58,11 +58,12 @@ class Stepper:
             plans = self._plan()
             by_layer = self._runnable_groups()
             work = self.work = _merged(plans).work
-            tokens, embeddings, computed = self._compute(plans)
+            results, computed = self._compute(plans)
             whole = _merged(computed)
             ended = [chunk for chunk in whole.chunks if chunk.ends_context]
             num_prefilled = sum(chunk.num_tokens for chunk in whole.chunks)
-            if by_layer or computed != plans or any(plan.layer for plan in plans):
+            has_scores = any(result.prompt_logprobs for result in results)
+            if by_layer or has_scores or computed != plans or any(plan.layer for plan in plans):
                 work = NO_WORK  # its duration tells nothing about whole batches
             if by_layer:  # its work is predicted as if it ran all layers, since no layer takes longer than that
                 self.work = next(plans_within_budget(by_layer, self._token_budget)).work
@@ -75,7 +76,7 @@ class Stepper:
             self._io_wait_s = 0.0
             prompts, ran_one_layer = _progress(whole.chunks), bool(by_layer)
             return StepResult(
-                tuple(tokens),
+                tuple(token for result in results for token in result.tokens),
                 _prefilled(ended),
                 num_prefilled,
                 num_decoded,
@@ -83,7 +84,8 @@ class Stepper:
                 expired,
                 prompts,
                 ran_one_layer,
-                tuple(embeddings),
+                tuple(embedding for result in results for embedding in result.embeddings),
+                tuple(scores for result in results for scores in result.prompt_logprobs),
             )
         finally:
             profile.take()  # the time of a step that failed does not count for the next one
@@ -96,10 +98,9 @@ class Stepper:
         self._scheduler.admit(by_layer=True)
         return ()
 
-    def _compute(self, plans: Sequence[BatchPlan]) -> tuple[list[NewToken], list[Embedding], tuple[BatchPlan, ...]]:
-        """Computes the plans; returns the new tokens, the embeddings, and the parts of the plans that were left."""
-        tokens: list[NewToken] = []
-        embeddings: list[Embedding] = []
+    def _compute(self, plans: Sequence[BatchPlan]) -> tuple[list[BatchResult], tuple[BatchPlan, ...]]:
+        """Computes the plans; returns the results, and the parts of the plans that were left."""
+        results: list[BatchResult] = []
         computed: list[BatchPlan] = []
         try:
             for number, plan in enumerate(plans):
@@ -107,15 +108,14 @@ class Stepper:
                     plan, _ = plan.live_part()
                 if not plan:
                     continue
-                left, new_tokens, new_embeddings = self._runner.run(plan)
-                self._scheduler.commit(left, new_tokens)
-                tokens += new_tokens
-                embeddings += new_embeddings
+                left, result = self._runner.run(plan)
+                self._scheduler.commit(left, result.tokens)
+                results.append(result)
                 computed.append(left)
         except LoadFailed:
             self._scheduler.put_back(plans)
             raise
-        return tokens, embeddings, tuple(computed)
+        return results, tuple(computed)
 
     def _runnable_groups(self) -> tuple[SequenceGroup, ...]:
         groups = self._scheduler.by_layer

@@ -139,10 +139,15 @@ def sample_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[NewToken]:
     ]
 
 
+def num_rows_at_once(device: torch.device, vocab_size: int) -> int:
+    """The rows of logits to process at once."""
+    return max(1, (_MAX_ELEMENTS_CPU if device.type == "cpu" else _MAX_ELEMENTS) // vocab_size)
+
+
 def _bounded_batches(is_wanted: Sequence[bool], logits: Tensor) -> Iterator[list[int]]:
     """The indices of the wanted draws, in bounded batches."""
     places = [place for place, wanted in enumerate(is_wanted) if wanted]
-    size = max(1, (_MAX_ELEMENTS_CPU if logits.device.type == "cpu" else _MAX_ELEMENTS) // logits.shape[1])
+    size = num_rows_at_once(logits.device, logits.shape[1])
     return (places[begin : begin + size] for begin in range(0, len(places), size))
 
 

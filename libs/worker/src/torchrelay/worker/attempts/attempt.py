@@ -24,6 +24,7 @@ from torchrelay.engine.core import (
     Logprobs,
     NewToken,
     Pooling,
+    PromptLogprobs,
     PromptProgress,
     SamplingParams,
 )
@@ -87,6 +88,7 @@ class Attempt:
                 **shared_sampling(sampling),
                 logit_bias=tuple(sorted(sampling.logit_bias.items())),
                 top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
+                prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
                 seed=sampling.seed,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=frozenset(sampling.stop_token_ids),
@@ -156,6 +158,22 @@ class Attempt:
             first_position=self.num_forced(choice),
             num_prompt_tokens=progress.num_computed,
             num_cached_prompt_tokens=min(progress.num_cached, progress.num_computed),
+        )
+
+    def prompt_logprobs_output(self, scores: PromptLogprobs) -> pb.ChoiceOutput:
+        """The message with logprobs of a part of the prompt."""
+        choice = min(self.open_choices)
+        return pb.ChoiceOutput(
+            key=self.start.key,
+            choice=choice,
+            first_position=self.num_forced(choice),
+            prompt_logprobs=pb.PromptLogprobs(
+                first_position=scores.first_position,
+                chosen=scores.chosen,
+                ranks=scores.ranks,
+                top_token_ids=scores.top_token_ids,
+                top_logprobs=scores.top,
+            ),
         )
 
     def failure(self, error: pb.RunError) -> list[pb.ChoiceOutput]:

@@ -34,6 +34,7 @@ class GenerateParams(SharedSampling):
     max_tokens_field: str = "max_tokens"
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, addend to its logit)
     top_logprobs: int | None = None  # alternatives to report beside the chosen token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     seed: int | None = None
     num_choices: int = 1
     num_choices_field: str = "n"

@@ -70,6 +70,7 @@ class RequestSession:
     tools: ParameterTypes | None = None  # that the answer may call
     echo: str = ""  # the prompt's text, if the reply begins with it
 
+    scored_by: ModelDecoder | None = None  # if logprobs of the prompt were requested
     def answer_parser(self) -> AnswerParser | None:
         """A parser of a choice's text; None if the text is all content."""
         if self.syntax.thoughts is None and not self.tools:
@@ -137,7 +138,8 @@ class PreparedRequest:
     ) -> RequestSession:
         tokens = None if self.params.top_logprobs is None else self.decoder.token_bytes
         tools = parameter_types(self.params.tools) or None
-        return RequestSession(request, texts, rate, tokens, self.syntax, tools, self.echo)
+        scored_by = None if self.params.prompt_logprobs is None else self.decoder
+        return RequestSession(request, texts, rate, tokens, self.syntax, tools, self.echo, scored_by)
 
 
 def earlier_deadline(arrived_unix_us: int, callers_s: float | None, operators_s: float) -> tuple[int, bool]:

@@ -43,6 +43,7 @@ def sampling_of(
         **shared_sampling(params),
         logit_bias=dict(params.logit_bias),
         top_logprobs=params.top_logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         seed=random.getrandbits(64) if params.seed is None else params.seed,
         max_tokens=_max_tokens(params, model.version.shape.max_context_tokens, num_prompt_tokens, bounds),
         stop_token_ids=(*eos_token_ids, *params.stop_token_ids),

@@ -14,7 +14,9 @@ from torchrelay.inference.v2 import open_inference_pb2 as pb
 
 _KNOWN: Final = frozenset(requests.CompletionBody.__struct_fields__) | requests.IGNORED
 # Fields with a place of their own in the request, or without one in the response.
-_ELSEWHERE: Final = frozenset(("model", "prompt", "stream_options", "logprobs", "return_token_ids", "echo", "best_of"))
+_ELSEWHERE: Final = frozenset(
+    ("model", "prompt", "stream_options", "logprobs", "prompt_logprobs", "return_token_ids", "echo", "best_of")
+)
 _TEXTS: Final = frozenset(("stop", "service_tier", "user", "session_id", "request_id"))  # never read as JSON
 _MAX_PARAMETERS = 128
 _MAX_CHARS, _MAX_GRAMMAR_CHARS = 64 << 10, 512 << 10  # of a parameter; of one that describes an answer's format

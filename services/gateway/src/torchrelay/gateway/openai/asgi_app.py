@@ -28,6 +28,7 @@ from torchrelay.gateway.limits.shares import ShareAccount
 from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.http_request import HttpRequest
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+from torchrelay.gateway.openai.prompt_logprobs import prompt_logprobs
 from torchrelay.gateway.openai.replies import Answer, ChoiceBuffer, ReplyFormat, StreamReply
 
 log = get_logger(__name__)
@@ -104,7 +105,7 @@ class CompletionsApp:
     def _decoded(self, encoded: bytearray, path: str) -> tuple[list[GenerateParams], ReplyFormat, bool]:
         """The parameters of each prompt, the format of the reply, and whether it is streamed."""
         body: requests.BaseBody
-        is_chat, num_best, has_logprobs = PATHS[path], 0, True
+        is_chat, num_best, has_logprobs, num_echoed = PATHS[path], 0, True, None
         if is_chat:
             body = chat = requests.decode_chat(encoded)
             prompts = [requests.params_of_chat(chat)]
@@ -113,11 +114,14 @@ class CompletionsApp:
             body = completion = requests.decode_completion(encoded)
             prompts = [requests.params_of_completion(each) for each in requests.one_per_prompt(completion)]
             shows_reasoning = True  # as part of the text
+            num_echoed = completion.logprobs if completion.echo else None
             if requests.chooses_best(completion):
                 num_best, has_logprobs = completion.n or 1, completion.logprobs is not None
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         has_ids = bool(body.return_token_ids)
-        reply_format = ReplyFormat(is_chat, wants_usage, has_ids, shows_reasoning, num_best, has_logprobs)
+        reply_format = ReplyFormat(
+            is_chat, wants_usage, has_ids, shows_reasoning, num_best, has_logprobs, num_echoed, body.prompt_logprobs
+        )
         return prompts, reply_format, bool(body.stream)
 
 
@@ -256,7 +260,10 @@ async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> A
     usage = with_reasoning(request.usage, session, [choice.parser for choice in choices])
     if reply_format.num_best:
         choices = sorted(choices, key=ChoiceBuffer.mean_logprob, reverse=True)[: reply_format.num_best]
-    return Answer(request.resolved, choices, usage, logprobs if reply_format.has_logprobs else None)
+    scores = None
+    if session.scored_by is not None:
+        scores = await prompt_logprobs(session, reply_format.num_echoed_top, reply_format.num_prompt_top)
+    return Answer(request.resolved, choices, usage, logprobs if reply_format.has_logprobs else None, scores)
 
 
 def with_reasoning(usage: Usage, session: RequestSession, parsers: Iterable[AnswerParser | None]) -> Usage:
@@ -357,4 +364,4 @@ def logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> Log
 def text_and_logprobs(session: RequestSession, delta: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
     """The text and logprobs of each token, of a request with logprobs."""
     for placed, token_id, logprobs in session.placed(delta):
-        yield placed.shown, LogprobEntry(token_id, logprobs, placed.encoded, placed.offset)
+        yield placed.shown, LogprobEntry(token_id, logprobs, placed.encoded, len(session.echo) + placed.offset)

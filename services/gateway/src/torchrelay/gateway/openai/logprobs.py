@@ -39,7 +39,7 @@ class LogprobFormatter:
 
     def of(self, entries: Sequence[LogprobEntry]) -> msgspec.Raw | dict[str, Any]:
         if not self._is_chat:
-            return self._completion(entries)
+            return self.completion(entries)
         return msgspec.Raw(b'{"content":%s,"refusal":null}' % bytes(self.entries(entries)))
 
     def entries(self, entries: Sequence[LogprobEntry]) -> msgspec.Raw:
@@ -66,14 +66,15 @@ class LogprobFormatter:
         if head is None:
             if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
-            head = _head(_text(self._tokens.of(token_id)), self._tokens.in_text(token_id))
+            head = _head(token_text(self._tokens.of(token_id)), self._tokens.in_text(token_id))
             self._entries[token_id] = head
         return head + msgspec.json.encode(value)
 
     def _name(self, entry: LogprobEntry) -> str:
-        return _text(entry.encoded or self._tokens.of(entry.token_id))
+        return token_text(entry.encoded or self._tokens.of(entry.token_id))
 
-    def _completion(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    def completion(self, entries: Sequence[LogprobEntry]) -> dict[str, list[Any]]:
+        """The lists of a completion."""
         return {
             "tokens": [self._name(entry) for entry in entries],
             "token_logprobs": [entry.logprobs.chosen for entry in entries],
@@ -85,7 +86,7 @@ class LogprobFormatter:
         """The most likely tokens, and the chosen one. Among tokens with equal text the most likely wins."""
         top: dict[str, float] = {}
         for token_id, value in (*entry.logprobs.top, (entry.token_id, entry.logprobs.chosen)):
-            name = self._name(entry) if token_id == entry.token_id else _text(self._tokens.of(token_id))
+            name = self._name(entry) if token_id == entry.token_id else token_text(self._tokens.of(token_id))
             top.setdefault(name, value)
         return top
 
@@ -96,6 +97,6 @@ def _head(name: str, encoded: bytes) -> bytes:
     return msgspec.json.encode(fields)[:-1] + b',"logprob":'
 
 
-def _text(token: bytes) -> str:
+def token_text(token: bytes) -> str:
     """A token as text, with incomplete characters escaped as ``\\xe2\\x82``, like OpenAI."""
     return token.decode(errors="backslashreplace")

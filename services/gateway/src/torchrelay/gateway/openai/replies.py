@@ -25,6 +25,7 @@ from torchrelay.gateway.inference.answers.parts import (
 )
 from torchrelay.gateway.inference.core import ResolvedRequest, Usage
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+from torchrelay.gateway.openai.prompt_logprobs import PromptLogprobs
 
 DONE = b"data: [DONE]\n\n"
 # Characters at which clients split lines that take more than line feeds for their ends.
@@ -55,6 +56,8 @@ class ReplyFormat:
     shows_reasoning: bool = True
     num_best: int = 0  # choices of each prompt to return, those with the highest mean logprob; 0: all
     has_logprobs: bool = True  # where the request has them
+    num_echoed_top: int | None = None  # likely tokens beside each of an echoed prompt; None: no logprobs of it
+    num_prompt_top: int | None = None  # the same in ``prompt_logprobs``
 
     @property
     def num_held_bytes(self) -> int:
@@ -144,6 +147,15 @@ class Answer:
     choices: Sequence[ChoiceBuffer]
     usage: Usage
     logprobs: LogprobFormatter | None
+    prompt_logprobs: PromptLogprobs | None = None
+
+    def logprobs_of(self, choice: ChoiceBuffer) -> Any:
+        """The ``logprobs`` of a choice; None if it has none."""
+        if self.logprobs is None:
+            return None
+        if self.prompt_logprobs is not None and self.prompt_logprobs.echoed:
+            return self.prompt_logprobs.before(self.logprobs.completion(choice.logprobs))
+        return self.logprobs.of(choice.logprobs)
 
 
 def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
@@ -159,17 +171,18 @@ def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
         if calls:
             message |= {"content": text or None, "tool_calls": [_call_object(call) for call in calls]}
         content = {"message": message} if reply_format.is_chat else {"text": text}
-        shown = None if answer.logprobs is None else answer.logprobs.of(choice.logprobs)
         entry: dict[str, Any] = {
             "index": index,
             **content,
-            "logprobs": shown,
+            "logprobs": answer.logprobs_of(choice),
             "finish_reason": finish_reason(choice.finish, calls),
         }
         if reply_format.return_token_ids:
             entry["token_ids"] = choice.token_ids
             if not reply_format.is_chat:
                 entry["prompt_token_ids"] = list(answer.resolved.prompt)
+        if not reply_format.is_chat:
+            entry |= _listed_logprobs(answer)
         listed.append(entry)
     resolved = answers[0].resolved
     reply: dict[str, Any] = {
@@ -182,7 +195,14 @@ def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
     }
     if reply_format.return_token_ids and reply_format.is_chat:
         reply["prompt_token_ids"] = list(resolved.prompt)
+    if reply_format.is_chat:
+        reply |= _listed_logprobs(answers[0])
     return encode_json(reply)
+
+
+def _listed_logprobs(answer: Answer) -> dict[str, Any]:
+    listed = None if answer.prompt_logprobs is None else answer.prompt_logprobs.listed
+    return {} if listed is None else {"prompt_logprobs": listed}
 
 
 class StreamReply:

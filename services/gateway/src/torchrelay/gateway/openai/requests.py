@@ -82,7 +82,6 @@ class BaseBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     use_beam_search: bool | None = None
@@ -125,6 +124,7 @@ class ChatBody(BaseBody, kw_only=True):
     function_call: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -134,8 +134,10 @@ class ChatBody(BaseBody, kw_only=True):
 
 
 class CompletionBody(BaseBody, kw_only=True):
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     best_of: Count | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -146,7 +148,6 @@ _WITHOUT_EFFECT: Final[dict[str, Any]] = {
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
     "truncate_prompt_tokens": None,
-    "prompt_logprobs": None,
     "allowed_token_ids": [],
     "bad_words": [],
     "use_beam_search": False,
@@ -222,8 +223,10 @@ def decode_completion(encoded: bytes | bytearray) -> CompletionBody:
             " such a model, put these tokens into the prompt"
         )
         raise InvalidRequest(message, field="suffix")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("logprobs of an echoed prompt are not supported yet", field="logprobs")
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise InvalidRequest(
+            "max_tokens must be at least 1, not 0, without echo or prompt_logprobs", field="max_tokens"
+        )
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise InvalidRequest(f"best_of must be at least n ({body.n or 1}), not {body.best_of}", field="best_of")
     if body.stream and chooses_best(body):
@@ -257,7 +260,16 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         max_tokens=max_tokens,
         max_tokens_field=field,
         top_logprobs=check_top_logprobs(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=_prompt_logprobs(body),
     )
+
+
+def _prompt_logprobs(body: ChatBody | CompletionBody) -> int | None:
+    if body.prompt_logprobs is None:
+        return None
+    if body.stream:
+        raise InvalidRequest("prompt_logprobs are not possible in a stream", field="prompt_logprobs")
+    return check_top_logprobs(body.prompt_logprobs, field="prompt_logprobs")
 
 
 def one_per_prompt(body: CompletionBody) -> list[CompletionBody]:
@@ -280,10 +292,15 @@ def _malformed_prompt() -> InvalidRequest:
 def params_of_completion(body: CompletionBody) -> GenerateParams:
     """The parameters of a body with one prompt. Raises ``InvalidRequest``."""
     fields: dict[str, Any] = {"max_tokens": body.max_tokens, "echo": bool(body.echo), "answer_format": format_of(body)}
+    fields["prompt_logprobs"] = _prompt_logprobs(body)
     if chooses_best(body):  # by their logprobs
         fields |= {"num_choices": body.best_of, "num_choices_field": "best_of", "top_logprobs": 0}
     if body.logprobs is not None:
         fields["top_logprobs"] = check_top_logprobs(body.logprobs, MAX_COMPLETION_LOGPROBS, "logprobs")
+        if body.echo:
+            if body.stream:
+                raise InvalidRequest("logprobs of an echoed prompt are not possible in a stream", field="logprobs")
+            fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     prompt = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = list(prompt[0]) if isinstance(prompt[0], list) else prompt[0]

@@ -65,6 +65,8 @@ class ChoiceProgress:
 class Generation:
     """The accepted tokens of all choices of one request."""
 
+    _least_limit = 1  # where no token may follow the prompt, workers sample a token that is not accepted
+
     def __init__(self, num_choices: int, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._last_attempt = FIRST_ATTEMPT
@@ -90,7 +92,7 @@ class Generation:
 
     def _plan(self, attempt: int, choices: list[ChoiceProgress], limit: int | None = None) -> AttemptPlan:
         forced = {progress.choice: tuple(progress.tokens) for progress in choices}
-        limit = limit or attempt_limit(max(map(len, forced.values())), self._max_tokens)
+        limit = limit or max(attempt_limit(max(map(len, forced.values())), self._max_tokens), self._least_limit)
         for progress in choices:
             progress.limit = limit
         return AttemptPlan(attempt, forced, limit)
@@ -234,7 +236,7 @@ class Generation:
     @property
     def has_output(self) -> bool:
         """Whether anything was accepted that only a computed prompt gives."""
-        return self.num_output_tokens > 0
+        return self.num_output_tokens > 0 or self.is_finished
 
     @property
     def _num_cached_so_far(self) -> int:
@@ -304,12 +306,10 @@ class LogprobGeneration(Generation):
 class EmbeddingGeneration(Generation):
     """A generation that ends with the embedding of the prompt instead of tokens."""
 
+    _least_limit = 0
+
     def __init__(self) -> None:
         super().__init__(num_choices=1, max_tokens=0)
-
-    @property
-    def has_output(self) -> bool:
-        return self.is_finished
 
     def accept(self, output: pb.ChoiceOutput) -> EmbeddingDelta | None:
         """Raises ``TorchrelayError`` if the output has tokens or an end instead of an embedding."""

@@ -34,6 +34,7 @@ from torchrelay.gateway.inference.execution.generation import (
 )
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter, Opening
 from torchrelay.gateway.inference.execution.notifier import Notifier
+from torchrelay.gateway.inference.execution.prompt_scores import PromptScores
 
 log = get_logger(__name__)
 
@@ -107,6 +108,8 @@ class RunningRequest:
         self._reservation = reservation
         self._max_attempts = max_attempts
         self._generation = generation_of(resolved)
+        asks = resolved.sampling.HasField("prompt_logprobs")
+        self.prompt_scores = PromptScores(len(resolved.prompt)) if asks else None
         self._keep_alive_s = keep_alive_s
         self._notifier = Notifier(FIRST_KEEP_ALIVE_S, self._next_keep_alive_s)
         self._attempts: dict[int, Attempt] = {}
@@ -299,6 +302,9 @@ class RunningRequest:
         reason = output.finish_reason
         if reason and reason in FAILED_REASONS:
             self._output_failed(output)
+            return
+        if self.prompt_scores is not None and output.HasField("prompt_logprobs"):
+            self.prompt_scores.add(output.prompt_logprobs)
             return
         delta = self._generation.accept(output)
         if delta is None:
