@@ -77,6 +77,8 @@ async def test_calls_follow_active_server() -> None:
     async with servers("a", "b") as running, open_channel(list_of(running)) as channel:
         assert await answer(channel) == "a"
         await running["a"].stop(0)
+        async with asyncio.timeout(HANG_S):  # a call that begins before the channel sees the end would fail with it
+            await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         waiting = asyncio.create_task(answer(channel))
         await running["b"].set_serving(SCHEDULER_SERVICE, True)
         assert await waiting == "b"
