@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -22,12 +23,14 @@ from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
+from torchrelay.engine.instance import Instance
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.tcp import TcpTransport
 from torchrelay.worker.slot.slot import DRAINING, FREE, LOADING
+from torchrelay.worker.worker import Worker
 
 PROMPT = prompt_of(70)
 
@@ -110,6 +113,27 @@ async def test_slot_reports_each_layer_that_arrives(tmp_path: Path, model: Model
         assert request.tokens() == model.expected(PROMPT)
         await scene.prefill.until_ready()
         await scene.assert_idle()
+
+
+async def test_slot_is_ready_once_its_engine_has_started(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with vLLM, which compiles kernels for a minute after the last bytes."""
+    has_started = threading.Event()
+    monkeypatch.setattr(Instance, "is_ready", property(lambda _: has_started.is_set()))
+    async with loading(tmp_path, model, nats_url) as (scene, pack):
+        worker = scene.prefill.worker
+        pack.let_all()
+        await eventually(lambda: "last_layer" in phases_of(worker))
+        assert (worker.slot.state, worker.slot.report().loaded_share) == (LOADING, 1.0)
+        has_started.set()
+        worker.engine.require_relay_instance().model.weights.gate.on_change()
+        await scene.prefill.until_ready()
+        assert phases_of(worker) == ["hold", "map", "first_layer", "last_layer", "engine"]
+
+
+def phases_of(worker: Worker) -> list[str]:
+    return [phase.name for phase in worker.slot.report().load_phases]
 
 
 async def test_unload_during_a_load_drains_without_becoming_ready(tmp_path: Path, model: Model, nats_url: str) -> None:

@@ -11,12 +11,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from vllm.v1.engine.llm_engine import LLMEngine
+
 from tests.integration.roles_testbed import DECODE, PREFILL, RunningWorker, model_version, running_test_worker
 from tests.support.checkpoints import make_checkpoint
 from tests.support.wait import eventually
 from tests.unit.param_store.running_store import REMOTE, publish, running_store
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams, StepResult
 from torchrelay.vllm.computed_time import ComputedTime, main_thread_tenths
-from torchrelay.worker.slot.slot import FREE
+from torchrelay.vllm.served_model import VllmModel
+from torchrelay.worker.slot.slot import FREE, LOADING
 
 
 @asynccontextmanager
@@ -45,6 +50,37 @@ async def test_a_pool_below_two_blocks_fails_the_load(tmp_path: Path, nats_url: 
         slot = worker.worker.slot
         await eventually(lambda: slot.state == FREE and slot.error, "the end of the load")
         assert slot.error == "vLLM needs a KV pool of at least 6291456 bytes for this model, not 1048576"
+
+
+async def test_the_slot_is_ready_once_vllm_computes_and_each_waiting_choice_is_cancelled_alone(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, step = VllmModel._build, VllmModel.step
+    seen: list[int] = []  # states of the slot after the last bytes
+    ended: list[int] = []
+
+    def start_late(model: VllmModel) -> LLMEngine:
+        sampling, choices = SamplingParams(temperature=0, max_tokens=2), tuple(map(ChoiceSpec, range(3)))
+        model.prefill(GroupSpec("r/0", (1, 2, 3), 3, sampling, choices))
+        model.cancel("r/0", 1)
+        vllm = start(model)  # which has taken the last bytes
+        seen.append(slot.state)
+        return vllm
+
+    def watched_step(model: VllmModel) -> StepResult:
+        result = step(model)
+        ended.extend(token.choice for token in result.tokens if token.finish is not None)
+        return result
+
+    monkeypatch.setattr(VllmModel, "_build", start_late)
+    monkeypatch.setattr(VllmModel, "step", watched_step)
+    checkpoint = make_checkpoint(tmp_path / "llama", "llama", head_dim=32)
+    async with loading(tmp_path, checkpoint, nats_url, kv_pool_bytes=8 << 20) as worker:
+        slot = worker.worker.slot
+        await worker.until_ready()
+        assert seen == [LOADING]
+        assert [phase.name for phase in slot.report().load_phases][-2:] == ["last_layer", "engine"]
+        await eventually(lambda: sorted(ended) == [0, 2], "the other choices")
 
 
 def test_computed_time_is_that_of_its_own_thread() -> None:

@@ -122,7 +122,6 @@ async def test_grammar_bounds_the_answer_also_when_resumed(scene: RolesTestbed, 
 
 
 async def test_a_request_beyond_the_context_is_refused_alone(scene: RolesTestbed, model: Model) -> None:
-    # The first of them comes before vLLM is built.
     served = await scene.send(scene.request(PROMPTS[1]))
     for num_prompt_tokens, max_tokens in ((600, 1), (33, 500), (1, 100_000)):
         refused = scene.request([1] * num_prompt_tokens, max_tokens=max_tokens)

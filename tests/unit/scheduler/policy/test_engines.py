@@ -53,6 +53,21 @@ def test_a_load_of_an_engine_without_layer_spans_counts_no_layers() -> None:
     assert (entry.loaded_share(scene.now), entry.num_layers) == (0.0, 1)
 
 
+def test_a_load_whose_engine_starts_after_the_last_layer_is_not_stalled() -> None:
+    scene = PaperCluster(PolicyConfig(slot_setup_s=30.0, load_stall_s=15.0))
+    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a")))
+    scene.admit(MODEL, "r1")
+    scene.hold("store-1", MODEL)
+    scene.set_slot("w-a", num_layers_ready=2, num_layers=2, loaded_share=1.0)
+    scene.pass_time(1.0)
+    (entry,) = scene.policy.state.endpoint_cache.prefills(MODEL.version_id)
+    assert 28.0 < entry.load_left_s(scene.now) < 31.0
+    scene.pass_time(60.0, step_s=0.5)
+    assert not scene.unloads()
+    scene.finish_loads()
+    assert scene.placement("r1") is not None
+
+
 def test_placement_without_handover_stays_on_an_instance_with_enough_kv() -> None:
     full = alone(a_candidate("full", BOTH, free=0))
     busy = alone(a_candidate("busy", BOTH, queued=300))

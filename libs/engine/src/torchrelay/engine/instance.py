@@ -140,6 +140,11 @@ class Instance:
         self.model.weights.gate.fail(reason)
 
     @property
+    def is_ready(self) -> bool:
+        """(any thread) Whether no segment is still to come."""
+        return not self.model.is_loading
+
+    @property
     def num_segments_ready(self) -> int:
         """(any thread) Segments that have arrived."""
         return self.model.weights.gate.num_open

@@ -86,7 +86,6 @@ class VllmModel:
         self._vllm: LLMEngine | None = None
         self._is_broken = self._is_ended = False
         self._choices = SlotChoices()
-        self._queued: deque[GroupSpec] = deque()  # before vLLM is built
         self._cancels: deque[tuple[str, int | None]] = deque()
         self._work = NO_WORK
 
@@ -103,6 +102,10 @@ class VllmModel:
         self._is_ended = True
         self._pack.fail(reason)
         self._group.fail(reason)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._vllm is not None
 
     def _build(self) -> LLMEngine:
         """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
@@ -168,33 +171,25 @@ class VllmModel:
         check_tokens(group, int(self._manifest.config["vocab_size"]))
         check_lengths(group, self._max_context_tokens)
         if (num_tokens := group.num_prompt_tokens + group.num_output_tokens) > self._max_kv_tokens:
-        if group.sampling.prompt_logprobs is not None:
-            raise InvalidRequest(
-                "vLLM reports no logprobs of prompts in this slot; set the model's engine to torchrelay",
-                field="prompt_logprobs",
-            )
             raise InvalidRequest(
                 f"the request needs the KV of {num_tokens} tokens, the slot has that of {self._max_kv_tokens}"
             )
-        if group.group_id in {each.group_id for each in (*self._queued, *self._running_groups())}:
+        if group.group_id in {each.group_id for each in self._groups()}:
             raise Conflict(f"{group.group_id} is already here")
-        if self._vllm is None:
-            self._queued.append(group)
-        else:
-            self._submit(self._vllm, group)
-
-    def _running_groups(self) -> Iterator[GroupSpec]:
-        return (choice.group for choice in self._choices.values())
-
-    def _submit(self, vllm: LLMEngine, group: GroupSpec) -> None:
         for spec in group.choices:
             choice = Choice(group, spec)
-            prompt = {"prompt_token_ids": choice.prompt, "cache_salt": group.tenant_id or "-"}
             self._choices[choice.request_id] = choice
-            vllm.add_request(choice.request_id, prompt, vllm_sampling(choice))  # type: ignore[arg-type]
+            if self._vllm is not None:
+                self._submit(self._vllm, choice)
+
+    def _groups(self) -> Iterator[GroupSpec]:
+        return (choice.group for choice in self._choices.values())
+
+    def _submit(self, vllm: LLMEngine, choice: Choice) -> None:
+        prompt = {"prompt_token_ids": choice.prompt, "cache_salt": choice.group.tenant_id or "-"}
+        vllm.add_request(choice.request_id, prompt, vllm_sampling(choice))  # type: ignore[arg-type]
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
-        self._queued = deque(group for group in self._queued if group.group_id != group_id)
         ended = [
             each.request_id
             for each in self._choices.values()
@@ -219,8 +214,9 @@ class VllmModel:
     def step(self) -> StepResult:
         if self._vllm is None:
             self._vllm = self._build()
-            while self._queued:
-                self._submit(self._vllm, self._queued.popleft())
+            for choice in self._choices.values():
+                self._submit(self._vllm, choice)
+            self._hooks.wake()
             return EMPTY_STEP
         while self._cancels:
             self.cancel(*self._cancels.popleft())
@@ -235,11 +231,7 @@ class VllmModel:
 
     def _expire(self) -> tuple[str, ...]:
         now = time.monotonic()
-        late = {
-            group.group_id
-            for group in self._running_groups()
-            if group.deadline_s is not None and group.deadline_s <= now
-        }
+        late = {group.group_id for group in self._groups() if group.deadline_s is not None and group.deadline_s <= now}
         for group_id in late:
             self.cancel(group_id)
         return tuple(late)

@@ -73,7 +73,10 @@ class Choice:
 
 
 class SlotChoices(dict[str, Choice]):
-    """The choices that vLLM computes, by its request ids. A part of its configuration, of which it makes copies."""
+    """The choices that vLLM computes, or will once it has started, by its request ids.
+
+    A part of its configuration, of which it makes copies.
+    """
 
     def __deepcopy__(self, memo: object) -> SlotChoices:
         return self

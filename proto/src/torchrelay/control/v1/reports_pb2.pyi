@@ -351,7 +351,7 @@ class SlotState(_message.Message):
 
     @_builtins.property
     def load_phases(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Phase]:
-        """hold, map, first_layer, last_layer"""
+        """hold, map, first_layer, last_layer, engine"""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Capabilities:
 class EngineHooks:
     """The calls that an engine makes to its worker."""
 
-    wake: Callable[[], None]  # (any thread) there may be work now
+    wake: Callable[[], None]  # (any thread) there may be work now, or the model is ready
     run_short_commands: Callable[[], None]  # (engine's thread) runs what must not wait for the end of a step
     latency: Callable[[], LatencyModel | None]  # (any thread) predicts the steps of the model in the slot
 
@@ -43,6 +43,10 @@ class ServedModel(Protocol):
 
     def fail(self, reason: str) -> None:
         """(any thread) Declares that no more bytes will arrive: a step that needs more raises ``LoadFailed``."""
+
+    @property
+    def is_ready(self) -> bool:
+        """(any thread) Whether steps compute whole batches: the weights are here and the engine has started."""
 
     def close(self) -> None:
         """Releases the memory of the model, so that its mapping can be closed."""

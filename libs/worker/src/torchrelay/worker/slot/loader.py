@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
@@ -54,6 +55,8 @@ class Loader:
     _mapped_at: tuple[str, int] = ("", 0)  # arena file and offset
     _next_segment: int = 0
     _why_closed: str = "the instance was unloaded"
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _woken: asyncio.Event = field(default_factory=asyncio.Event)  # by the engine
 
     async def run(self, pack_id: str, traceparent: str) -> None:
         """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes stop arriving."""
@@ -129,11 +132,28 @@ class Loader:
             if reply.error:
                 raise LoadFailed(reply.error)
             await self._advance(reply.num_segments_ready, num_segments, begin)
+        begin = now_unix_us()
+        if await self._wait_until_ready():
+            self._slot.add_phase("engine", begin)
         if self._slot.state == LOADING:  # it may be draining already
             await self._slot.move(READY)
 
+    async def _wait_until_ready(self) -> bool:
+        """Waits for an engine that starts after the last bytes. False: it computes already."""
+        assert self._instance is not None
+        has_waited = False
+        while not self._instance.is_ready:
+            has_waited = True
+            await self._woken.wait()
+            self._woken.clear()
+        return has_waited
+
     def _build(self, slab: MappedSlab) -> None:
-        hooks = EngineHooks(self._engine.wake, self._engine.run_short_commands, self._latency)
+        def wake() -> None:
+            self._engine.wake()
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+        hooks = EngineHooks(wake, self._engine.run_short_commands, self._latency)
         self._engine.instance = self._instance = self._served_by.load(slab, hooks)
 
     async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:

@@ -1,9 +1,9 @@
 """The state of the one slot of a worker.
 
-    Free --Load--> Loading --all segments there--> Ready --Unload--> Draining --last request ended--> Free
-                      |                                                  ^
-                      |--the bytes stopped coming--> Free (with an error)
-                      `--Unload------------------------------------------'
+    Free --Load--> Loading --the engine computes all layers--> Ready --Unload--> Draining --last request ended--> Free
+                      |                                                             ^
+                      |--the bytes stopped coming, or the engine did not start--> Free (with an error)
+                      `--Unload-----------------------------------------------------'
 
 The scheduler moves the slot by Load and Unload; the loader and the drain make the other moves. Watchers see every
 change.

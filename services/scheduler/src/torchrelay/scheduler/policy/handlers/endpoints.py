@@ -93,6 +93,9 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
     if store := state.membership.store_of(instance.host_id):
         tier = tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
         expected_s = state.load_times.predict_s(model, tier, state.config)
+    worker = state.membership.workers.get(instance.worker_id)
+    if worker is not None and not worker.computes_by_layer:
+        instance = replace(instance, num_layers_ready=0)  # its layers tell nothing about the start of its engine
     return load_left_s(instance, expected_s, now)
 
 

@@ -47,6 +47,8 @@ def _reason(state: State, instance: Instance, stopped_s: float, now: float) -> R
         return None  # the Load call is under way and has its own deadline
     copy = store.copies.get(instance.pack_id)
     if copy is not None and copy.complete:
+        if instance.loaded_share >= 1:
+            return None  # its engine starts, and the worker reports whether that advances
         limit_s = max(config.load_stall_s, 2 * load_s(copy.pack_bytes, Tier.HOST, config))
         why = "its host has the pack, and no layer of it was loaded"
     else:
