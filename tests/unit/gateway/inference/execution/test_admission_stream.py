@@ -158,7 +158,10 @@ async def test_too_many_unsent_commands_restart_the_stream() -> None:
         await eventually(lambda: all(map(is_placed, all_six)))
         for name in "abcde":
             admissions.release(pb.Release(key=key(name)))
+            if name in "ab":
+                admissions.model_deleted("acme/m")
         await eventually(lambda: len(there.hellos) == 2 and len(there.admits) > 6)
+        await eventually(lambda: there.deleted == ["acme/m"])
         assert [(admit.key, admit.HasField("current")) for admit in there.admits[6:]] == [(key("f"), True)]
 
 

@@ -248,9 +248,13 @@ class AdmissionStream:
         Messages are rationed: a message of its own for a command that can wait would delay the next request.
         """
         if len(self._unsent) >= self._max_unsent + len(self._open):
-            # Nothing is lost: the next stream admits all open attempts again, which stands for all of these commands.
+            # Nothing is lost: the next stream admits all open attempts again, which stands for all of these commands
+            # but deletions.
             log.warning("unsent_commands_dropped", num_dropped=len(self._unsent))
+            deleted = {each.model_deleted.model: None for each in self._unsent if each.HasField("model_deleted")}
             self._unsent.clear()
+            newest = list(deleted)[-(self._max_unsent // 2) :]
+            self._unsent.extend(pb.AdmitCommand(model_deleted=pb.ModelDeleted(model=model)) for model in newest)
             if self._call is not None:
                 self._call.cancel()
         self._unsent.append(command)
