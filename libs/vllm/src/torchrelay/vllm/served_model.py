@@ -168,6 +168,11 @@ class VllmModel:
     def prefill(self, group: GroupSpec) -> None:
         if group.pooling is not None:
             raise InvalidRequest("vLLM computes no embeddings in this slot", field="pooling")
+        if group.sampling.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "vLLM reports no logprobs of prompts in this slot; set the model's engine to torchrelay",
+                field="prompt_logprobs",
+            )
         check_tokens(group, int(self._manifest.config["vocab_size"]))
         check_lengths(group, self._max_context_tokens)
         if (num_tokens := group.num_prompt_tokens + group.num_output_tokens) > self._max_kv_tokens:
