@@ -37,7 +37,7 @@ CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "c"}]}
 # A value of each refused field that asks for something, where text does not.
 WISHES: dict[str, object] = {
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), False),
-    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "continue_final_message"), True),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), True),
     "truncate_prompt_tokens": 1,
     **{name: [1] for name in ("allowed_token_ids", "functions", "documents")},
     "bad_words": ["x"],

@@ -149,6 +149,15 @@ async def test_turns_of_a_role_are_one_and_the_system_may_speak_later(make_rig: 
     assert "x-torchrelay-left-out" not in headers
 
 
+async def test_answer_continues_the_beginning_that_is_given(make_rig: MakeRig) -> None:
+    rig = await make_rig(template=ROLES + "</s>{% if add_generation_prompt %}<assistant>{% endif %}")
+    prompt, _ = await prompt_of(rig, [HELLO, {"role": "assistant", "content": [{"type": "text", "text": "The sum"}]}])
+    assert prompt == "<user>Hello.<assistant>The sum"
+    body = {"model": "echo", "messages": [HELLO, {"role": "assistant", "content": "The sum"}]}
+    counted = (await rig.http.post("/v1/messages/count_tokens", json=body)).json()
+    assert counted["input_tokens"] == len(rig.tokenizer.encode(prompt, add_special_tokens=False).ids)
+
+
 def test_many_messages_are_taken_in_linear_time() -> None:
     """Those of the system look for an earlier answer: with a look at all messages each it would take minutes."""
     result = {"role": "user", "content": [{"type": "tool_result", "content": "a"}]}
@@ -226,6 +235,7 @@ async def test_deferred_tool_is_shown_once_a_result_refers_to_it(make_rig: MakeR
     assert "<tool>The tool rain can be called now." in prompt
 
 
+TOOL_USE: dict[str, Any] = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
     ({"max_tokens": 0}, "max_tokens must be at least 1"),
@@ -235,7 +245,18 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}, HELLO]}, "without a name"),
     ({"messages": [{"role": "user", "content": ""}]}, "must have content"),
     ({"messages": [{"role": "user", "content": [{"type": "picture"}]}]}, "content of type 'picture'"),
-    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "{"}]}, "must end with the"),
+    ({"messages": [HELLO, {"role": "assistant", "content": " "}]}, "with text and without calls"),
+    (
+        {"messages": [HELLO, {"role": "assistant", "content": [{"type": "text", "text": "a"}, TOOL_USE]}]},
+        "with text and without calls",
+    ),
+    (
+        {
+            "messages": [HELLO, {"role": "assistant", "content": "{"}],
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+        },
+        "cannot be combined with an answer's beginning",
+    ),
     ({"temperature": 1.5}, "temperature must be at most 1"),
     ({"top_k": -1}, "top_k must be at least 0"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must have 1 to 128 letters"),

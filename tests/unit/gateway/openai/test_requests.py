@@ -111,7 +111,6 @@ OF_OTHER_CHATS: list[tuple[str, object, object]] = [
     ("chat_template", "{{ messages }}", None),
     ("documents", [{}], []),
     ("add_generation_prompt", False, True),
-    ("continue_final_message", True, False),
 ]
 
 
@@ -172,6 +171,15 @@ def test_sampling_is_as_given_or_default() -> None:
     assert options is not None and options.include_usage
     kwargs = {"enable_thinking": False, "thinking_budget": 4, "style": {"tone": ["plain"]}}
     assert of_chat(chat_template_kwargs=kwargs).template_kwargs == kwargs
+
+
+def test_answer_may_continue_the_last_message() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    given: dict[str, Any] = {"messages": messages, "continue_final_message": True, "response_format": {"type": "text"}}
+    assert of_chat(**given).continues_last and of_chat(**given, add_generation_prompt=False).continues_last
+    assert not of_chat(messages=messages).continues_last
+    with pytest.raises(InvalidRequest, match="the format of a whole answer"):
+        of_chat(**{**given, "response_format": {"type": "json_object"}})
 
 
 @pytest.mark.parametrize(
@@ -275,6 +283,8 @@ ROLES = "messages[0].role must be one of system, developer, user, assistant, too
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs must be between 0 and 20, not 21"),
         (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be between 0 and 20"),
         (chat(prompt_logprobs=21), "prompt_logprobs", "must be between 0 and 20, not 21"),
+        (chat(continue_final_message=True, add_generation_prompt=True), "add_generation_prompt", "must be false"),
+        (chat(continue_final_message=True), "messages", "must be the assistant's"),
         (chat(top_logprobs=3), "logprobs", "top_logprobs requires logprobs to be true"),
         (chat(logprobs=3), "logprobs", "logprobs must be true or false, not 3"),
         (chat(tool_choice="auto"), "tool_choice", "tool_choice is allowed only with tools"),

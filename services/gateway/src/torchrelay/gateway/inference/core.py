@@ -25,6 +25,7 @@ class GenerateParams(SharedSampling):
 
     model: str
     messages: tuple[ChatMessage, ...] | None = None
+    continues_last: bool = False  # the answer continues the last message, which is the assistant's
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     tools: tuple[dict[str, Any], ...] = ()  # that the answer may call, beside messages

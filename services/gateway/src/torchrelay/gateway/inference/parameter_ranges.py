@@ -13,6 +13,7 @@ import msgspec
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.sampling import RANGES
 from torchrelay.gateway.core import ServiceClass
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES: Final = 32_768  # each costs microseconds on the event loop
@@ -43,6 +44,18 @@ def check_num_messages(count: int) -> None:
     if not 0 < count <= MAX_MESSAGES:
         wrong = "must not be empty" if not count else f"has {count:,} entries; at most {MAX_MESSAGES:,} are allowed"
         raise InvalidRequest(f"messages {wrong}", field="messages")
+
+
+def check_continued(message: Mapping[str, Any], format_: AnswerFormat | None) -> None:
+    """Raises ``InvalidRequest`` unless an answer in this format can continue the last message."""
+    if format_ is not None and (format_.content or format_.grammar):
+        wrong = f"{format_.field} is the format of a whole answer; it cannot be combined with an answer's beginning"
+        raise InvalidRequest(wrong, field=format_.field)
+    if message["role"] != "assistant" or not message["content"].strip() or "tool_calls" in message:
+        wrong = (
+            "the last of messages must be the assistant's, with text and without calls, for an answer to continue it"
+        )
+        raise InvalidRequest(wrong, field="messages")
 
 
 def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:

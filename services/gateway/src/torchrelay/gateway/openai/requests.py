@@ -19,6 +19,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
     MAX_COMPLETION_LOGPROBS,
     MAX_PROMPTS,
     bias_tokens,
+    check_continued,
     check_num_messages,
     check_role,
     check_sampling,
@@ -176,8 +177,6 @@ _WITHOUT_EFFECT: Final[dict[str, Any]] = {
 _WITHOUT_EFFECT_ON_CHAT: Final[dict[str, Any]] = {
     "chat_template": None,
     "documents": [],
-    "add_generation_prompt": True,
-    "continue_final_message": False,
 }
 
 # Fields that other servers and routers know and that leave the answer of a single platform as it is: they name the
@@ -203,11 +202,15 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
         _require(
             "tools", tool_choice=body.tool_choice not in (None, "none"), parallel_tool_calls=body.parallel_tool_calls
         )
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "add_generation_prompt must be false where continue_final_message is true"
+        raise InvalidRequest(message, field="add_generation_prompt")
     if not body.functions:
         _require("functions", function_call=body.function_call not in (None, "none"))
     refuse_unsupported(
         body,
         functions=bool(body.functions),
+        add_generation_prompt=body.add_generation_prompt is False and not body.continue_final_message,
         **_have_effect(body, _WITHOUT_EFFECT_ON_CHAT),
     )
     return body
@@ -247,12 +250,16 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", field="logprobs")
-    format_ = format_of(body)
-    tools, format_ = chosen_tools(declared_tools(body.tools or []), body.tool_choice, body.parallel_tool_calls, format_)
     left_out: set[str] = set()
+    messages = tuple(_message(message, index, left_out) for index, message in enumerate(body.messages))
+    format_ = format_of(body)
+    if body.continue_final_message:
+        check_continued(messages[-1], format_)
+    tools, format_ = chosen_tools(declared_tools(body.tools or []), body.tool_choice, body.parallel_tool_calls, format_)
     return shared_params(
         body,
-        messages=tuple(_message(message, index, left_out) for index, message in enumerate(body.messages)),
+        messages=messages,
+        continues_last=bool(body.continue_final_message),
         left_out=tuple(sorted(left_out)),
         tools=tools,
         template_kwargs=check_template_kwargs(body.chat_template_kwargs or {}),

@@ -62,8 +62,7 @@ SYSTEM = [{"role": "developer", "content": "Be brief."}, {"role": "user", "conte
 
 
 def text_of(source: str, messages: list[dict[str, str]]) -> str:
-    template = ChatTemplate(source)
-    return template.render({"messages": template.messages(messages)}, 1000)
+    return ChatTemplate(source).rendered(messages, {}, 1000, continues_last=False)
 
 
 def test_template_gets_parts_or_strings_as_it_takes_them() -> None:

@@ -82,6 +82,44 @@ async def test_template_renders_as_in_transformers(rig: TextRig) -> None:
     assert await rig.rendered("{{ strftime_now('%Y') }}") == time.strftime("%Y")
 
 
+LOOPS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content WHITE }}</s>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("content", ["The sum is", "The sum is: ", "Ja 🔥\n{", "brief"])
+async def test_answer_continues_the_last_message_as_in_transformers(rig: TextRig, content: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template, messages = LOOPS.replace("WHITE", ""), (*MESSAGES, {"role": "assistant", "content": content})
+    expected: Any = render_jinja_template(
+        conversations=[list(messages)], chat_template=template, continue_final_message=True, bos_token="<s>"
+    )
+    assert await rig.rendered(template, messages=messages, continues_last=True) == expected[0][0]
+    trimmed = await rig.rendered(LOOPS.replace("WHITE", "| trim"), messages=messages, continues_last=True)
+    assert trimmed.endswith(f"<|assistant|>{content}")
+
+
+async def test_message_that_a_template_changes_cannot_be_continued(rig: TextRig) -> None:
+    messages = (*MESSAGES, {"role": "assistant", "content": "The sum is"})
+    answer = rig.answer(LOOPS.replace("WHITE", "| upper"), messages=messages, continues_last=True)
+    assert await cause(answer) == (
+        "template",
+        "it does not show the last message as it is, so no answer can continue it",
+    )
+
+
+async def test_arguments_that_are_no_object_reach_templates_that_take_objects(rig: TextRig) -> None:
+    """A model has written them, and the template loops over their items."""
+    items = "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function.arguments | items %}"
+    template = "{{ tools }}" + items + "<{{ k }}>{{ v }}{% endfor %}{% endfor %}{% endfor %}"
+    calls = [{"id": "", "type": "function", "function": {"name": "f", "arguments": each}} for each in ("{a", {"b": 1})]
+    messages = (*MESSAGES, {"role": "assistant", "content": "", "tool_calls": calls})
+    assert await rig.rendered(template, messages=messages) == "None<arguments>{a<b>1"
+    as_text = (
+        "{{ messages[2].tool_calls[0].function.arguments | upper }}{{ tools }}{{ messages[2].tool_calls | length }}"
+    )
+    assert await rig.rendered(as_text, messages=messages) == "{ANone2"
+
+
 TEMPLATE_FAULTS = [
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     ("{{ nothing.at.all }}", "undefined"),

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 from tokenizers import Tokenizer
@@ -54,7 +55,8 @@ class TextRig:
         *,
         tenant: str = "acme",
         model: str = "acme/echo",
-        messages: tuple[dict[str, str], ...] = MESSAGES,
+        messages: tuple[dict[str, Any], ...] = MESSAGES,
+        continues_last: bool = False,
         tokenizer: bytes = TINY,
         text: str | None = None,
         max_tokens: int = 1 << 20,
@@ -71,12 +73,13 @@ class TextRig:
             max_tokens=max_tokens,
             max_chars=max_chars,
             messages=None if text is not None else messages,
+            continues_last=continues_last,
             text=text or "",
         )
         return await self.processes.run(tenant, model, prompt, files)
 
-    async def rendered(self, template: str, *, tenant: str = "acme", model: str = "acme/echo") -> str:
-        return self.text(await self.answer(template, tenant=tenant, model=model))
+    async def rendered(self, template: str, **prompt: Any) -> str:
+        return self.text(await self.answer(template, **prompt))
 
     @staticmethod
     def text(answer: Answer, tokenizer: bytes = TINY) -> str:

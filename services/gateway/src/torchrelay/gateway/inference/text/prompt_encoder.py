@@ -110,6 +110,7 @@ class PromptEncoder:
             max_tokens=shape.max_context_tokens,
             max_chars=max_chars,
             messages=params.messages,
+            continues_last=params.continues_last,
             tools=params.tools,
             template_kwargs=params.template_kwargs,
             answer_format=params.answer_format,

@@ -95,6 +95,33 @@ def _is_content(node: nodes.Node, names: Container[str] = ()) -> bool:
     return False
 
 
+def _with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with objects for all arguments of calls, of which a template may take no other; empty if there are
+    no others.
+    """
+    changed, has_texts = [dict(message) for message in messages], False
+    for message in changed:
+        message["tool_calls"] = calls = [dict(call) for call in message.get("tool_calls", ())]
+        for call in calls:
+            if not isinstance(arguments := call["function"]["arguments"], dict):
+                call["function"] = {**call["function"], "arguments": {"arguments": arguments}}
+                has_texts = True
+        if not calls:
+            del message["tool_calls"]
+    return changed if has_texts else []
+
+
+def _until_end_of(content: str, text: str) -> str:
+    """``text`` until the end of the last ``content`` in it, with the white space that ends the content.
+
+    Raises ``TemplateError`` if it has no such part.
+    """
+    begin = text.rfind(stripped := content.strip())
+    if begin < 0 or not stripped:
+        raise jinja2.TemplateError("it does not show the last message as it is, so no answer can continue it")
+    return text[: begin + len(stripped)] + content[len(content.rstrip()) :]
+
+
 class OutputTooLong(Exception):
     """A template wrote more than ``num_chars`` characters, and was stopped."""
 
@@ -137,7 +164,25 @@ class ChatTemplate:
         """The syntax of answers that the template shows to the model."""
         return syntax_of(self._source)
 
-    def messages(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def rendered(
+        self, given: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], max_chars: int, *, continues_last: bool
+    ) -> str:
+        """The text of messages, which ends with the last one's content, or else with the head of an answer.
+
+        Raises ``OutputTooLong``, and whatever the template raises.
+        """
+        variables = {**variables, "add_generation_prompt": not continues_last}
+        try:
+            text = self.render({**variables, "messages": self._adapted(given)}, max_chars)
+        except (OutputTooLong, MemoryError, RecursionError):
+            raise
+        except Exception:
+            if not (wrapped := _with_objects(given)):
+                raise
+            text = self.render({**variables, "messages": self._adapted(wrapped)}, max_chars)
+        return _until_end_of(given[-1]["content"], text) if continues_last else text
+
+    def _adapted(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as the template expects them: contents as lists of parts if it loops over these, and the role
         ``developer``, which succeeded ``system``, under the name that it knows.
         """

@@ -70,6 +70,7 @@ class Prompt(msgspec.Struct, tag=True, frozen=True):
     max_tokens: int
     max_chars: int
     messages: tuple[dict[str, Any], ...] | None = None
+    continues_last: bool = False  # the answer continues the last message
     tools: tuple[dict[str, Any], ...] = ()  # for the chat template
     template_kwargs: dict[str, Any] = {}  # more variables for it
     answer_format: AnswerFormat | None = None

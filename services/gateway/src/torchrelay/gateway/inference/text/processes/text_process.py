@@ -128,12 +128,10 @@ class TextService:
             **prompt.template_kwargs,
             "tools": prompt.tools or None,  # templates test for none, not for definedness
             "documents": None,
-            "add_generation_prompt": True,
         }
         try:
             with cpu_limit(signal.ITIMER_PROF, self._limits.prompt_cpu_s):
-                messages = template.messages(given)
-                text = template.render({**variables, "messages": messages}, prompt.max_chars)
+                text = template.rendered(given, variables, prompt.max_chars, continues_last=prompt.continues_last)
                 text.encode()  # fails for lone surrogates, which the library would take for a wrong type
         except OutputTooLong as error:
             raise PromptRefused(Refusal("characters", number=error.num_chars)) from error
