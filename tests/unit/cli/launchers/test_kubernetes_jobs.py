@@ -94,17 +94,55 @@ async def test_pods_wait_run_and_end(server: Server, jobs: KubernetesJobs) -> No
     assert await jobs.listed() == {}
     for name in ("node-1", "node-2", "node-3"):
         await jobs.start(name)
-    assert await jobs.listed() == {"node-1": False, "node-2": False, "node-3": False}
+    assert await jobs.listed() == {"node-1": "", "node-2": "", "node-3": ""}
     phase(server, "node-1", "Running")
     phase(server, "node-2", "Succeeded")
     phase(server, "node-3", "Failed")
-    assert await jobs.listed() == {"node-1": True}
+    assert await jobs.listed() == {"node-1": None}
     assert names(server) == {"node-1", "node-3"}, "a failed one stays for its logs"
     await jobs.stop("node-1")
     await jobs.stop("node-1")
     assert names(server) == {"node-3"}
     (listing, *_) = server[kmock.action.LIST]
     assert listing.params["labelSelector"] == f"{PLATFORM_LABEL}={PROGRAM.jobs_name}"
+
+
+PULL = {"name": "worker", "ready": False, "image": "i", "imageID": "", "restartCount": 0}
+UNSCHEDULABLE = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "Unschedulable",
+    "message": "0/3 nodes have a GPU",
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        ({"conditions": [UNSCHEDULABLE]}, "Unschedulable: 0/3 nodes have a GPU"),
+        (
+            {
+                "conditions": [{"type": "PodScheduled", "status": "True"}],
+                "containerStatuses": [PULL | {"state": {"waiting": {"reason": "ImagePullBackOff"}}}],
+            },
+            "ImagePullBackOff",
+        ),
+        (
+            {
+                "initContainerStatuses": [
+                    PULL | {"state": {"waiting": {"reason": "ErrImagePull", "message": "no such tag"}}}
+                ]
+            },
+            "ErrImagePull: no such tag",
+        ),
+    ],
+)
+async def test_pod_that_does_not_start_says_why(
+    server: Server, jobs: KubernetesJobs, status: dict[str, Any], why: str
+) -> None:
+    await jobs.start("node-1")
+    server.objects["v1/pods", "models", "node-1"].patch({"status": {"phase": "Pending", **status}})
+    assert await jobs.listed() == {"node-1": why}
 
 
 async def test_secret_has_the_join_file_of_the_latest_run(server: Server, jobs: KubernetesJobs) -> None:
@@ -120,7 +158,7 @@ async def test_secret_has_the_join_file_of_the_latest_run(server: Server, jobs: 
 async def test_pod_that_an_earlier_attempt_made_is_started(server: Server, jobs: KubernetesJobs) -> None:
     server[f"post {PODS}"] << 409
     await jobs.start("node-1")
-    assert await jobs.listed() == {"node-1": False}
+    assert await jobs.listed() == {"node-1": ""}
 
 
 @pytest.mark.parametrize(("status", "reason"), [(403, "Forbidden"), (500, "Internal Server Error")])
@@ -207,8 +245,10 @@ async def test_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_jobs_with_a_changed_comment_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     squeue = tmp_path / "squeue"
     squeue.write_text(
-        "#!/bin/sh\nprintf '7 RUNNING node-1\\n8 PENDING node-2\\n9 RUNNING moved by ops\\n10 RUNNING\\n'\n"
+        "#!/bin/sh\nprintf '7 RUNNING node-1 None\\n8 PENDING node-2 (Partition is down)\\n"
+        "9 RUNNING moved by ops\\n10 RUNNING\\n'\n"
     )
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert await SlurmJobs(JobProgram(SLURM_FILE, "torchrelay-test")).listed() == {"node-1": True, "node-2": False}
+    jobs = await SlurmJobs(JobProgram(SLURM_FILE, "torchrelay-test")).listed()
+    assert jobs == {"node-1": None, "node-2": "Slurm says (Partition is down)"}

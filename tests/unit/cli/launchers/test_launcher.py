@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torchrelay.cli.errors import CliError
-from torchrelay.cli.launchers.job_launcher import LOOK_EVERY_S, SHORT_S, STOP_S, JobLauncher
+from torchrelay.cli.launchers.job_launcher import LOOK_EVERY_S, SHORT_S, STOP_S, WAIT_S, JobLauncher
 from torchrelay.cli.launchers.jobs import JobError
 from torchrelay.cli.launchers.pool_driver import ABSENT_S, KEEP_S, PoolDriver
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
@@ -15,7 +15,7 @@ SCOPE = "node-"
 
 
 class ListedJobs:
-    """Jobs that are names; each with whether it runs."""
+    """Jobs that are names; each with whether it runs. ``why``: the others wait."""
 
     output = "the list"
 
@@ -23,12 +23,12 @@ class ListedJobs:
         self.jobs: dict[str, bool] = jobs
         self.stopped: list[str] = []
         self.is_closed = False
-        self.fault = ""
+        self.fault = self.why = ""
 
-    async def listed(self) -> Mapping[str, bool]:
+    async def listed(self) -> Mapping[str, str | None]:
         if self.fault:
             raise JobError(self.fault)
-        return dict(self.jobs)
+        return {name: None if is_running else self.why for name, is_running in self.jobs.items()}
 
     async def start(self, worker_id: str) -> None:
         self.jobs[worker_id] = False
@@ -120,6 +120,22 @@ async def test_engine_that_does_not_answer_changes_nothing_and_is_named_once() -
     assert len(errors) == 2
 
 
+async def test_why_jobs_wait_is_told_once_each_has_waited_for_a_while() -> None:
+    jobs = ListedJobs(first=False, second=False, third=True)
+    jobs.why = "PartitionDown"
+    launcher, errors = await looked_at(jobs)
+    assert launcher.waiting() == {"first": "PartitionDown", "second": "PartitionDown"}
+    await launcher.reconcile(WAIT_S - 1)
+    assert not errors
+    for now in (WAIT_S, WAIT_S + 1):
+        await launcher.reconcile(now)
+    assert [error.message for error in errors] == ["2 workers waiting: PartitionDown"]
+    jobs.why, jobs.jobs["first"] = "Resources", True
+    await launcher.reconcile(WAIT_S + 2)
+    assert [error.message for error in errors[1:]] == ["1 worker waiting: Resources"]
+    assert launcher.waiting() == {"second": "Resources"}
+
+
 async def test_job_that_cannot_be_stopped_holds_no_other_back() -> None:
     class Stuck(ListedJobs):
         async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
@@ -209,8 +225,8 @@ class ListedLauncher:
     def members(self) -> Collection[str]:
         return tuple(self.names)
 
-    def waiting(self) -> Collection[str]:
-        return tuple(self.queued)
+    def waiting(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.queued, "")
 
     def scale(self, num_slots: int) -> None:
         self.num_scaled = num_slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,14 @@ import pytest
 from tests.support.certificates import Authority
 from tests.support.wait import HANG_S, eventually
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store
-from tests.unit.scheduler.service.scripted_cluster import GatewayClient, ScriptedCluster, cluster, scripted_cluster
+from tests.unit.scheduler.service.scripted_cluster import (
+    SCHEDULER_TOKEN,
+    GatewayClient,
+    ScriptedCluster,
+    cluster,
+    scripted_cluster,
+)
+from torchrelay.cli.launchers.pool_driver import PoolDriver
 from torchrelay.cli.up.ports import Ports
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.identity.callers import Caller
@@ -85,6 +92,37 @@ async def it(nats_url: str) -> AsyncIterator[ScriptedCluster]:
 def ports() -> Iterator[Ports]:
     with closing(Ports()) as ports:
         yield ports
+
+
+class WaitingWorkers:
+    """A launcher whose workers do not start."""
+
+    def __init__(self) -> None:
+        self.reasons = ["ImagePullBackOff"]
+
+    def members(self) -> Collection[str]:
+        return ["node-1"]
+
+    def waiting(self) -> Mapping[str, str]:
+        return dict(zip(self.members(), self.reasons, strict=False))
+
+    def scale(self, num_slots: int) -> None: ...
+
+    def retire(self, worker_id: str) -> None: ...
+
+
+async def test_view_says_why_the_workers_of_a_launcher_wait(it: ScriptedCluster) -> None:
+    launcher = WaitingWorkers()
+    async with it.scheduler(**FOLLOW) as address, GatewayClient(address) as gateway:
+        await gateway.admit("r1")
+        driver = PoolDriver(address, None, SCHEDULER_TOKEN, launcher)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(driver.run())
+            told = "; 1 worker waiting: ImagePullBackOff"
+            await cluster(address, lambda view: any(pool.reason.endswith(told) for pool in view.pools))
+            launcher.reasons.clear()
+            await cluster(address, lambda view: any("waiting" not in pool.reason for pool in view.pools))
+            running.cancel()
 
 
 async def withdraw(gateway: GatewayClient, request_id: str) -> None:

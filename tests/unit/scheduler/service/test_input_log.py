@@ -24,6 +24,7 @@ from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
     CopyFailed,
     Input,
+    LauncherReported,
     LoadUnanswered,
     MinimumsSet,
     ModelDeleted,
@@ -136,6 +137,7 @@ def fail(cluster: RunningCluster) -> None:
     cluster.models[MODELS[0].version_id] = MODELS[0]
     cluster.apply(MinimumsSet((replace(MODELS[0], min_instances=1), timed)))
     cluster.apply(ModelDeleted(MODELS[2].name))
+    cluster.apply(LauncherReported("1 worker waiting: Resources"))
     cluster.apply(Turn())
     for worker in list(cluster.workers.values())[:2]:
         cluster.apply(WorkerBeat(worker.worker_id, worker.incarnation, EngineProgress(3, True)))

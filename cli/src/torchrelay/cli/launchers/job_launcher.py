@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.launchers.jobs import JobError, Jobs
+from torchrelay.cli.launchers.launcher import waits_text
 
 LOOK_EVERY_S = 1.0
 SHORT_S = 20.0  # a job that ran for less delays the next start
 MAX_BACKOFF_S = 60.0
+WAIT_S = 30.0  # after which an operator is told why jobs wait
 STOP_S = 60.0  # for a job that was told to leave; then it is ended at once
 
 
@@ -24,6 +26,8 @@ class _Member:
 
     is_submitted: bool = False
     running_since: float | None = None
+    waiting_since: float | None = None
+    why: str = ""  # it waits, as the engine says
 
 
 class JobLauncher:
@@ -38,15 +42,15 @@ class JobLauncher:
         self._members: dict[str, _Member] | None = None  # None until the engine has answered
         self._told_at: dict[str, float] = {}  # jobs that were told to leave
         self._backoff_s, self._next_start_s = 0.0, 0.0
-        self._last_fault = ""
+        self._last_fault, self._told_waits = "", set[str]()
         self.has_begun = False
         self._changed, self._killed = asyncio.Event(), asyncio.Event()
 
     def members(self) -> Collection[str]:
         return tuple(self._members or ())
 
-    def waiting(self) -> Collection[str]:
-        return tuple(name for name, member in (self._members or {}).items() if member.running_since is None)
+    def waiting(self) -> Mapping[str, str]:
+        return {name: member.why for name, member in (self._members or {}).items() if member.running_since is None}
 
     def scale(self, num_slots: int) -> None:
         if self._members is None:
@@ -98,6 +102,7 @@ class JobLauncher:
                 self._members = {name: _Member(is_submitted=True) for name in jobs}
             faults = await self._stop_others(jobs, now)
             self._note_progress(self._members, jobs, now)
+            self._tell_waits(self._members, now)
             if now >= self._next_start_s:
                 await self._submit(self._members)
         except JobError as error:
@@ -112,7 +117,18 @@ class JobLauncher:
             self._on_error(CliError(fault, meaning))
         self._last_fault = fault
 
-    async def _stop_others(self, jobs: Mapping[str, bool], now: float) -> list[str]:
+    def _tell_waits(self, members: Mapping[str, _Member], now: float) -> None:
+        """Tells why jobs have waited for ``WAIT_S``; each reason once until no job waits for it."""
+        long = {
+            name: member.why
+            for name, member in members.items()
+            if member.waiting_since is not None and now - member.waiting_since >= WAIT_S
+        }
+        if not set(long.values()) <= self._told_waits | {""}:
+            self._on_error(CliError(waits_text(long), "they run once this is over"))
+        self._told_waits = set(long.values())
+
+    async def _stop_others(self, jobs: Mapping[str, str | None], now: float) -> list[str]:
         """Stops the jobs of no member; returns why some cannot be stopped."""
         faults: list[str] = []
         self._told_at = {name: at for name, at in self._told_at.items() if name in jobs}
@@ -127,7 +143,7 @@ class JobLauncher:
                     self._told_at[name] = now
         return faults
 
-    def _note_progress(self, members: dict[str, _Member], jobs: Mapping[str, bool], now: float) -> None:
+    def _note_progress(self, members: dict[str, _Member], jobs: Mapping[str, str | None], now: float) -> None:
         for name, member in tuple(members.items()):
             if name not in jobs:
                 if member.is_submitted:
@@ -135,8 +151,10 @@ class JobLauncher:
                     self._ended(name, member, now)
                 continue
             member.is_submitted = True  # also if the answer to its submission was lost
-            if jobs[name] and member.running_since is None:
-                member.running_since = now
+            if (why := jobs[name]) is not None:
+                member.why, member.waiting_since = why, now if member.waiting_since is None else member.waiting_since
+            elif member.running_since is None:
+                member.running_since, member.waiting_since = now, None
 
     def _ended(self, name: str, member: _Member, now: float) -> None:
         if member.running_since is not None and now - member.running_since >= SHORT_S:

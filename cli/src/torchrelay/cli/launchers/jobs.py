@@ -20,8 +20,8 @@ class Jobs(Protocol):
 
     output: str  # where an operator reads what a job printed
 
-    async def listed(self) -> Mapping[str, bool]:
-        """The workers whose jobs have not ended, and for each whether its job has begun to run."""
+    async def listed(self) -> Mapping[str, str | None]:
+        """The workers whose jobs have not ended, and for each why its job waits. None: it has begun to run."""
 
     async def start(self, worker_id: str) -> None:
         """Submits a job, which begins when the engine has a place for it."""

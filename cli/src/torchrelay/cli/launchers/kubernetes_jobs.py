@@ -48,18 +48,19 @@ class KubernetesJobs:
         except (AttributeError, KeyError, TypeError) as error:
             raise CliError(f"--pod cannot be completed: {error!r}", "leave out fields without a value") from error
 
-    async def listed(self) -> Mapping[str, bool]:
-        async def ask(api: Api) -> Mapping[str, bool]:
+    async def listed(self) -> Mapping[str, str | None]:
+        async def ask(api: Api) -> Mapping[str, str | None]:
             selector = f"{PLATFORM_LABEL}={self._program.jobs_name}"
             pods = await api.list_namespaced_pod(self._namespace, label_selector=selector, _request_timeout=_TIMEOUT_S)
             # Those that are being deleted: on a node that is lost, that may take for ever.
-            here = [pod.metadata.name for pod in pods.items if pod.metadata.deletion_timestamp is None]
-            phases = {pod.metadata.name: pod.status.phase if pod.status else "Pending" for pod in pods.items}
+            here = {pod.metadata.name: pod.status for pod in pods.items if pod.metadata.deletion_timestamp is None}
+            phases = {name: status.phase if status else "Pending" for name, status in here.items()}
             succeeded = [name for name in here if phases[name] == "Succeeded"]
             failed = [name for name in here if phases[name] == "Failed"]
             for name in (*succeeded, *failed[:-_MAX_FAILED]):
                 await self._delete(api, name)
-            return {name: phases[name] == "Running" for name in here if phases[name] not in _ENDED}
+            live = [name for name in here if phases[name] not in _ENDED]
+            return {name: None if phases[name] == "Running" else _why_waiting(here[name]) for name in live}
 
         return await self._asked("list pods", ask)
 
@@ -136,6 +137,17 @@ class KubernetesJobs:
             raise JobError(f"Kubernetes refuses to {what}: {error.status} {error.reason}") from error
         except (aiohttp.ClientError, OSError, config.ConfigException) as error:
             raise JobError(f"Kubernetes does not {what}: {error!r}") from error
+
+
+def _why_waiting(status: Any) -> str:
+    """Why a pod has no node, or why a container of it does not start; empty where nothing says it."""
+    if status is None:
+        return ""
+    containers = (*(status.init_container_statuses or ()), *(status.container_statuses or ()))
+    waiting = [each.state.waiting for each in containers if each.state is not None and each.state.waiting is not None]
+    conditions = [each for each in status.conditions or () if each.type == "PodScheduled" and each.status == "False"]
+    says = next(iter((*waiting, *conditions)), None)
+    return "" if says is None else ": ".join(filter(None, (says.reason, says.message)))
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import grpc
 
-from torchrelay.cli.launchers.launcher import Launcher
+from torchrelay.cli.launchers.launcher import Launcher, waits_text
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import open_channel
@@ -19,6 +19,7 @@ KEEP_S = 10.0  # how long a target must be lower before a worker is stopped
 ABSENT_S = 120.0  # how long a member that runs may be unknown to the scheduler
 _LOOK_EVERY_S = 1.0
 _RETRY_S = 0.5
+_REPORT_TIMEOUT_S = 5.0
 
 
 class PoolDriver:
@@ -27,6 +28,8 @@ class PoolDriver:
     def __init__(self, address: str, tls: Tls | None, token: str, launcher: Launcher) -> None:
         self._address, self._tls, self._token, self._launcher = address, tls, token, launcher
         self._view: scheduler_pb2.ClusterView | None = None
+        self._stub: scheduler_pb2_grpc.SchedulerAsyncStub | None = None
+        self._reported = ""
         self._changed = asyncio.Event()
         self._lower_since: float | None = None
         self._absent_since: dict[str, float] = {}  # members that run and that the scheduler does not know
@@ -42,6 +45,7 @@ class PoolDriver:
                 self._changed.clear()
                 if self._view is not None:
                     self.follow(self._view, time.monotonic())
+                    await self._report()
 
     def follow(self, view: scheduler_pb2.ClusterView, now: float) -> None:
         """Starts the workers that the target lacks at once; after ``KEEP_S`` with a lower one stops
@@ -62,6 +66,15 @@ class PoolDriver:
             for worker_id in [*waiting, *free_workers(view, set(members) - set(waiting))][: len(members) - num_wanted]:
                 self._launcher.retire(worker_id)
 
+    async def _report(self) -> None:
+        """Tells the scheduler why workers wait, if that has changed."""
+        waits = waits_text(self._launcher.waiting())
+        if waits == self._reported or self._stub is None:
+            return
+        with suppress(grpc.aio.AioRpcError):  # the next look tries again
+            await self._stub.ReportLauncher(scheduler_pb2.LauncherReport(waits=waits), timeout=_REPORT_TIMEOUT_S)
+            self._reported = waits
+
     def _absent(self, view: scheduler_pb2.ClusterView, now: float) -> list[str]:
         """Members that run, and are absent from the view for ``ABSENT_S``: they cannot join, or were lost unnoticed."""
         known = {worker.worker_id for worker in view.workers}.union(self._launcher.waiting())
@@ -71,10 +84,11 @@ class PoolDriver:
 
     async def _watch(self) -> None:
         async with open_channel(self._address, self._tls, self._token, Caller.SCHEDULER) as channel:
-            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            self._stub = scheduler_pb2_grpc.SchedulerStub(channel)
             while True:
+                self._reported = ""  # to this scheduler
                 try:
-                    async for view in stub.WatchCluster(scheduler_pb2.WatchClusterRequest()):
+                    async for view in self._stub.WatchCluster(scheduler_pb2.WatchClusterRequest()):
                         self._view = view
                         self._changed.set()
                 except grpc.aio.AioRpcError:

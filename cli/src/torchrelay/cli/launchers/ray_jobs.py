@@ -27,7 +27,7 @@ class RayJobs:
         self._slot: Any = None  # the actor's class, known to the cluster
         self._began: dict[str, Any] = {}  # of each actor, the answer that it gives once it has a node
 
-    async def listed(self) -> Mapping[str, bool]:
+    async def listed(self) -> Mapping[str, str | None]:
         return await self._asked(self._listed)
 
     async def start(self, worker_id: str) -> None:
@@ -53,11 +53,11 @@ class RayJobs:
             self._began.clear()
         return ask()
 
-    def _listed(self) -> Mapping[str, bool]:
+    def _listed(self) -> Mapping[str, str | None]:
         names = set(ray.util.list_named_actors())
         self._began = {name: self._began.get(name) or ray.get_actor(name).began.remote() for name in names}
         began, _ = ray.wait(list(self._began.values()), num_returns=len(names), timeout=0) if names else ([], [])
-        return {name: answer in began for name, answer in self._began.items()}
+        return {name: None if answer in began else "Ray has no node for it yet" for name, answer in self._began.items()}
 
     def _start(self, worker_id: str) -> None:
         program = self._program

@@ -25,20 +25,18 @@ class SlurmJobs:
         self._program = program
         self._job_ids: dict[str, tuple[str, bool]] = {}  # with whether it runs
 
-    async def listed(self) -> Mapping[str, bool]:
+    async def listed(self) -> Mapping[str, str | None]:
         lines = await _output(
             "squeue", "--me", "--noheader", "--name", self._program.jobs_name, "--states", _STATES,
-            "--format", "%i %T %k",
+            "--format", "%i %T %k %r",
         )  # fmt: skip
-        jobs = [line.partition(" ") for line in lines.splitlines()]
-        states = {job_id: rest.partition(" ") for job_id, _, rest in jobs}
-        scope = self._program.join_file.scope
-        self._job_ids = {
-            comment: (job_id, state not in _WAITS)
-            for job_id, (state, _, comment) in states.items()
-            if comment.startswith(scope)  # an administrator may have changed it
-        }
-        return {worker_id: is_running for worker_id, (_, is_running) in self._job_ids.items()}
+        self._job_ids, jobs = {}, dict[str, str | None]()
+        for line in lines.splitlines():
+            job_id, state, comment, reason = [*line.split(" ", 3), "", ""][:4]
+            if comment.startswith(self._program.join_file.scope):  # an administrator may have changed it
+                self._job_ids[comment] = job_id, state not in _WAITS
+                jobs[comment] = f"Slurm says {reason}" if state in _WAITS else None
+        return jobs
 
     async def start(self, worker_id: str) -> None:
         await _output("sbatch", stdin=self.script(worker_id))

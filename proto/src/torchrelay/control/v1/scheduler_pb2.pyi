@@ -42,6 +42,41 @@ SERVICE_CLASS_BATCH: ServiceClass.ValueType  # 2
 Global___ServiceClass: _TypeAlias = ServiceClass  # noqa: Y015
 
 @_typing.final
+class LauncherReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITS_FIELD_NUMBER: _builtins.int
+    waits: _builtins.str
+    """why workers that it starts do not run yet; empty: none waits"""
+    def __init__(
+        self,
+        *,
+        waits: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LauncherReport: _TypeAlias = LauncherReport  # noqa: Y015
+
+@_typing.final
+class LauncherReportReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LauncherReportReply: _TypeAlias = LauncherReportReply  # noqa: Y015
+
+@_typing.final
 class EnrollRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

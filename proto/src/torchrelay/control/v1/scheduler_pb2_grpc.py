@@ -60,6 +60,11 @@ class SchedulerStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollRequest.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollReply.FromString,
                 _registered_method=True)
+        self.ReportLauncher = channel.unary_unary(
+                '/torchrelay.control.v1.Scheduler/ReportLauncher',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.LauncherReport.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.LauncherReportReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -102,6 +107,13 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportLauncher(self, request, context):
+        """From the launcher that follows the pool of slots with one device, when its report changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +141,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Enroll,
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollRequest.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollReply.SerializeToString,
+            ),
+            'ReportLauncher': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportLauncher,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.LauncherReport.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.LauncherReportReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +284,33 @@ class Scheduler:
             '/torchrelay.control.v1.Scheduler/Enroll',
             torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollRequest.SerializeToString,
             torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportLauncher(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrelay.control.v1.Scheduler/ReportLauncher',
+            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.LauncherReport.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.LauncherReportReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class SchedulerStub:
     """The history, oldest first: what is kept of it since a time, and with follow what is added from then on."""
     Enroll: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.EnrollRequest, _scheduler_pb2.EnrollReply]
     """The credentials of a store or worker, for a process that shows a join token; it needs no other."""
+    ReportLauncher: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LauncherReport, _scheduler_pb2.LauncherReportReply]
+    """From the launcher that follows the pool of slots with one device, when its report changes."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -63,6 +65,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """The history, oldest first: what is kept of it since a time, and with follow what is added from then on."""
     Enroll: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.EnrollRequest, _scheduler_pb2.EnrollReply]  # type: ignore[assignment]
     """The credentials of a store or worker, for a process that shows a join token; it needs no other."""
+    ReportLauncher: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LauncherReport, _scheduler_pb2.LauncherReportReply]  # type: ignore[assignment]
+    """From the launcher that follows the pool of slots with one device, when its report changes."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Dispatch, autoscaling and relay planning. One is active at a time."""
@@ -108,5 +112,13 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.EnrollReply, _abc.Awaitable[_scheduler_pb2.EnrollReply]]:
         """The credentials of a store or worker, for a process that shows a join token; it needs no other."""
+
+    @_abc_1.abstractmethod
+    def ReportLauncher(
+        self,
+        request: _scheduler_pb2.LauncherReport,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.LauncherReportReply, _abc.Awaitable[_scheduler_pb2.LauncherReportReply]]:
+        """From the launcher that follows the pool of slots with one device, when its report changes."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 from torchrelay.scheduler.policy.effects import LoadCommand, RefusalReason, SchedulerEvent
-from torchrelay.scheduler.policy.inputs import MinimumsSet
+from torchrelay.scheduler.policy.inputs import LauncherReported, MinimumsSet
 from torchrelay.scheduler.policy.types import Role
 
 ADVISE = PolicyConfig(pool_mode=PoolMode.ADVISE)
@@ -77,6 +78,37 @@ def wanted(scene: PaperCluster) -> dict[Role | None, int]:
     of_roles = scene.policy.state.role_targets
     targets: dict[Role | None, int] = {None: scene.policy.state.pool_targets[1].num_wanted}
     return targets | {role: target.num_wanted for (size, role), target in of_roles.items() if size == 1}
+
+
+def test_request_is_refused_with_the_reason_once_the_start_of_its_slot_is_overdue() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW, unserved_s=1.0)).settle(a_store("store-1", "host-1"))
+    scene.admit(FIRST, "r1")
+    scene.pass_time(800.0, step_s=1.0)
+    assert "no worker has started for 600 s" in scene.refused("r1").message
+    scene.admit(FIRST, "r2")
+    scene.apply(LauncherReported("1 worker waiting: ImagePullBackOff"))
+    scene.pass_time(300.0, step_s=1.0)
+    assert scene.refusal("r2") is None, "a start of its own"
+    scene.pass_time(400.0, step_s=1.0)
+    refusal = scene.refused("r2")
+    assert refusal.message == (
+        "acme/first cannot be loaded: no worker answers, and no worker has started for 600 s: "
+        "1 worker waiting: ImagePullBackOff"
+    )
+    assert refusal.reason is RefusalReason.LOAD_FAILED
+
+
+def test_starts_may_take_as_long_as_the_longest_seen() -> None:
+    starts = SlotStarts()
+    starts.observe(0, True, 0.0)
+    starts.observe(0, True, 900.0)
+    assert starts.is_overdue(900.0)
+    starts.observe(1, True, 1000.0)
+    assert not starts.is_overdue(1900.0)
+    starts.observe(1, True, 2001.0)
+    assert starts.is_overdue(2001.0)
+    starts.observe(1, False, 2002.0)
+    assert not starts.is_overdue(9000.0)
 
 
 def test_first_request_changes_the_target_at_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 
 from torchrelay.cli.up.children.child import ChildSpec
 
@@ -25,8 +25,8 @@ class LocalLauncher:
     def members(self) -> Collection[str]:
         return tuple(self._running)
 
-    def waiting(self) -> Collection[str]:
-        return ()  # a process begins at once
+    def waiting(self) -> Mapping[str, str]:
+        return {}  # a process begins at once
 
     def scale(self, num_slots: int) -> None:
         for spec in self._specs:

@@ -61,6 +61,12 @@ class ModelDeleted(_Input, frozen=True):
     model: str
 
 
+class LauncherReported(_Input, frozen=True):
+    """``waits``: why the workers that a launcher starts do not run yet."""
+
+    waits: str
+
+
 class GatewayConnected(_Input, frozen=True):
     gateway_id: str
 
@@ -195,6 +201,7 @@ Input = (
     | Release
     | MinimumsSet
     | ModelDeleted
+    | LauncherReported
     | GatewayConnected
     | GatewayDisconnected
     | WorkerReported

@@ -75,6 +75,8 @@ class Policy:
                 self._react(now)
             case inputs.ModelDeleted(model):
                 scaling.model_deleted(state, model, now)
+            case inputs.LauncherReported(waits):
+                state.launcher_waits = waits
             case inputs.GatewayConnected(gateway_id):
                 lifecycle.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):

@@ -17,6 +17,7 @@ from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
+from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
@@ -91,6 +92,8 @@ class State:
     # The same of the workers that can play only this role, as a launcher of such workers needs it.
     role_targets: dict[tuple[int, Role], PoolTarget] = field(default_factory=dict)
     pools_evaluated_at: float | None = None
+    slot_starts: SlotStarts = field(default_factory=SlotStarts)  # of one device
+    launcher_waits: str = ""  # why their workers do not run, as the launcher reports
     forecasts: dict[str, tuple[float, float]] = field(default_factory=dict)  # by unused version; see ``Demand``
     effects: Effects = field(default_factory=Effects)
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token

@@ -7,6 +7,7 @@ from collections import Counter
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
+from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Instance
 from torchrelay.scheduler.service import converters
@@ -40,11 +41,16 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
                 num_slots=target.load.num_slots,
                 num_used=target.load.num_used,
                 num_wanted=target.num_wanted,
-                reason=target.reason.text,
+                reason=_pool_reason(state, target),
             )
             for target in state.pool_targets.values()
         ],
     )
+
+
+def _pool_reason(state: State, target: PoolTarget) -> str:
+    waits = state.launcher_waits if target.load.num_devices == 1 else ""  # of the slots that a launcher starts
+    return f"{target.reason.text}; {waits}" if waits else target.reason.text
 
 
 def _minimum_views(state: State, now: float) -> list[scheduler_pb2.MinimumView]:

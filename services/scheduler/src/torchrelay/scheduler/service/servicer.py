@@ -16,6 +16,7 @@ from torchrelay.scheduler.policy.inputs import (
     FirstToken,
     GatewayConnected,
     GatewayDisconnected,
+    LauncherReported,
     ModelDeleted,
     Withdraw,
 )
@@ -27,6 +28,7 @@ from torchrelay.scheduler.service.enrolment import Enrolment
 from torchrelay.scheduler.service.events.reader import EventReader
 
 _VIEW_EVERY_S = 0.1
+_MAX_WAITS_CHARS = 500
 
 _SERVICE = "/torchrelay.control.v1.Scheduler"
 CALLERS: MethodCallers = {
@@ -35,6 +37,7 @@ CALLERS: MethodCallers = {
     f"{_SERVICE}/WatchCluster": {Caller.GATEWAY, Caller.CLI},
     f"{_SERVICE}/WatchEvents": {Caller.GATEWAY, Caller.CLI},
     f"{_SERVICE}/Enroll": ANYONE,
+    f"{_SERVICE}/ReportLauncher": {Caller.CLI},
 }
 
 Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
@@ -144,3 +147,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
 
     async def Enroll(self, request: scheduler_pb2.EnrollRequest, context: Context) -> scheduler_pb2.EnrollReply:
         return self._enrolment.enroll(request)
+
+    async def ReportLauncher(
+        self, request: scheduler_pb2.LauncherReport, context: Context
+    ) -> scheduler_pb2.LauncherReportReply:
+        self._controller.apply(LauncherReported(request.waits[:_MAX_WAITS_CHARS]))
+        return scheduler_pb2.LauncherReportReply()

@@ -313,7 +313,8 @@ def absence_limit_s(state: State, admission: Admission) -> float:
 def refuse_unserved(state: State, now: float) -> None:
     """Refuses requests that need a load if no model could be loaded anywhere for some time.
 
-    As long as any model can be loaded, requests only wait for their turn; and while a launcher starts slots, for these.
+    As long as any model can be loaded, requests only wait for their turn; and while a launcher starts slots, for these,
+    unless their start is overdue.
     """
     why = state.membership.why_no_load()
     if state.config.scaling is ScalingMode.ADVISE:
@@ -323,8 +324,12 @@ def refuse_unserved(state: State, now: float) -> None:
         return
     if state.unserved_since is None:
         state.unserved_since = now
+    is_overdue = state.slot_starts.is_overdue(now)
+    if is_overdue:
+        why += f", and no worker has started for {format_duration(state.slot_starts.limit_s)}"
+        why += f": {state.launcher_waits}" if state.launcher_waits else ""
     for admission in list(state.queues):
-        if state.is_starting_slots(state.models[admission.version_id].num_devices):
+        if not is_overdue and state.is_starting_slots(state.models[admission.version_id].num_devices):
             continue
         limit_s = absence_limit_s(state, admission)
         if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):

@@ -68,6 +68,8 @@ def evaluate_pools(state: State, now: float) -> None:
     state.pool_targets = {target.load.num_devices: target for target in targets if target.load.role is None}
     state.role_targets = {(target.load.num_devices, role): target for target in targets if (role := target.load.role)}
     state.pools_evaluated_at = now
+    single = state.pool_targets.get(1)
+    state.slot_starts.observe(0 if single is None else single.load.num_slots, state.is_starting_slots(1), now)
     for num_devices, target in state.pool_targets.items():
         earlier = before.get(num_devices)
         if earlier is None or _numbers(earlier) != _numbers(target):
