@@ -18,7 +18,7 @@ from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.gateway.core import FinishCause, Principal, RequestRate, Reservation
+from torchrelay.gateway.core import FinishCause, RequestRate
 from torchrelay.gateway.openai.embeddings.asgi_app import MAX_RUNNING
 from torchrelay.gateway.openai.embeddings.requests import MAX_INPUTS
 
@@ -56,19 +56,17 @@ async def test_dimensions_shorten_and_normalize_again(rig: TokenPathRig) -> None
     assert raw.data[0].embedding == embedding_of(PROMPT)[:3]
 
 
-async def test_each_input_is_billed_by_its_tokens_alone(rig: TokenPathRig) -> None:
+async def test_call_is_admitted_and_billed_as_one_request(rig: TokenPathRig) -> None:
     for worker in rig.workers:
         worker.num_cached = 2
     response = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS})
-    request_id = response.headers["x-request-id"]
-    ids = [request_id, f"{request_id}-1", f"{request_id}-2"]
-    assert sorted(rig.ports.settled) == ids
-    for name, prompt in zip(ids, INPUTS, strict=True):
-        (usage,) = rig.ports.settled[name]
-        assert (usage.num_prompt_tokens, usage.num_cached_prompt_tokens) == (len(prompt), 2)
-        assert (usage.num_output_tokens, usage.cause) == (0, FinishCause.STOP)
-    assert {(opened.max_tokens, opened.num_choices) for opened in rig.ports.opened} == {(0, 1)}
-    assert sorted(rig.ports.admitted) == [(3, 0), (5, 0), (7, 0)] and not rig.ports.reserved
+    ((request_id, (usage,)),) = rig.ports.settled.items()
+    assert request_id == response.headers["x-request-id"]
+    assert (usage.request_id, usage.num_prompt_tokens, usage.num_cached_prompt_tokens) == (request_id, 15, 6)
+    assert (usage.num_output_tokens, usage.cause) == (0, FinishCause.STOP)
+    (opened,) = rig.ports.opened
+    assert (opened.num_prompt_tokens, opened.max_tokens, opened.num_choices) == (15, 0, 1)
+    assert rig.ports.admitted == [(15, 0)] and not rig.ports.reserved
     await eventually(lambda: rig.token_path.admissions.num_open == 0)
 
 
@@ -129,7 +127,7 @@ async def test_many_inputs_run_a_limited_number_at_once(make_rig: MakeRig) -> No
     assert [each.index for each in reply.data] == list(range(150))
     for prompt, each in zip(inputs, reply.data, strict=True):
         assert each.embedding == pytest.approx(unit(prompt), rel=1e-6)
-    assert len(rig.ports.opened) == len(rig.ports.settled) == 150
+    assert len(rig.ports.opened) == len(rig.ports.settled) == len(rig.ports.admitted) == 1
     assert rig.shares.requests.num_held == 0
 
 
@@ -137,46 +135,46 @@ async def test_request_counts_once_in_the_rate_of_its_key(rig: TokenPathRig) -> 
     rig.ports.principals[KEY] = replace(PRINCIPAL, requests_per_minute=5)
     rig.ports.rate = RequestRate(5, 4.0)
     response = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS})
-    assert sorted(rig.ports.admitted_rates, key=str) == [5, None, None]
+    assert rig.ports.admitted_rates == [5]
     assert response.headers["x-ratelimit-remaining-requests"] == "4"
 
 
-async def test_refused_request_computes_no_input(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first input asks for all of them; the others begin when that is answered."""
-    rig.ports.principals[KEY] = replace(PRINCIPAL, requests_per_minute=5)
-
-    async def refuse(principal: Principal, *_: Any) -> Reservation:
-        assert principal.requests_per_minute == 5, "an input that takes nothing from the rate"
-        for _turn in range(20):
-            await asyncio.sleep(0)  # Redis takes its time
-        raise RateLimited("too many", retry_after_s=1.0)
-
-    monkeypatch.setattr(rig.ports, "admit", refuse)
+async def test_refused_call_computes_no_input(rig: TokenPathRig) -> None:
+    rig.ports.refusal = RateLimited("too many", retry_after_s=1.0)
     response = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS})
     assert response.status_code == 429
-    assert not rig.ports.settled and not any(worker.starts for worker in rig.workers)
+    assert not rig.ports.opened and not any(worker.starts for worker in rig.workers)
 
 
 @pytest.mark.parametrize("is_left", [True, False])
-async def test_end_of_one_input_ends_all(rig: TokenPathRig, is_left: bool) -> None:
-    """The client leaves, or one of them fails, whose error is the answer."""
-    for worker in rig.workers:
-        worker.prompt_progress = (2,)  # and no end
+async def test_call_that_ends_early_is_billed_for_a_client_that_left_alone(rig: TokenPathRig, is_left: bool) -> None:
+    """Two inputs have been computed, and of the third, elsewhere, 2 tokens, of which 1 was cached."""
+    (first, slow), requests = rig.workers, rig.token_path.pipeline.requests
+    first.errors["prefill"] = [pb.RunError(code=pb.RunError.CODE_PREFILL_LOST, lost_worker=first.worker_id)]
+    slow.prompt_progress, slow.num_cached = (2,), 1
     asking = asyncio.ensure_future(rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS}))
-    await eventually(lambda: sum(len(worker.starts) for worker in rig.workers) == 3)
+    await eventually(lambda: [request.usage.num_cached_prompt_tokens for request in requests] == [1])
     if is_left:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     else:
-        next(iter(rig.token_path.pipeline.requests)).stop(QuotaExceeded("a cause"))
+        next(iter(requests)).stop(QuotaExceeded("a cause"))
         response = await asking
         assert (response.status_code, response.json()["error"]["message"]) == (403, "a cause")
-    await eventually(lambda: len(rig.ports.settled) == 3 and not rig.ports.reserved)
-    billed = [usage for usages in rig.ports.settled.values() for usage in usages]
-    assert {usage.num_output_tokens for usage in billed} == {0}
-    assert {usage.cause for usage in billed} == {FinishCause.CANCELLED if is_left else FinishCause.ERROR}
-    assert {usage.num_prompt_tokens for usage in billed} == {2 if is_left else 0}
+    await eventually(lambda: rig.ports.settled and not rig.ports.reserved)
+    ((usage,),) = rig.ports.settled.values()
+    assert (usage.num_output_tokens, usage.cause) == (0, FinishCause.CANCELLED if is_left else FinishCause.ERROR)
+    ((_, start),) = slow.starts
+    computed = 15 - len(start.prompt) + 2
+    assert usage.num_prompt_tokens == (computed if is_left else 0)
     await eventually(lambda: rig.token_path.admissions.num_open == 0)
+
+
+async def test_call_that_begins_no_input_keeps_no_reservation(rig: TokenPathRig) -> None:
+    model = rig.ports.published["acme/embed"]
+    async with rig.token_path.pipeline.embeddings(PRINCIPAL, model, INPUTS, "req-1", 0):
+        assert rig.ports.reserved
+    assert not rig.ports.reserved and not rig.ports.opened
 
 
 async def test_lost_worker_is_replaced(rig: TokenPathRig) -> None:

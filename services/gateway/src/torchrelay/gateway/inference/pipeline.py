@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,8 +46,9 @@ from torchrelay.gateway.inference.core import (
     TokenLogprobs,
 )
 from torchrelay.gateway.inference.execution.attempt import Upstreams
-from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
-from torchrelay.gateway.inference.execution.running_request import RunningRequest
+from torchrelay.gateway.inference.execution.joint_bill import JointBill
+from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter, RequestBill
+from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S, RunningRequest
 from torchrelay.gateway.inference.interfaces import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.metrics import InferenceMetrics, Operation
 from torchrelay.gateway.inference.sampling import GenerationBounds, context_exceeded, sampling_of
@@ -69,8 +70,8 @@ class RequestSession:
     syntax: AnswerSyntax = PLAIN  # of an answer to messages
     tools: ParameterTypes | None = None  # that the answer may call
     echo: str = ""  # the prompt's text, if the reply begins with it
-
     scored_by: ModelDecoder | None = None  # if logprobs of the prompt were requested
+
     def answer_parser(self) -> AnswerParser | None:
         """A parser of a choice's text; None if the text is all content."""
         if self.syntax.thoughts is None and not self.tools:
@@ -232,18 +233,55 @@ class RequestPipeline:
             yield sessions
 
     @asynccontextmanager
-    async def embedding(
+    async def embeddings(
         self,
         principal: Principal,
         model: PublishedModel,
-        prompt: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         request_id: str,
         arrived_unix_us: int,
-    ) -> AsyncIterator[RequestSession]:
-        """Starts a request for the embedding of an encoded prompt; the same as ``session`` otherwise."""
-        starting = self._start_embedding(principal, model, prompt, request_id, arrived_unix_us)
-        async with self._entered(starting, Operation.EMBEDDINGS, request_id, model.name) as [session]:
-            yield session
+    ) -> AsyncIterator[Callable[[int], RequestSession]]:
+        """Admits a call for the embeddings of encoded prompts, and gives what starts the request of each prompt.
+
+        The call has one reservation, counts once in the rate of its key, and has one bill, which is 0 if any of its
+        requests fails. On leaving the block all is as with ``sessions``.
+        """
+        deadline_unix_us, _ = earlier_deadline(arrived_unix_us, None, self._request_timeout_s)
+        bill = JointBill(self._ledger_writer, request_id, sum(map(len, prompts)))
+        sessions: list[RequestSession] = []
+
+        async def admit() -> list[RequestSession]:
+            bill.reservation = await self._limits.admit(principal, model, bill.num_prompt_tokens, 0, 0)
+            return sessions
+
+        def start(index: int) -> RequestSession:
+            assert bill.reservation is not None and model.version.embedding is not None, "both were checked before"
+            resolved = ResolvedRequest(
+                f"{request_id}-{index}" if index else request_id,
+                principal,
+                model,
+                prompts[index],
+                prompt_end=(),
+                sampling=generation_pb2.Sampling(),
+                num_choices=1,
+                arrived_unix_us=arrived_unix_us,
+                deadline_unix_us=deadline_unix_us,
+                service_class=principal.service_class,
+                pooling=model.version.embedding.pooling,
+            )
+            session = RequestSession(self._new(resolved, bill.reservation, bill), (), bill.reservation.rate)
+            sessions.append(session)
+            self._run(session.request)
+            return session
+
+        try:
+            async with self._entered(admit(), Operation.EMBEDDINGS, request_id, model.name):
+                yield start
+        finally:
+            bill.end()
+            if bill.reservation is not None and not sessions:
+                self._limits.abandon(bill.reservation)
+        await bill.settled(SETTLE_TIMEOUT_S)
 
     @asynccontextmanager
     async def _entered(
@@ -256,20 +294,19 @@ class RequestPipeline:
         self._num_inside += 1
         self._idle.clear()
         began_s, outcome = time.monotonic(), TorchrelayError.code
-        requests: list[RunningRequest] = []
+        sessions: list[RequestSession] = []
         with span_of("gateway.request", request_id=request_id, model=model_name[:200]) as span:
             try:
                 sessions = await starting
-                requests = [session.request for session in sessions]
                 try:
                     yield sessions
                 except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
-                    for request in requests:
-                        request.close(FinishCause.CANCELLED)
+                    for session in sessions:
+                        session.request.close(FinishCause.CANCELLED)
                     raise
                 finally:
-                    for request in requests:
-                        self._leave(request)
+                    for session in sessions:
+                        self.leave(session.request)
                 outcome = "ok"
             except TorchrelayError as error:
                 outcome = error.code
@@ -278,16 +315,18 @@ class RequestPipeline:
                 outcome = "client_left"
                 raise
             finally:
-                ended: list[RunningRequest] | list[None] = requests or [None]
-                for each in ended:
+                for each in [session.request for session in sessions] or [None]:
                     self._metrics.ended(operation, each, outcome, time.monotonic() - began_s, span)
                 self._num_inside -= 1
                 if not self._num_inside:
                     self._idle.set()
 
-    def _leave(self, request: RunningRequest) -> None:
+    def leave(self, request: RunningRequest) -> None:
+        """Frees a request, before its block ends perhaps."""
         request.close()
-        self.requests.discard(request)
+        if request not in self.requests:
+            return
+        self.requests.remove(request)
         if request.ttft_s is not None:
             tenant_id = request.resolved.principal.tenant_id
             self.first_tokens.append(FirstToken(time.monotonic(), tenant_id, request.ttft_s))
@@ -377,40 +416,13 @@ class RequestPipeline:
             raise
         return reservations
 
-    async def _start_embedding(
-        self,
-        principal: Principal,
-        model: PublishedModel,
-        prompt: Sequence[int],
-        request_id: str,
-        arrived_unix_us: int,
-    ) -> list[RequestSession]:
-        deadline_unix_us, _ = earlier_deadline(arrived_unix_us, None, self._request_timeout_s)
-        embedding = model.version.embedding
-        assert embedding is not None, "embedding_model has refused any other"
-        reservation = await self._limits.admit(principal, model, len(prompt), 0, 0)
-        resolved = ResolvedRequest(
-            request_id,
-            principal,
-            model,
-            prompt,
-            prompt_end=(),
-            sampling=generation_pb2.Sampling(),
-            num_choices=1,
-            arrived_unix_us=arrived_unix_us,
-            deadline_unix_us=deadline_unix_us,
-            service_class=principal.service_class,
-            pooling=embedding.pooling,
-        )
-        request = self._new(resolved, reservation)
-        self._run(request)
-        return [RequestSession(request, (), reservation.rate)]
-
-    def _new(self, resolved: ResolvedRequest, reservation: Reservation) -> RunningRequest:
+    def _new(
+        self, resolved: ResolvedRequest, reservation: Reservation, bill: RequestBill | None = None
+    ) -> RunningRequest:
         return RunningRequest(
             resolved,
             self._upstreams,
-            self._ledger_writer,
+            bill or self._ledger_writer,
             reservation,
             max_attempts=self._max_attempts,
             keep_alive_s=self._keep_alive_s,

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from torchrelay.common.errors import NotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
@@ -20,6 +20,18 @@ Opening: TypeAlias = asyncio.Task[TorchrelayError | None]  # the error that prev
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 1.0, 1.0, 5.0)
 RELEASE_RETRY_S = (1.1, 2.0, 4.0, 8.0, 15.0, 30.0)  # then the reservation is left to its lease
 MAX_RELEASES = 4096  # waiting for a retry; further reservations are left to their leases
+
+
+class RequestBill(Protocol):
+    """The part of a ``LedgerWriter`` that a request needs."""
+
+    def renew(self, reservation: Reservation) -> None: ...
+
+    def open(self, opened: OpenedRequest) -> Opening: ...
+
+    def settle(
+        self, opening: Opening, reservation: Reservation, request_id: str, model: str, usages: Sequence[ChoiceUsage], /
+    ) -> asyncio.Future[None]: ...
 
 
 class LedgerWriter:

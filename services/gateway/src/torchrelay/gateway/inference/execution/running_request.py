@@ -32,7 +32,7 @@ from torchrelay.gateway.inference.execution.generation import (
     Generation,
     LogprobGeneration,
 )
-from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter, Opening
+from torchrelay.gateway.inference.execution.ledger_writer import Opening, RequestBill
 from torchrelay.gateway.inference.execution.notifier import Notifier
 from torchrelay.gateway.inference.execution.prompt_scores import PromptScores
 
@@ -96,7 +96,7 @@ class RunningRequest:
         self,
         resolved: ResolvedRequest,
         upstreams: Upstreams,
-        ledger_writer: LedgerWriter,
+        bill: RequestBill,
         reservation: Reservation,
         *,
         max_attempts: int,
@@ -104,7 +104,7 @@ class RunningRequest:
     ) -> None:
         self.resolved = resolved
         self._upstreams = upstreams
-        self._ledger_writer = ledger_writer
+        self._bill = bill
         self._reservation = reservation
         self._max_attempts = max_attempts
         self._generation = generation_of(resolved)
@@ -117,7 +117,7 @@ class RunningRequest:
         self._timers: list[asyncio.TimerHandle] = []
         self._accepted: list[TokenDelta] = []  # not yet returned by ``next``
         self._opening: Opening | None = None
-        self._settling: asyncio.Task[None] | None = None
+        self._settling: asyncio.Future[None] | None = None
         self._is_opened = False
         self._failure: TorchrelayError | ClientDisconnected | None = None
         self._traceparent = current_traceparent()
@@ -162,7 +162,7 @@ class RunningRequest:
     def start(self) -> None:
         """Opens the ledger row and requests a placement, concurrently."""
         resolved = self.resolved
-        self._opening = self._ledger_writer.open(
+        self._opening = self._bill.open(
             OpenedRequest(
                 request_id=resolved.request_id,
                 tenant_id=resolved.principal.tenant_id,
@@ -245,7 +245,7 @@ class RunningRequest:
         usages = self._generation.settlement(
             self.resolved.request_id, len(self.resolved.prompt), unfinished, by_caller=by_caller
         )
-        self._settling = self._ledger_writer.settle(
+        self._settling = self._bill.settle(
             self._opening, self._reservation, self.resolved.request_id, self.resolved.model.name, usages
         )
 
@@ -321,7 +321,7 @@ class RunningRequest:
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
         if plans:
-            self._ledger_writer.renew(self._reservation)
+            self._bill.renew(self._reservation)
         for plan in plans:
             self._admit(plan)
 

@@ -1,22 +1,20 @@
 """``/v1/embeddings`` as a bare ASGI application like that of the completions.
 
-Each input is a request of its own with its own bill; a limited number of them run at once. All inputs are encoded
-before the first one runs, so that a faulty input costs nothing.
+A call is admitted and billed as a whole; a limited number of its inputs run at once, each as a request to a worker.
+All inputs are encoded before the call is admitted, so that a faulty input costs nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.inference.core import EmbeddingDelta
-from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.limits.shares import ShareAccount
 from torchrelay.gateway.openai.asgi_app import CompletionsApp, HttpExchange
@@ -71,30 +69,17 @@ class EmbeddingsApp(CompletionsApp):
         params.clear()
         body_bytes.release()
 
-        is_admitted, running = asyncio.Event(), set[RequestSession]()
+        call = self._pipeline.embeddings(principal, model, prompts, exchange.request_id, exchange.arrived_unix_us)
+        async with call as start:
 
-        async def vector_of(index: int) -> msgspec.Raw:
-            # The request counts once in the rate of its key, by its first input, however many it has.
-            caller = principal
-            if index:
-                await is_admitted.wait()
-                caller = replace(principal, requests_per_minute=None)
-            request_id = f"{exchange.request_id}-{index}" if index else exchange.request_id
-            entering = self._pipeline.embedding(caller, model, prompts[index], request_id, exchange.arrived_unix_us)
-            try:
-                async with entering as session:
-                    is_admitted.set()
-                    running.add(session)
-                    exchange.rate = exchange.rate or session.rate
-                    values = await _values(session)
-            except TorchrelayError as error:
-                for other in running:
-                    other.request.stop(error)  # its caller has not left, so it is not billed
-                raise
-            running.discard(session)
-            return encoded(shortened(values, size, embedding.is_normalized), body.encoding_format == "base64")
+            async def vector_of(index: int) -> msgspec.Raw:
+                session = start(index)
+                exchange.rate = session.rate
+                values = await _values(session)
+                self._pipeline.leave(session.request)
+                return encoded(shortened(values, size, embedding.is_normalized), body.encoding_format == "base64")
 
-        vectors = await _each(range(num_inputs), vector_of)
+            vectors = await _each(range(num_inputs), vector_of)
         num_tokens = sum(map(len, prompts))
         data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -107,7 +92,6 @@ async def _values(session: RequestSession) -> bytes:
         for delta in await request.next():
             assert isinstance(delta, EmbeddingDelta), "the only delta of such a request"
             values = delta.values
-    await request.settled(SETTLE_TIMEOUT_S)
     return values
 
 
