@@ -11,7 +11,7 @@ from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter, O
 
 
 class JointBill:
-    """Takes the place of a ``LedgerWriter`` for the requests of a call. ``end`` settles what they have used together."""
+    """Takes the place of a ``LedgerWriter`` for a call's requests. ``end`` settles what they have used together."""
 
     def __init__(self, writer: LedgerWriter, request_id: str, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
