@@ -11,56 +11,60 @@ DIST ?= dist
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 2)
 .DEFAULT_GOAL := help
 
-.PHONY: help setup format check docs test test-clients test-fleet test-vllm ci up demo wheels stubs architecture clean
+.PHONY: help setup developer format check docs test test-clients test-fleet test-vllm ci up demo wheels stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: .venv/.installed system ## Make the virtual environment, install the packages, redis-server and nats-server
+setup: .venv/.installed ## Make the virtual environment with the platform, and what it needs to run
 
-.venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS)
+PIP := $(BIN)/python tools/pip_progress.py install -c constraints.txt
+
+.venv/.installed: constraints.txt requirements-build.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS)
 	@$(PYTHON) tools/check_python.py
-	@tools/install_system.sh
 	@echo "setup: making the virtual environment, .venv/"
 	@$(PYTHON) -m venv .venv
-	@echo "setup: installing what Torchrelay is built on; PyTorch is most of it, and takes minutes"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
-	@echo "setup: compiling the engine's kernels, installing Torchrelay's packages"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
+	@$(PIP) -r requirements-build.txt
+	@echo "setup: installing Torchrelay and what it is built on; PyTorch is most of it"
+	@$(PIP) --no-build-isolation $(addprefix -e ./,$(PACKAGES))
 	@ls libs/engine/src/torchrelay/engine/kernels/cpu/_kernels_*.so >/dev/null 2>&1 || echo "setup: the engine's kernels were not built, so it" \
 		"takes about twice as long for a step on a CPU; on x86-64 under Linux install gcc 11 or newer, then: rm $@ && make setup"
 	@touch $@
 
-.PHONY: system test-servers
-system:
+developer: .venv/.developer ## Install what checks, tests, benches and the documentation need beside it
+
+.venv/.developer: .venv/.installed requirements-dev.txt
+	@echo "setup: installing what checks and tests need"
+	@$(PIP) -r requirements-dev.txt
+	@touch $@
+
+.PHONY: test-servers
+test-servers:
 	@tools/install_system.sh
 
-test-servers:
-	@tools/install_system.sh tests
-
-format: .venv/.installed ## Format the code
+format: .venv/.developer ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: .venv/.installed ## Format, lint, strict types, import contracts and plain English, nothing changed
+check: .venv/.developer ## Format, lint, strict types, import contracts and plain English, nothing changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(wildcard $(SOURCES))
 	PYTHONPATH=libs/vllm/src $(BIN)/lint-imports  # torchrelay-vllm is installed beside vLLM alone
 	$(BIN)/python tools/prose.py
 
-docs: .venv/.installed ## Build the documentation as a site, in build/site/, with every link checked
+docs: .venv/.developer ## Build the documentation as a site, in build/site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "docs: build/site/index.html"
 
 # Bytecode is kept even where the environment forbids it: tests start hundreds of processes.
-test: setup test-servers tests/clients/.installed ## All tests: unit, integration, end to end, lab
+test: test-servers .venv/.developer tests/clients/.installed ## All tests: unit, integration, end to end, lab
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES) --no-loadscope-reorder
 
-test-clients: setup tests/clients/.installed ## The platform with real client libraries: a part of make test
+test-clients: .venv/.developer tests/clients/.installed ## The platform with real client libraries: a part of make test
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest tests/clients
 
-test-fleet: setup test-servers ## Workers on Ray and Slurm: a part of make test
+test-fleet: test-servers .venv/.developer ## Workers on Ray and Slurm: a part of make test
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 tests/fleet
 
 # Node.js comes from PyPI: the clients need a newer one than Debian has.
@@ -87,7 +91,7 @@ up: setup ## Start the platform on this machine; Ctrl-C stops it
 	$(BIN)/torchrelay up
 
 demo: setup ## Upload a model, talk to it, let it sleep, wake it, print the bill
-	$(BIN)/python examples/demo.py
+	$(BIN)/torchrelay demo
 
 # The dates in the wheels are those of the commit, so the same commit gives the same bytes.
 wheels: .venv/.installed ## Build the wheels of all packages, in dist/
@@ -97,10 +101,10 @@ wheels: .venv/.installed ## Build the wheels of all packages, in dist/
 		--wheel-dir $(DIST) $(addprefix ./,$(PACKAGES) libs/vllm)
 	@ls $(DIST)
 
-stubs: .venv/.installed ## Regenerate the gRPC stubs after a change in proto/
+stubs: .venv/.developer ## Regenerate the gRPC stubs after a change in proto/
 	tools/generate_stubs.sh
 
-architecture: .venv/.installed ## Regenerate the tree in docs/architecture.md
+architecture: .venv/.developer ## Regenerate the tree in docs/architecture.md
 	$(BIN)/python tools/architecture.py
 
 clean: ## Remove the virtual environment, caches and what was compiled

@@ -1,4 +1,4 @@
-"""`make demo`: its answers and its bill; after Ctrl-C it prints "stopped", exits with 130 and leaves no files."""
+"""`torchrelay demo`: its answers and its bill; after Ctrl-C it prints "stopped", exits with 130 and leaves no files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from examples.glossary.terms import load_glossary
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
+DEMO = [str(Path(sys.executable).parent / "torchrelay"), "demo"]
 ASKED = {
     "What is a cold start?": "cold start",
     "Explain the relay.": "relay",
@@ -26,7 +26,7 @@ ASKED = {
 def test_demo_answers_from_glossary_and_bills_tokens(tmp_path: Path) -> None:
     proxy = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")  # nothing listens there
     done = subprocess.run(
-        [sys.executable, str(DEMO)],
+        DEMO,
         capture_output=True,
         text=True,
         timeout=120,
@@ -43,7 +43,7 @@ def test_demo_answers_from_glossary_and_bills_tokens(tmp_path: Path) -> None:
     assert "host copy present" in from_memory and "from remote" not in from_memory
     (bill,) = (line for line in lines if "acme/glossary │" in line)
     _, _, num_prompt_tokens, num_output_tokens, num_requests, cost, _ = map(str.strip, bill.split("│"))
-    over_rest = [int(count) for count in re.findall(r"first token after \d+ ms, (\d+) tokens", said)]
+    over_rest = [int(count) for count in re.findall(r"first token after [\d.]+ ms · (\d+) tokens", said)]
     assert int(num_requests) == len(ASKED) and len(over_rest) == len(ASKED) - 1
     assert int(num_output_tokens) > sum(over_rest) > int(num_prompt_tokens) > 0
     assert float(cost.removesuffix(" USD")) > 0
@@ -54,7 +54,7 @@ def test_demo_answers_from_glossary_and_bills_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", ["1. Start the platform", "3. Upload"])
 def test_ctrl_c_stops_demo(tmp_path: Path, step: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, str(DEMO)],
+        DEMO,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

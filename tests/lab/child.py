@@ -58,7 +58,7 @@ class Child:
     def start(self) -> None:
         program = shutil.which(self.command[0], path=_PATH)
         if program is None:
-            raise AssertionError(f"{self.command[0]} is not installed: run `make setup`")
+            raise AssertionError(f"{self.command[0]} is not installed: run `make developer`")
         self._ready_file.unlink(missing_ok=True)
         env = {"TORCHRELAY_READY_FILE": str(self._ready_file), **self.env}
         with self.log.open("ab") as log:

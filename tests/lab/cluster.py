@@ -1,6 +1,6 @@
 """The platform on hosts of a lab: control services on one, and a param-store on each of the others.
 
-    control    nats-server, redis-server, scheduler, gateway
+    control    NATS, Valkey, scheduler, gateway
     source     a param-store whose remote store is where uploads go
     h1 h2 h3   a param-store with an empty remote store, and a worker of both roles
 
@@ -20,6 +20,7 @@ from tests.lab.child import Child, end_waves, start_waves, unix_proxy
 from tests.lab.host import Host
 from tests.lab.network import Lab
 from tests.support.guard import shared_memory_path
+from torchrelay.cli.up.broker_programs import nats_program, redis_program
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
@@ -69,7 +70,7 @@ class Cluster:
     def _stop(self) -> str:
         """Stops everything; returns what did not end well, or an empty string."""
         statuses = end_waves(self._waves)
-        # Our services end with status 0, nats-server with 1.
+        # Our services end with status 0, NATS with 1.
         wrong = [child.name for wave in self._waves for child in wave if child.is_service and statuses[child.name]]
         left = [path.name for path in self.arenas.values() if path.exists()]
         for path in self.arenas.values():
@@ -103,12 +104,12 @@ class Cluster:
         return call_token(derive_node_key(self.cluster_key, node_id), caller)
 
     def _nats(self) -> Child:
-        command = ["nats-server", "-a", self.control.address, "-p", str(_NATS)]
+        command = [nats_program(), "-a", self.control.address, "-p", str(_NATS)]
         command += ["-js", "-sd", str(self._folder / "nats")]
         return Child("nats", self.control, command, self._folder, ready_port=_NATS)
 
     def _redis(self) -> Child:
-        command = ["redis-server", "--port", str(_REDIS), "--bind", self.control.address, "--protected-mode", "no"]
+        command = [redis_program(), "--port", str(_REDIS), "--bind", self.control.address, "--protected-mode", "no"]
         command += ["--dir", str(self._folder), "--save", "", "--appendonly", "no"]
         return Child("redis", self.control, command, self._folder, ready_port=_REDIS)
 

@@ -27,6 +27,7 @@ from tests.lab.network import Lab
 from tests.lab.raw_pack import RawPack
 from tests.support.callers import every_token
 from tests.support.guard import shared_memory_path
+from torchrelay.cli.up.broker_programs import nats_program
 from torchrelay.common.net.rpc.channels import with_token
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, types_pb2
@@ -204,7 +205,7 @@ class Stores:
         return Child(f"store-{name}", host, ["torchrelay-param-store"], self._folder, variables)
 
     def _nats(self) -> Child:
-        command = ["nats-server", "-a", self.control.address, "-p", str(_NATS)]
+        command = [nats_program(), "-a", self.control.address, "-p", str(_NATS)]
         return Child("nats", self.control, command, self._folder, ready_port=_NATS)
 
 

@@ -1,4 +1,4 @@
-"""Real redis-server and nats-server processes for tests, each on a free loopback port with data in a given folder."""
+"""Real Valkey and nats-server processes for tests, each on a free loopback port with data in a given folder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from tests.support.wait import wait_until
+from torchrelay.cli.up.broker_programs import nats_program, redis_program
 from torchrelay.common.process.parent_death import tied_to_this_process
 
 
@@ -94,17 +95,10 @@ def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Pat
     raise RuntimeError(f"{process.args!r} did not listen on port {port} within {limit_s:g} s")
 
 
-def broker_program(name: str) -> str:
-    program = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
-    if program is None:
-        raise RuntimeError(f"{name} is not installed: run `make setup`")
-    return program
-
-
 @contextmanager
 def redis_server(folder: Path, users: str = "") -> Iterator[str]:
     """The URL of a fresh Redis without persistence. ``users``: lines of its configuration; empty: everybody may all."""
-    program = broker_program("redis-server")
+    program = redis_program()
     settings = folder / "redis.conf"
     settings.write_text(users)
 
@@ -122,7 +116,7 @@ def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1", authorizat
 
     ``authorization``: a block of its configuration; empty: everybody may all.
     """
-    program = broker_program("nats-server")
+    program = nats_program()
     # Every stream reserves its largest size, and tests make dozens: the default limit is what the disk has free.
     settings = folder / "nats.conf"
     settings.write_text(f'jetstream {{ store_dir: "{folder / "jetstream"}", max_file_store: 1TB }}\n{authorization}')
@@ -149,7 +143,7 @@ class NatsCluster:
 @contextmanager
 def nats_cluster(folder: Path, authorization: str = "", num_servers: int = 3) -> Iterator[NatsCluster]:
     """A fresh cluster, whose servers know each other. ``authorization``: as for ``nats_server``."""
-    program = broker_program("nats-server")
+    program = nats_program()
     names = [f"nats-{number}" for number in range(num_servers)]
     with ExitStack() as stack:
         ports = free_ports(3 * num_servers)

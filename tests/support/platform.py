@@ -29,7 +29,7 @@ from torchrelay.control.v1 import scheduler_pb2
 
 START_S = 90
 SCRIPTS = Path(sys.executable).parent
-BROKERS = {"redis": "redis-server", "nats": "nats-server"}
+BROKERS = {"redis": "valkey-server", "nats": "nats-server"}
 
 
 @dataclass(frozen=True, slots=True)

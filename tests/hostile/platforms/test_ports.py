@@ -18,7 +18,7 @@ NUM_STARTS = int(os.environ.get("TORCHRELAY_TEST_STARTS", "3"))
 @pytest.mark.timeout(120 * (NUM_STARTS + 1))
 def test_starts_survive_three_hundred_port_changes_a_second(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
-    assert unshare is not None, "unshare is not installed: run `make setup`"
+    assert unshare is not None, "unshare is not installed: apt-get install util-linux"
     module = (sys.executable, "-m", "tests.hostile.platforms.port_changes", str(tmp_path), str(NUM_STARTS))
     ran = subprocess.run((unshare, "--net", *module), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.brokers import broker_program, free_port, listening, nats_server
+from tests.support.brokers import free_port, listening, nats_server
 from tests.support.echo_services import EchoScheduler
 from tests.support.gateway_ports import InMemoryPorts
 from tests.support.silent_proxy import SilentProxy
 from tests.support.wait import HANG_S, eventually
+from torchrelay.cli.up.broker_programs import nats_program
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
@@ -142,7 +143,7 @@ async def test_hung_broker_delays_no_request(nats_url: str) -> None:
 @pytest.fixture
 def plain_nats_url(tmp_path: Path) -> Iterator[str]:
     """A server without JetStream, which cannot create streams."""
-    command = [broker_program("nats-server"), "-a", "127.0.0.1"]
+    command = [nats_program(), "-a", "127.0.0.1"]
     with listening(lambda port: [*command, "-p", str(port)], tmp_path / "nats.log", "127.0.0.1") as port:
         yield f"nats://127.0.0.1:{port}"
 

@@ -11,7 +11,21 @@ from typing import Annotated
 import typer
 
 from torchrelay.cli.command_group import CommandGroup
-from torchrelay.cli.commands import chat, events, explain, key, models, prices, sim, tenant, top, upload, uploads, usage
+from torchrelay.cli.commands import (
+    chat,
+    demo,
+    events,
+    explain,
+    key,
+    models,
+    prices,
+    sim,
+    tenant,
+    top,
+    upload,
+    uploads,
+    usage,
+)
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.join.command import EXAMPLE as JOIN_EXAMPLE
 from torchrelay.cli.join.command import join
@@ -65,6 +79,7 @@ def root(
 
 app.command(rich_help_panel=PLATFORM, epilog=UP_EXAMPLE)(up)
 app.command(rich_help_panel=PLATFORM, epilog=JOIN_EXAMPLE)(join)
+app.command(rich_help_panel=PLATFORM)(demo.demo)
 app.command(rich_help_panel=PLATFORM, epilog=top.EXAMPLE)(top.top)
 app.command(rich_help_panel=PLATFORM, epilog=events.EXAMPLE)(events.events)
 app.command(rich_help_panel=PLATFORM, epilog=explain.EXAMPLE)(explain.explain)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.brokers import broker_program, free_port, nats_server, running
+from tests.support.brokers import free_port, nats_server, running
 from tests.support.small_disk import small_disk
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.up.broker_programs import redis_program
 from torchrelay.cli.up.disk import (
     FULL_BYTES,
     LOW_BYTES,
@@ -94,7 +95,7 @@ async def test_our_servers_listen_on_reserved_ports_again_and_again(ports: Ports
 
 def test_brokers_listen_on_reserved_ports_again_and_again(ports: Ports, tmp_path: Path) -> None:
     port = ports.free()
-    redis = [broker_program("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    redis = [redis_program(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         with nats_server(tmp_path / name, port) as url:

@@ -15,9 +15,10 @@ from nats.aio.transport import TcpTransport
 from nats.js import JetStreamContext
 from structlog.testing import capture_logs
 
-from tests.support.brokers import broker_program, free_port, nats_server, running
+from tests.support.brokers import free_port, nats_server, running
 from tests.support.stalled_broker import assert_it_ends, stalled_client
 from tests.support.wait import eventually
+from torchrelay.cli.up.broker_programs import nats_program
 from torchrelay.common.net import nats_client
 from torchrelay.common.net.load_reports import POLL_EVERY_S, Cadence, publish_reports
 from torchrelay.common.net.nats_client import (
@@ -114,7 +115,7 @@ class SmallServer:
     async def storing(self, num_mb: int) -> AsyncIterator[JetStreamContext]:
         config = self._folder / "nats.conf"
         config.write_text(f'jetstream {{ store_dir: "{self._folder / "js"}", max_file_store: {num_mb}MB }}\n')
-        command = (broker_program("nats-server"), "-c", str(config), "-a", "127.0.0.1", "-p", str(self._port))
+        command = (nats_program(), "-c", str(config), "-a", "127.0.0.1", "-p", str(self._port))
         with running(command, self._folder / "nats.log", self._port):
             client = await connect(self.url, "test")
             try:

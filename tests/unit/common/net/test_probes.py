@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.brokers import free_port, listening, nats_server, redis_server
 from tests.support.certificates import Authority
+from torchrelay.cli.up.broker_programs import nats_program
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net import health_check
 from torchrelay.common.net.probes import GrpcProbe, HttpProbe, NatsProbe, Probe, RedisProbe
@@ -109,7 +110,7 @@ async def test_redis_password_is_required(tmp_path: Path) -> None:
 async def test_nats_with_credentials(tmp_path: Path) -> None:
     settings = tmp_path / "nats.conf"
     settings.write_text('authorization { users = [ { user: "up", password: "s e c" } ] }\n')
-    command = ["nats-server", "-c", str(settings), "-a", "127.0.0.1", "-p"]
+    command = [nats_program(), "-c", str(settings), "-a", "127.0.0.1", "-p"]
     with listening(lambda port: [*command, str(port)], tmp_path / "nats.log", "127.0.0.1") as port:
         probe = NatsProbe(f"nats://up:s%20e%20c@127.0.0.1:{port}")
         assert [await ask(probe) for _ in range(3)] == [""] * 3

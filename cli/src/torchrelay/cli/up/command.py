@@ -44,7 +44,7 @@ def up(
 ) -> None:
     """Start the platform on this machine; Ctrl-C stops it.
 
-    Starts redis-server and nats-server (unless TORCHRELAY_REDIS_URL and TORCHRELAY_NATS_URL name running ones), a
+    Starts Valkey and NATS (unless TORCHRELAY_REDIS_URL and TORCHRELAY_NATS_URL name running ones), a
     param-store, a scheduler, a gateway and workers, and restarts whatever dies. Keys, models and the ledger stay in the
     home folder.
     """

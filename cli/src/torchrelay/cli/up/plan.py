@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.join_file import JoinFile
 from torchrelay.cli.launchers.launcher import Launcher
 from torchrelay.cli.launchers.pool_driver import PoolDriver
+from torchrelay.cli.up.broker_programs import nats_program, redis_program
 from torchrelay.cli.up.children.child import GRACE_S, STOP_TIMEOUT_S, ChildSpec
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import folder_bytes
@@ -88,15 +88,6 @@ class UpOptions:
     def services_host(self) -> str:
         """Where services and broker listen for each other."""
         return self.cluster_host or LOOPBACK
-
-
-def _program(name: str) -> str:
-    """The path of a broker. Raises ``CliError`` when it is not installed."""
-    path = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
-    if path is None:
-        setting = {"redis-server": "TORCHRELAY_REDIS_URL", "nats-server": "TORCHRELAY_NATS_URL"}[name]
-        raise CliError(f"{name} is not installed", f"install it (make setup does), or set {setting} to a running one")
-    return path
 
 
 def _port_from_environment(name: str) -> int:
@@ -226,7 +217,7 @@ class StackPlan:
         self._redis_url = f"redis://{user}:{password}@{LOOPBACK}:{port}/0"
         settings = self._home.write_private("redis.conf", redis_users(user, password))
         command = (
-            _program("redis-server"),
+            redis_program(),
             str(settings),
             "--port",
             str(port),
@@ -247,7 +238,7 @@ class StackPlan:
         port, folder = self._service_port(_NATS_PORT), self._home.path / "nats"
         self._nats_url = f"nats://{join_address(host, port)}"
         settings = self._home.write_private("nats.conf", self._nats_settings(folder))
-        command = (_program("nats-server"), "-c", str(settings), "-a", host, "-p", str(port))
+        command = (nats_program(), "-c", str(settings), "-a", host, "-p", str(port))
         url = self._nats_url_of(SCHEDULER_USER)
         return ChildSpec("nats", command, self._home.logs / "nats.log", broker_url=url, ready_s=20)
 

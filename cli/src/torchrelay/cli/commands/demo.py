@@ -1,24 +1,22 @@
-"""A tour of the platform: upload a model, ask it, let it scale to zero, wake it, show the bill (`make demo`)."""
+"""`torchrelay demo`: a tour of the platform, from the upload of a model to the bill."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import grpc
-from openai import OpenAI
-from openai.types.chat import ChatCompletionStreamOptionsParam, ChatCompletionUserMessageParam
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from torchrelay.cli.api.chat_stream import MIN_RATE_SPAN_S
+from torchrelay.cli.api.chat_stream import Answer, stream_chat
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
@@ -26,7 +24,8 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.views.timeline import explanation
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
-MODEL_FOLDER = Path(__file__).parent / "glossary" / "model"
+_PACKAGED = Path(__file__).parents[1] / "demo_model"
+MODEL_FOLDER = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[5] / "examples" / "glossary" / "model"
 IDLE_S = 3.0
 QUESTIONS = ("What is a cold start?", "Explain the relay.", "What does the param-store do?")
 console = Console(highlight=False)
@@ -35,8 +34,8 @@ console = Console(highlight=False)
 @contextmanager
 def platform(home: Home) -> Iterator[dict[str, str]]:
     """Runs `torchrelay up` on a new home; yields its endpoints, and stops it with SIGINT, as a user would."""
-    program = str(Path(sys.executable).parent / "torchrelay")
-    command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
+    program = Path(sysconfig.get_path("scripts")) / "torchrelay"
+    command = [str(program), "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
     interrupted: list[int] = []
     # Defer Ctrl-C until the child exists, so that it cannot be orphaned.
     before = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
@@ -75,31 +74,21 @@ def step(text: str) -> None:
     console.print(f"\n[bold cyan]{text}[/bold cyan]")
 
 
-def ask_rest(client: OpenAI, model: str, question: str) -> str:
+def ask_rest(client: GatewayClient, model: str, question: str) -> str:
     """Streams one answer; returns the request id."""
-    begin, first_s, request_id, num_tokens = time.perf_counter(), 0.0, "", 0
     console.print(f"[bold]{question}[/bold]\n  ", end="")
-    message: ChatCompletionUserMessageParam = {"role": "user", "content": question}
-    usage: ChatCompletionStreamOptionsParam = {"include_usage": True}
-    for chunk in client.chat.completions.create(
-        model=model, messages=[message], stream=True, temperature=0, stream_options=usage
-    ):
-        request_id = chunk.id
-        if chunk.usage:
-            num_tokens = chunk.usage.completion_tokens
-        for choice in chunk.choices:
-            if choice.delta.content:
-                first_s = first_s or time.perf_counter() - begin
-                console.print(choice.delta.content, end="")
-    total_s = time.perf_counter() - begin
-    rest_s = total_s - first_s
-    rate = f", {num_tokens / rest_s:.0f} tokens/s" if rest_s >= MIN_RATE_SPAN_S else ""
-    console.print(f"\n  [dim]first token after {first_s * 1000:.0f} ms, {num_tokens} tokens{rate}[/dim]")
-    return request_id
+    answer = Answer(time.perf_counter)
+    with closing(stream_chat(client, model, [{"role": "user", "content": question}], {"temperature": 0})) as events:
+        for event in events:
+            answer.add(event)
+            console.print(event.text, end="")
+    console.print(f"\n  [dim]{answer.summary()}[/dim]")
+    return answer.request_id
 
 
 def ask_grpc(address: str, key: str, model: str, question: str) -> None:
-    with grpc.insecure_channel(address) as channel:
+    # A proxy of the environment does not reach this machine.
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         chat = inference_pb2.Messages(messages=[inference_pb2.Message(role="user", content=question)])
         request = inference_pb2.GenerateRequest(model=model, chat=chat, temperature=0)
@@ -137,47 +126,47 @@ def show_bill(client: GatewayClient) -> None:
     console.print(f"  amount due, each line rounded to cents: {bill['amount']} {bill['currency']}")
 
 
-def main() -> None:
-    # The clients of OpenAI and gRPC would ask a proxy of the environment for this machine, too.
-    os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), "127.0.0.1")))
-    with tempfile.TemporaryDirectory(prefix="torchrelay-demo-") as folder:
-        home = Home(Path(folder))
-        step("1. Start the platform: Redis, NATS, three services and two workers")
-        with platform(home) as endpoints, GatewayClient(endpoints["http"], home.admin_key()) as admin:
-            step("2. Create a tenant and an API key")
-            tenant = admin.call("POST", "/v1/tenants", json={"name": "acme"})
-            key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "demo"})["key"]
-            console.print(f"  tenant {tenant['name']}, key {key[:12]}...")
-            with GatewayClient(endpoints["http"], key) as client:
-                talk(client, home, endpoints, key)
-            step("9. Stop the platform")
+def demo() -> None:
+    """Start a platform of its own, upload a model, ask it, let it sleep, wake it, and print the bill.
+
+    Takes about 15 seconds, and leaves nothing behind.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="torchrelay-demo-") as folder:
+            tour(Home(Path(folder)))
+    except KeyboardInterrupt:
+        console.print("\nstopped")
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def tour(home: Home) -> None:
+    step("1. Start the platform: Valkey, NATS, three services and two workers")
+    with platform(home) as endpoints, GatewayClient(endpoints["http"], home.admin_key()) as admin:
+        step("2. Create a tenant and an API key")
+        tenant = admin.call("POST", "/v1/tenants", json={"name": "acme"})
+        key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "demo"})["key"]
+        console.print(f"  tenant {tenant['name']}, key {key[:12]}...")
+        with GatewayClient(endpoints["http"], key) as client:
+            talk(client, home, endpoints, key)
+        step("9. Stop the platform")
 
 
 def talk(client: GatewayClient, home: Home, endpoints: dict[str, str], key: str) -> None:
     step("3. Upload a tiny model that explains Torchrelay's terms")
     model = ModelUpload(client, MODEL_FOLDER, "glossary", lambda *_: None).run({"idle_timeout_s": IDLE_S})["id"]
     console.print(f"  published {model}")
-    openai = OpenAI(base_url=f"{endpoints['http']}/v1", api_key=key)
     step("4. Ask three questions over REST; the first one has to load the model")
     first, *others = QUESTIONS
-    request_id = ask_rest(openai, model, first)
+    request_id = ask_rest(client, model, first)
     show_timeline(client, request_id, "Where the time of this cold start went; the weights came from remote storage")
     for question in others:
-        ask_rest(openai, model, question)
+        ask_rest(client, model, question)
     step("5. Ask a question over gRPC")
     ask_grpc(endpoints["grpc"], key, model, "What is a pack?")
     step(f"6. Without requests the model is unloaded after {IDLE_S:g} s")
     console.print(f"  unloaded after {wait_for_zero(home):.1f} s; no worker holds the model now")
     step("7. Ask again: another cold start")
-    request_id = ask_rest(openai, model, "What is scale to zero?")
+    request_id = ask_rest(client, model, "What is scale to zero?")
     show_timeline(client, request_id, "Where its time went; the weights were still in host memory")
     step("8. The bill")
     show_bill(client)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        console.print("\nstopped")
-        sys.exit(128 + signal.SIGINT)
