@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.cli.join import plan
 from torchrelay.cli.join.folder import NodeFolder, make_private
 from torchrelay.cli.join.plan import JoinOptions, NodePlan
 from torchrelay.cli.join_file import JoinFile
@@ -288,10 +290,26 @@ FILE = JoinFile("127.0.0.1:7101", "nats://127.0.0.1:4222", "s3://bucket/packs", 
 CREDENTIALS = scheduler_pb2.EnrollReply(node_key="00", store_token="token")
 
 
+def test_host_of_jobs_with_private_folders_is_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs of a node ran two stores with one id."""
+
+    def host_id(shared_memory: str, temporary: str) -> str:
+        monkeypatch.setattr(plan, "SHARED_MEMORY", tmp_path / shared_memory)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
+        return NodePlan(FILE, JoinOptions(), ServiceSettings()).host_id
+
+    monkeypatch.setenv("SLURMD_NODENAME", "rack_1.n2")
+    for name in ("shm", "shm of a job", "tmp", "tmp of a job"):
+        (tmp_path / name).mkdir()
+    hosts = [host_id("shm", "tmp"), host_id("shm of a job", "tmp"), host_id("shm", "tmp of a job")]
+    assert len(set(hosts)) == 3 and host_id("shm", "tmp") == hosts[0]
+    assert all(re.fullmatch("node-rack-1-n2-[0-9a-f]{8}", host) for host in hosts)
+
+
 def store_environment(remote_url: str, home: Path) -> dict[str, str]:
     options = JoinOptions(host_id="node-a", home=home)
-    plan = NodePlan(replace(FILE, remote_url=remote_url), options, ServiceSettings())
-    spec = plan.store(plan.folder(), CREDENTIALS)
+    node = NodePlan(replace(FILE, remote_url=remote_url), options, ServiceSettings())
+    spec = node.store(node.folder(), CREDENTIALS)
     return {**spec.inherited, **spec.env}
 
 

@@ -63,7 +63,10 @@ def test_invalid_option_or_missing_argument_has_plain_message(run: Run) -> None:
         (("models", "set", "m", "--tbt-target-s", "1e300"), f"'--tbt-target-s': {TARGET} not 1e+300 s"),
         (("models", "set", "m", "--tbt-target-s", "inf"), f"'--tbt-target-s': {TARGET} not inf s"),
         (("models", "set", "m", "--idle-timeout-s", "inf"), "'--idle-timeout-s': must be at most 2592000.0, not inf"),
-        (("events", "--kind", "moon"), "'--kind': 'moon' is not one of 'relay', 'instance', 'scale', 'copy', 'model'"),
+        (
+            ("events", "--kind", "moon"),
+            "'--kind': 'moon' is not one of 'relay', 'instance', 'scale', 'copy', 'store', 'model'",
+        ),
         (("explain",), "Missing argument 'REQUEST_ID'. The request id below an answer of `chat` (REST: x-request-id)"),
         (("models", "set"), "Missing argument 'NAME'. TENANT/MODEL"),
         (("tenant", "set"), "Missing argument 'NAME'."),

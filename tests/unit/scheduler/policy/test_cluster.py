@@ -8,13 +8,14 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSize, SlotSizes
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
+from torchrelay.scheduler.policy.inputs import StoreGone, StoreReported
 from torchrelay.scheduler.policy.types import (
     BOTH,
     OWN_ENGINE,
@@ -23,6 +24,7 @@ from torchrelay.scheduler.policy.types import (
     Role,
     SlotClass,
     SlotStatus,
+    StoreStatus,
     WorkerStatus,
 )
 
@@ -119,6 +121,25 @@ def test_disk_packs_survive_return_of_same_process_only() -> None:
     assert membership.is_on_disk("p")
     membership.accept_store(replace(store, incarnation="next", seen_at=3.0))
     assert membership.stores["s1"].disk_pack_ids is None and not membership.is_on_disk("p")
+
+
+def test_second_living_store_of_an_id_is_refused_and_named_once() -> None:
+    """Both were taken for one store, whose address changed with every report."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"))
+    twin = replace(a_store("s1", "host-1"), incarnation="s1 twin", grpc_address="twin:1")
+
+    def report(store: StoreStatus) -> str:
+        scene.now += 0.5
+        scene.apply(StoreReported(replace(store, seen_at=scene.now), streamed=False))
+        return scene.policy.state.membership.stores["s1"].grpc_address
+
+    assert report(twin) == "twin:1", "it may have been restarted"
+    for _ in range(8):
+        assert report(scene.stores["s1"]) == report(twin) == "twin:1"
+    (event,) = scene.told(topic="store.refused")
+    assert event.reason.startswith("s1 runs twice: the store at twin:1 counts, that at s1:1 is refused")
+    scene.apply(StoreGone("s1"))
+    assert report(scene.stores["s1"]) == "s1:1"
 
 
 def test_heartbeats_of_other_process_do_not_count() -> None:

@@ -16,6 +16,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
     CLUSTER_KEY,
     MB,
     GatewayClient,
+    ScriptedStore,
     a_version,
     cluster,
     scripted_cluster,
@@ -27,7 +28,7 @@ from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
-from torchrelay.control.v1.reports_pb2 import WorkerReport
+from torchrelay.control.v1.reports_pb2 import PackCopy, StoreReport, WorkerReport
 from torchrelay.scheduler.service.controller import Clock
 from torchrelay.scheduler.service.discovery import Discovery, StreamRetries
 from torchrelay.scheduler.service.epoch import Epoch
@@ -59,6 +60,33 @@ async def test_ended_stream_is_stopped_and_killed_worker_is_lost(nats_url: str) 
                     break
             history.cancel()
             assert list(ends.values()) == list(causes.values()) == [first.worker_id, second.worker_id]
+
+
+async def test_second_living_store_of_an_id_is_named_and_its_twin_is_watched(nats_url: str) -> None:
+    async with scripted_cluster(nats_url) as it:
+        first, *_ = await it.host(1)
+        second = ScriptedStore(it.nats, it.subjects, first.store_id, first.host_id)  # type: ignore[abstract]
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await cluster(address, lambda view: any(store.grpc_address == first.address for store in view.stores))
+            async with second, asyncio.timeout(HANG_S):
+                request = scheduler_pb2.WatchEventsRequest(kinds=["store"], since_unix_us=1, follow=True)
+                history = gateway.stub.WatchEvents(request)
+                event = await anext(aiter(history))
+                history.cancel()
+                assert event.kind == "store.refused" and json.loads(event.fields_json)["address"] == first.address
+                await cluster(address, lambda view: [store.grpc_address for store in view.stores] == [second.address])
+                await eventually(lambda: second.num_watches > 0)
+                num_watches = second.num_watches, first.num_watches
+                reports = await it.nats.subscribe(it.subjects.store_load(first.store_id))
+                for _ in range(3):
+                    while (
+                        StoreReport.FromString((await reports.next_msg(HANG_S)).data).incarnation != first.incarnation
+                    ):
+                        pass
+                second.copies["p"] = PackCopy(pack_id="p", num_chunks=1)
+                await second.touch()
+                await cluster(address, lambda view: bool(view.stores[0].copies))
+                assert (second.num_watches, first.num_watches) == num_watches
 
 
 async def test_hung_worker_is_lost_and_returns_without_broker(nats_url: str) -> None:

@@ -27,6 +27,7 @@ class EventKind(enum.StrEnum):
     INSTANCE = "instance"
     SCALE = "scale"
     COPY = "copy"
+    STORE = "store"
     MODEL = "model"
 
 

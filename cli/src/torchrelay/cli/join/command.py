@@ -23,7 +23,7 @@ def join(
     workers: Annotated[int, typer.Option(min=0, help="Workers; 0: only the store, whose memory holds models.")] = 1,
     worker_id: Annotated[str, typer.Option(help="Id of the only worker.", show_default=False)] = "",
     host_id: Annotated[
-        str, typer.Option(help="Id of this machine and its store; default: its host name.", show_default=False)
+        str, typer.Option(help="Id of this machine and its store; default: from its host name.", show_default=False)
     ] = "",
     advertise_host: Annotated[
         str,

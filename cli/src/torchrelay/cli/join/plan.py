@@ -19,7 +19,7 @@ from torchrelay.cli.join_file import JoinFile
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.cli.up.plan import with_engines_start
 from torchrelay.common.host.addresses import family_of, join_address, split_address
-from torchrelay.common.host.machine import SHARED_MEMORY
+from torchrelay.common.host.machine import SHARED_MEMORY, shared_digest
 from torchrelay.common.process.environment import service_environment
 from torchrelay.common.process.settings import NODE_ID, PREFIX, ServiceSettings
 from torchrelay.control.v1 import scheduler_pb2
@@ -49,7 +49,7 @@ class NodePlan:
 
     def __init__(self, cluster: JoinFile, options: JoinOptions, settings: ServiceSettings) -> None:
         self._cluster, self._options, self._tls = cluster, options, settings.tls
-        self.host_id = self._checked(options.host_id or cluster.scope + _host_name(), "--host-id")
+        self.host_id = self._checked(options.host_id or cluster.scope + self._host_name(), "--host-id")
         if "_" in self.host_id.removeprefix(cluster.scope):
             raise CliError(f"{self.host_id!r} has an underscore", "choose a --host-id without; it separates workers")
         names = (
@@ -71,6 +71,14 @@ class NodePlan:
                 f"{node_id!r} is beyond the scope of the join file", f"begin {option} with {self._cluster.scope}"
             )
         return node_id
+
+    def _host_name(self) -> str:
+        """The name of the machine, in a job of Slurm that of its node, with a digest of what its programs share."""
+        name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        home = self._options.home
+        folder = Path(tempfile.gettempdir()) if home is None else make_private(home)
+        digest = shared_digest(SHARED_MEMORY, folder)
+        return f"{re.sub('[^A-Za-z0-9-]', '-', name)[:_MAX_HOST_CHARS]}-{digest}"
 
     def folder(self) -> NodeFolder:
         """By default a folder for this user, cluster and host, which ends with the machine."""
@@ -147,10 +155,6 @@ class NodePlan:
             tls=self._tls,
             inherited=inherited,
         )
-
-
-def _host_name() -> str:
-    return re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())[:_MAX_HOST_CHARS]
 
 
 def _own_address(scheduler: str) -> str:

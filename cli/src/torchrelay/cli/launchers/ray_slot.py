@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import ray
 
 from torchrelay.cli.launchers.jobs import script
+from torchrelay.common.host.machine import SHARED_MEMORY, shared_digest
 from torchrelay.common.process.environment import service_environment
 from torchrelay.common.process.parent_death import tied_to_this_process
 
@@ -23,7 +26,8 @@ class RaySlot:
     async def run(self, arguments: Sequence[str], scope: str, join_file: str) -> None:
         """Runs the program; ends the actor with it. ``scope``: the beginning of the id of the node's machine."""
         try:
-            host_id = scope + ray.get_runtime_context().get_node_id()[:16]
+            shared = shared_digest(SHARED_MEMORY, Path(tempfile.gettempdir()))
+            host_id = f"{scope}{ray.get_runtime_context().get_node_id()[:16]}-{shared}"
             environment = service_environment(os.environ, reads_object_store=True)
             environment.pop("OMP_NUM_THREADS", None)  # Ray's; the worker counts its cores
             self._process = await asyncio.create_subprocess_exec(

@@ -64,14 +64,13 @@ class SlurmJobs:
         if program.device != "cpu":
             options["gpus"] = "1"
         lines = [f"#SBATCH --{option}={value}" for option, value in options.items()]
-        command = [script(), *program.arguments(worker_id), "--host-id", program.join_file.scope]
-        node = '$(printf %s "$SLURMD_NODENAME" | tr -c A-Za-z0-9 -)'
+        command = [script(), *program.arguments(worker_id)]
         return "\n".join(
             (
                 "#!/bin/sh",
                 *lines,
                 "#SBATCH --no-requeue",
-                f"exec {shlex.join(command)}{node} <<'END OF JOIN FILE'",
+                f"exec {shlex.join(command)} <<'END OF JOIN FILE'",
                 program.join_file.as_toml() + "END OF JOIN FILE",
                 "",
             )

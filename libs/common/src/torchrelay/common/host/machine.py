@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
@@ -72,6 +73,14 @@ def _groups(controller: str, cgroup: Path, own: Path) -> Iterator[Path]:
             continue
         root, below = cgroup / controller if controllers else cgroup, Path(path.lstrip("/"))
         yield from (root / folder for folder in (below, *below.parents))
+
+
+def shared_digest(*folders: Path) -> str:
+    """A digest of what the programs of a machine share in these folders. A batch job may have a ``/tmp`` and a
+    ``/dev/shm`` of its own: then it shares no store with the other jobs of its machine.
+    """
+    places = [(status.st_dev, status.st_ino) for status in map(os.stat, folders)]
+    return hashlib.sha256(repr(places).encode()).hexdigest()[:8]
 
 
 def available_shared_bytes(folder: Path) -> int:

@@ -22,7 +22,7 @@ from typing import assert_never
 from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.cluster.instances import TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects
+from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, SchedulerEvent
 from torchrelay.scheduler.policy.handlers import (
     cluster_load,
     dispatch,
@@ -247,6 +247,15 @@ class Policy:
                 scaling.scale(state, now, scaling.starving_versions(state, now))
             else:
                 self._react(now)
+        elif before is not None and state.membership.finds_duplicate(store):
+            text = (
+                f"{store.store_id} runs twice: the store at {before.grpc_address} counts, that at {store.grpc_address} "
+            )
+            text += "is refused; give one of their machines another id"
+            fields = {"store_id": store.store_id, "address": store.grpc_address}
+            state.effects.events.append(
+                SchedulerEvent(now, "refuse_store", "", store.store_id, text, "store.refused", fields)
+            )
 
     def _remove_store(self, store: StoreStatus, cause: str, now: float) -> None:
         relay_plans.store_lost(self.state, store, cause, now)

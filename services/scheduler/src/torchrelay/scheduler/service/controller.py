@@ -43,7 +43,7 @@ from torchrelay.scheduler.policy.inputs import (
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
-from torchrelay.scheduler.policy.types import Instance, Model
+from torchrelay.scheduler.policy.types import Instance, Model, StoreStatus, WorkerStatus
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch
@@ -196,6 +196,15 @@ class Controller:
         membership = self.policy.state.membership
         return node_id in (membership.workers if kind is WorkerReport else membership.stores)
 
+    def is_accepted(self, report: Report) -> bool:
+        """Whether its process is the present one of its node."""
+        membership = self.policy.state.membership
+        if isinstance(report, WorkerReport):
+            known: WorkerStatus | StoreStatus | None = membership.workers.get(report.worker_id)
+        else:
+            known = membership.stores.get(report.store_id)
+        return known is not None and known.incarnation == report.incarnation
+
     def reported(self, report: Report, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the one that reports among them, obey a newer scheduler."""
         now, peer = self.clock.now(), peer_of(report)
@@ -212,7 +221,7 @@ class Controller:
         else:
             self._apply(StoreReported(converters.store_from_proto(report, now), streamed), now)
             report.ClearField("disk")  # the policy has it; a view of many stores would grow too large
-        if self.is_present(peer):
+        if self.is_accepted(report):
             self.reports[peer] = report
         for instance in self._instances_of(report):
             self._explain_load(instance.worker_id)

@@ -92,7 +92,7 @@ class Discovery:
         except Exception as error:
             self._failure.set_result(error)
             return
-        if self._controller.is_present(peer_of(report)):
+        if self._controller.is_accepted(report):
             self._watch(report)
 
     def _read(self, kind: type[Report], message: Msg) -> Report | None:

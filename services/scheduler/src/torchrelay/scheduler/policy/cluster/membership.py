@@ -10,6 +10,7 @@ has work and does not advance is lost too, and stays lost until the engine advan
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -55,6 +56,8 @@ class Membership:
         self._disks: Recent[str, frozenset[str]] = Recent(_MAX_DISKS)  # incarnation of a store -> packs on its disk
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
         self._fenced: Recent[str, float] = Recent(_MAX_FENCED)  # incarnation -> ignored until
+        # Incarnation of a store -> when another process reported by its id; infinite once it was named as a duplicate.
+        self._replaced: Recent[str, float] = Recent(_MAX_FENCED)
         self._suspect_since: dict[str, float] = {}
         self._liveness: dict[str, Liveness] = {}  # by worker id
         self._store_liveness: dict[str, Liveness] = {}
@@ -89,10 +92,16 @@ class Membership:
             self._put_worker(replace(worker, slot=replace(worker.slot, roles=roles)))
 
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
+        """Stores a report. Returns None if it is from a process that is known to be dead, or that another process
+        replaced and that lives: then the newer process stays the store of this id.
+        """
         if self._is_fenced(store.incarnation, store.seen_at):
             return None
         before = self.stores.get(store.store_id)
         if before is not None and before.incarnation != store.incarnation:
+            if store.incarnation in self._replaced:
+                return None
+            self._replaced[before.incarnation] = store.seen_at
             self._disks.pop(before.incarnation, None)
         if store.disk_pack_ids is not None:
             self._disks[store.incarnation] = store.disk_pack_ids
@@ -106,6 +115,13 @@ class Membership:
         self.stores[store.store_id] = self.stores_by_host[store.host_id] = store
         self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).record_message(store.seen_at)
         return store
+
+    def finds_duplicate(self, store: StoreStatus) -> bool:
+        """Whether a refused report shows that two stores with one id live; True once for each of them."""
+        if store.seen_at - self._replaced.get(store.incarnation, math.inf) <= _SUSPICION_S:
+            return False
+        self._replaced[store.incarnation] = math.inf
+        return True
 
     def _put_worker(self, worker: WorkerStatus) -> None:
         if (before := self.workers.get(worker.worker_id)) is not None:

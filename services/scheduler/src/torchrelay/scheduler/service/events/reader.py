@@ -23,7 +23,7 @@ from torchrelay.control.v1.scheduler_pb2 import Event
 
 log = get_logger(__name__)
 
-KINDS = ("relay", "instance", "scale", "copy", "model")
+KINDS = ("relay", "instance", "scale", "copy", "store", "model")
 MAX_READERS = 64
 _BATCH = 100
 _LATEST_US = 1 << 52  # in the year 2112
