@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.cpu_steps import short_step
 from tests.support.echo_worker import token_logprobs
 from tests.support.gateway_ports import KEY, PRINCIPAL
 from tests.support.sample_tokenizers import EOS, byte_fallback_tokenizer
@@ -22,7 +23,11 @@ from torchrelay.common.tokens.text_stream import TextStream
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.core import GenerateParams, TokenLogprobs, Usage
 from torchrelay.gateway.inference.parameter_ranges import MAX_PROMPTS
+from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+from torchrelay.gateway.openai.replies import Answer, ChoiceBuffer, ReplyFormat, whole_reply
+from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.inference.v1 import inference_pb2 as pb
 
 PROMPTS = [PROMPT, [50, 51, 52], [60, 61, 62, 63, 64]]
@@ -382,6 +387,44 @@ async def test_streamed_logprobs_are_those_of_the_whole_reply(rig: TokenPathRig)
     assert streamed == whole.choices[0].logprobs.content
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert all(len(chunk.logprobs.content or []) == 1 for chunk in chunks if chunk.logprobs)
+
+
+LONG_ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "max_tokens": 100}),
+    ("completions", {"prompt": PROMPT, "logprobs": 5, "max_tokens": 400}),
+    ("completions", {"prompt": "word " * 100, "echo": True, "n": 16, "max_tokens": 1}),
+    ("responses", {"input": "a", "top_logprobs": 20, "max_output_tokens": 100}),
+    ("responses", {"input": "a", "top_logprobs": 20, "max_output_tokens": 100, "stream": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LONG_ANSWERS)
+async def test_answer_counts_in_the_share_as_it_grows(make_rig: MakeRig, path: str, body: dict[str, Any]) -> None:
+    rig = await make_rig(max_held_answer_bytes_per_tenant=6_000)
+    refused = await rig.http.post(f"/v1/{path}", json={"model": "echo", **body})
+    assert "max_held_answer_bytes_per_tenant" in refused.text
+    assert refused.status_code == (200 if body.get("stream") else 429)
+    await eventually(lambda: not rig.shares.answer_bytes.num_held and not rig.ports.reserved)
+    few = {name: 3 for name in ("max_tokens", "max_output_tokens", "n") if name in body}
+    answered = await rig.http.post(f"/v1/{path}", json={"model": "echo", **body, **few})
+    assert answered.status_code == 200 and "max_held_answer_bytes_per_tenant" not in answered.text
+    assert not rig.shares.answer_bytes.num_held
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_reply_with_the_most_logprobs_is_made_in_a_short_step(rig: TokenPathRig, is_chat: bool) -> None:
+    """They fill a tenant's share."""
+    formatter = LogprobFormatter(TokenBytes(decoder_of(rig.tokenizer)), is_chat)
+    logprobs = TokenLogprobs(-0.5, tuple((2 + place, -0.25) for place in range(20)))
+    token = formatter.encoded(LogprobEntry(2, logprobs, b"a", 0))
+    num_tokens = GatewaySettings().max_held_answer_bytes_per_tenant // sum(map(len, token)) // 16
+    choice = ChoiceBuffer(parts=["a"] * num_tokens, finish=FinishCause.LENGTH, logprobs=[token] * num_tokens)
+    params = GenerateParams("echo", token_ids=tuple(PROMPT), max_tokens=1)
+    async with rig.token_path.pipeline.session(PRINCIPAL, params, "req-1", 0) as session:
+        resolved = session.request.resolved
+    answer = Answer(resolved, [choice] * 16, Usage(1, 0, num_tokens), formatter)
+    with short_step():
+        assert len(whole_reply(ReplyFormat(is_chat), [answer])) > 60 << 20
 
 
 @pytest.mark.parametrize("num_top", [0, 3])

@@ -297,7 +297,7 @@ def replayed(events: list[Event]) -> list[dict[str, Any]]:
 
 @given(pieces, st.sampled_from(("completed", "incomplete")))
 def test_events_add_up_to_the_items(answer: list[Piece], status: str) -> None:
-    output = Output(NAMES, None)
+    output = Output(NAMES)
     events = [event for part in parts_of(answer) for event in output.add(part)] + output.end(status)
     assert replayed(events) == output.items
     assert len({item["id"] for item in output.items}) == len(output.items)

@@ -86,6 +86,10 @@ class GatewaySettings(ServiceSettings):
     max_open_requests_per_tenant: int = Field(512, ge=1, description="The share of one tenant in them.")
     max_buffered_body_bytes: int = Field(64 << 20, ge=1, description="Bytes of request bodies in memory at once.")
     max_buffered_body_bytes_per_tenant: int = Field(16 << 20, ge=1, description="The share of one tenant in them.")
+    max_held_answer_bytes: int = Field(
+        256 << 20, ge=1, description="Bytes of logprobs, vectors and repeated prompts of answers in memory at once."
+    )
+    max_held_answer_bytes_per_tenant: int = Field(64 << 20, ge=1, description="The share of one tenant in them.")
     max_uploads: int = Field(32, ge=1, description="Files being sent to uploads, and commits, at once.")
     max_uploads_per_tenant: int = Field(4, ge=1, description="The share of one tenant in them.")
     max_queries_per_tenant: int = Field(

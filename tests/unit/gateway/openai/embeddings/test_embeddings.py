@@ -6,6 +6,7 @@ import asyncio
 import base64
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.core import FinishCause, RequestRate
 from torchrelay.gateway.openai.embeddings.asgi_app import MAX_RUNNING
 from torchrelay.gateway.openai.embeddings.requests import MAX_INPUTS
+from torchrelay.gateway.openai.embeddings.vectors import encoded, reply_parts
 
 INPUTS = [PROMPT, [50, 51, 52], [60, 61, 62, 63, 64]]
 
@@ -168,6 +170,31 @@ async def test_call_that_ends_early_is_billed_for_a_client_that_left_alone(rig: 
     computed = 15 - len(start.prompt) + 2
     assert usage.num_prompt_tokens == (computed if is_left else 0)
     await eventually(lambda: rig.token_path.admissions.num_open == 0)
+
+
+async def test_call_whose_vectors_exceed_the_share_computes_no_input(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_held_answer_bytes_per_tenant=2 * 4 * NUM_DIMENSIONS)
+    response = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS})
+    assert response.status_code == 429
+    assert "max_held_answer_bytes_per_tenant" in response.json()["error"]["message"]
+    assert not rig.ports.admitted and not rig.shares.answer_bytes.num_held
+    for fewer in ({"input": INPUTS[:2]}, {"input": INPUTS, "dimensions": 5}):
+        assert (await rig.http.post("/v1/embeddings", json={"model": "embed", **fewer})).status_code == 200
+    assert not rig.shares.answer_bytes.num_held
+
+
+@pytest.mark.parametrize("as_base64", [True, False])
+def test_long_reply_is_made_a_vector_at_a_time(as_base64: bool) -> None:
+    values = struct.pack("<4096f", *range(4096))
+    made: list[int] = []
+
+    def vectors() -> Iterator[bytes]:
+        for index in range(2048):
+            made.append(index)
+            yield encoded(values, is_normalized=True, as_base64=as_base64)
+
+    for number, part in enumerate(reply_parts("acme/embed", vectors(), 7), 1):
+        assert len(made) == min(number, 2048) and len(part) < 128 << 10
 
 
 async def test_call_that_begins_no_input_keeps_no_reservation(rig: TokenPathRig) -> None:

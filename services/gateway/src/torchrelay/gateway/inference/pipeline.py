@@ -315,7 +315,8 @@ class RequestPipeline:
                 outcome = "client_left"
                 raise
             finally:
-                for each in [session.request for session in sessions] or [None]:
+                ended: list[RunningRequest] | list[None] = [session.request for session in sessions] or [None]
+                for each in ended:
                     self._metrics.ended(operation, each, outcome, time.monotonic() - began_s, span)
                 self._num_inside -= 1
                 if not self._num_inside:

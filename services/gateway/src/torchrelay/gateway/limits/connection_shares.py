@@ -15,6 +15,7 @@ _LINES = 32  # tenants that can have a full line of queries at once
 class ConnectionShares:
     requests: Shares  # from the check of the key to the last byte of the answer
     body_bytes: Shares  # of bodies in memory, until their prompts are encoded
+    answer_bytes: Shares  # of logprobs, vectors and repeated prompts in memory, until they are sent
     uploads: Shares  # files that are being sent, and commits
     queries: TenantSemaphore  # sums over tables, and searches in them
     lists: TenantSemaphore  # of what an index answers, so that they do not wait for long queries
@@ -32,6 +33,7 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
     return ConnectionShares(
         _shares(settings, "open requests", "max_open_requests"),
         _shares(settings, "bytes of request bodies in memory", "max_buffered_body_bytes"),
+        _shares(settings, "bytes of answers in memory", "max_held_answer_bytes"),
         _shares(settings, "uploads of files under way", "max_uploads"),
         _line(settings, "queries under way", queries_at_once),
         _line(settings, "lists under way", queries_at_once),

@@ -73,8 +73,10 @@ class CompletionsApp:
                 message = f"method {scope['method']} is not allowed for {scope['path']}; use POST"
                 await exchange.refuse(MethodNotAllowed(message), [(b"allow", b"POST")])
                 return
-            with self._shares.requests.account(principal.tenant_id) as held:
+            shares, tenant_id = self._shares, principal.tenant_id
+            with shares.requests.account(tenant_id) as held, shares.answer_bytes.account(tenant_id) as answer_bytes:
                 held.take(1)
+                exchange.answer_bytes = answer_bytes
                 await self._complete(exchange, scope["path"], principal, held)
         except ClientDisconnected:
             return
@@ -129,6 +131,7 @@ class HttpExchange:
     """An HTTP request and its response."""
 
     id_headers: ClassVar[Sequence[bytes]] = (b"x-request-id",)
+    answer_bytes: ShareAccount  # of what is kept of the answer, once the key is checked
 
     def __init__(self, request: HttpRequest, send: Send, write_gap_s: float) -> None:
         self.request = request
@@ -169,6 +172,14 @@ class HttpExchange:
         """Answers with JSON."""
         await self._reply(200, msgspec.json.encode(body))
 
+    async def reply_in_parts(self, parts: Iterable[bytes]) -> None:
+        """Answers with the parts of a JSON, each of which is made when the client has taken those before."""
+        await self._begin(200, [_JSON])
+        for part in parts:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await self._send({"type": "http.response.body", "body": b""})
+
     async def refuse(self, error: TorchrelayError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         listed = [*headers, CLOSE] if self.request.must_close else headers
         await self._reply(error.http_status, msgspec.json.encode(self.error_body(error)), listed)
@@ -202,7 +213,7 @@ class HttpExchange:
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def _answer_at_once(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat) -> None:
-        answers = await _all_of([_whole_answer(session, reply_format) for session in sessions])
+        answers = await _all_of([_whole_answer(session, reply_format, self.answer_bytes) for session in sessions])
         await self._reply(200, self.whole(sessions, reply_format, answers))
 
     async def _stream(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat) -> None:
@@ -239,8 +250,10 @@ class StreamEncoder(Protocol):
     def end(self, usage: Usage) -> bytes: ...
 
 
-async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> Answer:
+async def _whole_answer(session: RequestSession, reply_format: ReplyFormat, held: ShareAccount) -> Answer:
+    """The answer to a prompt; ``held`` counts what may be many times the answer's text."""
     request, logprobs = session.request, logprob_formatter(session, reply_format)
+    held.take(len(session.echo.encode()) * len(session.texts))
     choices = [ChoiceBuffer(session.answer_parser(), [session.echo] if session.echo else []) for _ in session.texts]
     while not request.is_finished:
         for delta in await request.next():
@@ -252,7 +265,9 @@ async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> A
             else:
                 for piece, entry in text_and_logprobs(session, delta):
                     choice.add(piece)
-                    choice.logprobs.append(entry)
+                    choice.logprobs.append(logprobs.encoded(entry))
+                    choice.logprob_sum += entry.logprobs.chosen
+                    held.take(sum(map(len, choice.logprobs[-1])))
                     choice.num_parts.append(len(choice.parts))
             if delta.finish is not None:
                 choice.end(text.flush(), delta.finish)
@@ -262,7 +277,7 @@ async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> A
         choices = sorted(choices, key=ChoiceBuffer.mean_logprob, reverse=True)[: reply_format.num_best]
     scores = None
     if session.scored_by is not None:
-        scores = await prompt_logprobs(session, reply_format.num_echoed_top, reply_format.num_prompt_top)
+        scores = await prompt_logprobs(session, reply_format.num_echoed_top, reply_format.num_prompt_top, held)
     return Answer(request.resolved, choices, usage, logprobs if reply_format.has_logprobs else None, scores)
 
 
@@ -326,7 +341,7 @@ class SseEncoder:
                     events.append(reply.token(choice, text.step(token_id), token_id))
             else:
                 for piece, entry in text_and_logprobs(self._session, delta):
-                    events.append(reply.annotated_token(choice, piece, entry.token_id, self._logprobs.of([entry])))
+                    events.append(reply.annotated_token(choice, piece, entry.token_id, self._encoded_logprobs(entry)))
             if delta.finish is not None:
                 events.append(reply.finish(choice, text.flush(), str(delta.finish)))
         return b"".join(events)
@@ -354,7 +369,10 @@ class SseEncoder:
             yield from ((token_id, text.step(token_id), None) for token_id in delta.token_ids)
             return
         for piece, entry in text_and_logprobs(self._session, delta):
-            yield entry.token_id, piece, self._logprobs.of([entry])
+            yield entry.token_id, piece, self._encoded_logprobs(entry)
+
+    def _encoded_logprobs(self, entry: LogprobEntry) -> msgspec.Raw | None:
+        return None if self._logprobs is None else self._logprobs.of([self._logprobs.encoded(entry)])
 
 
 def logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> LogprobFormatter | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,8 @@ from torchrelay.gateway.inference.execution.prompt_scores import PromptScores
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.inference.text.decoder_cache import ModelDecoder
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
-from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter, token_text
+from torchrelay.gateway.limits.shares import ShareAccount
+from torchrelay.gateway.openai.logprobs import EncodedLogprobs, LogprobEntry, LogprobFormatter, token_text
 
 _NUM_AT_ONCE: Final = 128  # tokens: a prompt may have as many as the context, and other requests go on meanwhile
 
@@ -23,40 +24,39 @@ _NUM_AT_ONCE: Final = 128  # tokens: a prompt may have as many as the context, a
 class PromptLogprobs:
     """The JSON of a prompt's logprobs."""
 
-    echoed: Mapping[str, bytes]  # the items of each list of a completion's ``logprobs``; empty if nothing is echoed
+    echoed: EncodedLogprobs  # the items of each list of a completion's ``logprobs``; empty if nothing is echoed
     listed: msgspec.Raw | None  # ``prompt_logprobs``, if requested
 
-    def before(self, answer: Mapping[str, Sequence[Any]]) -> dict[str, msgspec.Raw]:
-        """The ``logprobs`` of a completion that begins with the prompt."""
-        return {name: _list([self.echoed[name], _items(values)]) for name, values in answer.items()}
 
-
-async def prompt_logprobs(session: RequestSession, num_echoed: int | None, num_listed: int | None) -> PromptLogprobs:
+async def prompt_logprobs(
+    session: RequestSession, num_echoed: int | None, num_listed: int | None, held: ShareAccount
+) -> PromptLogprobs:
     """The logprobs of the prompt of a request that has its first token.
 
     ``num_echoed``, ``num_listed``: the likely tokens to show beside each token; None: that form is not requested.
-    Raises ``TorchrelayError`` if workers have left them out.
+    ``held`` counts them, once for each choice. Raises ``TorchrelayError`` if workers have left them out.
     """
     scores, decoder, prompt = session.request.prompt_scores, session.scored_by, session.request.resolved.prompt
     assert scores is not None and decoder is not None, "only for requests with logprobs of the prompt"
     scores.check()
     text = ChoiceDetokenizer(decoder.tokens, (), (), ())
     formatter = LogprobFormatter(decoder.token_bytes, is_chat=False)
-    echoed: dict[str, list[bytes]] = {}
+    echoed: list[EncodedLogprobs] = []
     listed: list[bytes] = []
     for begin in range(0, len(prompt), _NUM_AT_ONCE):
         positions = range(begin, min(begin + _NUM_AT_ONCE, len(prompt)))
         if num_echoed is not None:
-            entries = list(_entries(scores, decoder, text, prompt, positions, num_echoed))
-            lists = formatter.completion(entries)
+            entries = _entries(scores, decoder, text, prompt, positions, num_echoed)
+            part = list(map(formatter.encoded, entries))
             if not begin:
-                lists["token_logprobs"][0] = lists["top_logprobs"][0] = None
-            for name, values in lists.items():
-                echoed.setdefault(name, []).append(_items(values))
+                part[0] = part[0][0], b"null", b"null", part[0][3]
+            echoed.append(tuple(map(b",".join, zip(*part, strict=True))))
+            held.take(sum(map(len, echoed[-1])) * len(session.texts))
         if num_listed is not None:
             listed.append(_items([_described(scores, decoder, prompt, each, num_listed) for each in positions]))
+            held.take(len(listed[-1]) * len(session.texts))
         await asyncio.sleep(0)
-    joined = {name: b",".join(items) for name, items in echoed.items()}
+    joined = tuple(map(b",".join, zip(*echoed, strict=True)))
     return PromptLogprobs(joined, None if num_listed is None else _list(listed))
 
 

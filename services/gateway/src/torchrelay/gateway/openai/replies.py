@@ -24,7 +24,7 @@ from torchrelay.gateway.inference.answers.parts import (
     joined,
 )
 from torchrelay.gateway.inference.core import ResolvedRequest, Usage
-from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+from torchrelay.gateway.openai.logprobs import EncodedLogprobs, LogprobFormatter
 from torchrelay.gateway.openai.prompt_logprobs import PromptLogprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -95,7 +95,8 @@ class ChoiceBuffer:
     parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish: FinishCause | None = None
-    logprobs: list[LogprobEntry] = field(default_factory=list)  # one per token, if requested
+    logprobs: list[EncodedLogprobs] = field(default_factory=list)  # of each token, if requested
+    logprob_sum: float = 0.0
     num_parts: list[int] = field(default_factory=list)  # after each of these
 
     def add(self, text: str) -> None:
@@ -115,7 +116,7 @@ class ChoiceBuffer:
         return None if self.parser is None else self.parser.num_reasoning_tokens
 
     def mean_logprob(self) -> float:
-        return sum(entry.logprobs.chosen for entry in self.logprobs) / max(1, len(self.logprobs))
+        return self.logprob_sum / max(1, len(self.logprobs))
 
 
 def ended(parser: AnswerParser | None, text: str) -> list[Part]:
@@ -154,7 +155,7 @@ class Answer:
         if self.logprobs is None:
             return None
         if self.prompt_logprobs is not None and self.prompt_logprobs.echoed:
-            return self.prompt_logprobs.before(self.logprobs.completion(choice.logprobs))
+            return self.logprobs.of(choice.logprobs, self.prompt_logprobs.echoed)
         return self.logprobs.of(choice.logprobs)
 
 
@@ -197,7 +198,7 @@ def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
         reply["prompt_token_ids"] = list(resolved.prompt)
     if reply_format.is_chat:
         reply |= _listed_logprobs(answers[0])
-    return encode_json(reply)
+    return msgspec.json.encode(reply)
 
 
 def _listed_logprobs(answer: Answer) -> dict[str, Any]:

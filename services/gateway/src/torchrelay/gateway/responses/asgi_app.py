@@ -33,7 +33,7 @@ class ResponseExchange(HttpExchange):
 
     def encoder(self, session: RequestSession, reply_format: ReplyFormat, first_index: int) -> ResponseEncoder:
         assert isinstance(reply_format, ResponseFormat), "as _decoded makes it"
-        self._encoder = ResponseEncoder(session, reply_format)
+        self._encoder = ResponseEncoder(session, reply_format, self.answer_bytes)
         return self._encoder
 
     def whole(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
+import msgspec
+
 from torchrelay.gateway.inference.answers.parts import CallBegin
-from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 from torchrelay.gateway.openai.replies import encode_json
 from torchrelay.gateway.responses.events import Event, event_of, underscored_id
 from torchrelay.gateway.responses.tools import INPUT, ToolName
@@ -85,19 +86,18 @@ class _TextItem(OpenItem):
 
 
 class MessageItem(_TextItem):
-    """A message. ``logprobs``: None if the request asks for none."""
+    """A message. Its tokens have logprobs if the request asks for them."""
 
     id_prefix, text_events = "msg", "output_text"
 
-    def __init__(self, index: int, logprobs: LogprobFormatter | None = None) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__(index)
-        self._formatter = logprobs
-        self._entries: list[LogprobEntry] = []  # of the tokens of the text so far
+        self._tokens: list[bytes] = []  # the logprobs of each token of the text so far, if requested
 
-    def add(self, text: str, entries: Sequence[LogprobEntry] = ()) -> list[Event]:
-        self._entries += entries
+    def add(self, text: str, tokens: Sequence[bytes] = ()) -> list[Event]:
+        self._tokens += tokens
         self._pieces.append(text)
-        listed = b"[]" if self._formatter is None else bytes(self._formatter.entries(entries))
+        listed = b"[%s]" % b",".join(tokens)
         return [Event(self._delta_type, b'%s%s,"logprobs":%s' % (self._delta_head, encode_json(text), listed))]
 
     def end(self, status: str) -> tuple[Item, list[Event]]:
@@ -107,7 +107,7 @@ class MessageItem(_TextItem):
 
     @property
     def _logprobs(self) -> Any:
-        return [] if self._formatter is None else self._formatter.entries(self._entries)
+        return msgspec.Raw(b"[%s]" % b",".join(self._tokens)) if self._tokens else []
 
     def part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchrelay.gateway.inference.answers.parts import CallArguments, CallBegin, Part, Reasoning
-from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 from torchrelay.gateway.responses.events import Event
 from torchrelay.gateway.responses.open_items import (
     CallItem,
@@ -19,30 +18,29 @@ from torchrelay.gateway.responses.tools import ToolName
 
 
 class Output:
-    """The items so far. ``tool_names``: by the name as the model knows it. ``logprobs``: None if none are asked for."""
+    """The items so far. ``tool_names``: by the name as the model knows it."""
 
-    def __init__(self, tool_names: Mapping[str, ToolName], logprobs: LogprobFormatter | None) -> None:
-        self._logprobs = logprobs
-        self._waiting: list[LogprobEntry] = []  # of tokens whose text has not come out of the parser
+    def __init__(self, tool_names: Mapping[str, ToolName]) -> None:
+        self._waiting: list[bytes] = []  # logprobs of tokens whose text has not come out of the parser
         self.items: list[Item] = []  # without the open one
         self._tool_names = tool_names
         self._open: OpenItem | None = None
 
-    def note(self, entry: LogprobEntry) -> None:
-        """Notes a token, whose parts follow."""
-        self._waiting.append(entry)
+    def note(self, logprobs: bytes) -> None:
+        """Notes the logprobs of a token, whose parts follow."""
+        self._waiting.append(logprobs)
 
     def add(self, part: Part) -> list[Event]:
         """The events about a further part of the answer."""
         if not part:
             return []
-        entries, self._waiting = self._waiting, []
+        tokens, self._waiting = self._waiting, []
         match part:
             case str():
                 if isinstance(self._open, MessageItem):
-                    return self._open.add(part, entries)
-                item = MessageItem(len(self.items) + (self._open is not None), self._logprobs)
-                return [*self._end("completed"), *self._begin(item), *item.add(part, entries)]
+                    return self._open.add(part, tokens)
+                item = MessageItem(len(self.items) + (self._open is not None))
+                return [*self._end("completed"), *self._begin(item), *item.add(part, tokens)]
             case Reasoning(text):
                 return self._in(ReasoningItem, text)
             case CallBegin():
@@ -52,7 +50,7 @@ class Output:
 
     def end(self, status: str) -> list[Event]:
         """The last events. ``status``: of an item that ends with the answer."""
-        begun = [] if self.items or self._open else self._begin(MessageItem(0, self._logprobs))
+        begun = [] if self.items or self._open else self._begin(MessageItem(0))
         return [*begun, *self._end(status)]
 
     def _in(self, kind: type[ReasoningItem], text: str) -> list[Event]:

@@ -12,6 +12,7 @@ from torchrelay.gateway.core import FinishCause, ServiceClass
 from torchrelay.gateway.inference.answers.parts import Part
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
+from torchrelay.gateway.limits.shares import ShareAccount
 from torchrelay.gateway.openai.asgi_app import logprob_formatter, text_and_logprobs, with_reasoning
 from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, comment, encode_json, ended
 from torchrelay.gateway.responses.events import Event, event_of
@@ -68,7 +69,7 @@ class Reply:
     def __init__(self, session: RequestSession, reply_format: ResponseFormat) -> None:
         self._resolved = session.request.resolved
         self._settings = reply_format.settings
-        self._output = Output(reply_format.tool_names, logprob_formatter(session, reply_format))
+        self._output = Output(reply_format.tool_names)
         self.note = self._output.note
         self.status = "in_progress"
 
@@ -105,8 +106,10 @@ class Reply:
 class ResponseEncoder:
     """Encodes token deltas as the events of a response."""
 
-    def __init__(self, session: RequestSession, reply_format: ResponseFormat) -> None:
-        self._session, self._text = session, session.texts[0]
+    def __init__(self, session: RequestSession, reply_format: ResponseFormat, held: ShareAccount) -> None:
+        """``held`` counts logprobs, which the last events repeat."""
+        self._session, self._text, self._held = session, session.texts[0], held
+        self._logprobs = logprob_formatter(session, reply_format)
         self._parser = session.answer_parser()
         self._reply = Reply(session, reply_format)
         self._num_events = 0
@@ -129,11 +132,13 @@ class ResponseEncoder:
 
     def _pieces(self, delta: TokenDelta) -> Iterator[str]:
         """The text of each token, whose logprobs are noted before, if the request has them."""
-        if self._session.tokens is None:
+        if self._logprobs is None:
             yield from map(self._text.step, delta.token_ids)
             return
         for piece, entry in text_and_logprobs(self._session, delta):
-            self._reply.note(entry)
+            (encoded,) = self._logprobs.encoded(entry)
+            self._held.take(len(encoded))
+            self._reply.note(encoded)
             yield piece
 
     def end(self, usage: Usage) -> bytes:
@@ -165,8 +170,8 @@ class ResponseEncoder:
 def whole_response(session: RequestSession, reply_format: ResponseFormat, choice: ChoiceBuffer, usage: Usage) -> bytes:
     """The JSON of a finished response."""
     reply, begin = Reply(session, reply_format), 0
-    for entry, end in zip(choice.logprobs, choice.num_parts, strict=True):
-        reply.note(entry)
+    for (logprobs,), end in zip(choice.logprobs, choice.num_parts, strict=True):
+        reply.note(logprobs)
         reply.add(choice.parts[begin:end])
         begin = end
     reply.add(choice.parts[begin:])

@@ -7,10 +7,9 @@ All inputs are encoded before the call is admitted, so that a faulty input costs
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeVar
-
-import msgspec
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import Final, TypeVar
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.core import Principal
@@ -24,7 +23,7 @@ from torchrelay.gateway.openai.embeddings.requests import (
     num_dimensions,
     params_of,
 )
-from torchrelay.gateway.openai.embeddings.vectors import encoded, shortened
+from torchrelay.gateway.openai.embeddings.vectors import FLOAT_BYTES, encoded, reply_parts
 
 PATH: Final = "/v1/embeddings"
 MAX_RUNNING: Final = 32  # inputs of one request at once
@@ -40,7 +39,7 @@ class EmbeddingsApp(CompletionsApp):
             body = decode_embeddings(await exchange.request.read(self._max_body_bytes, body_bytes))
             async with exchange.request.until_disconnect():
                 reply = await self._reply(exchange, principal, body, held, body_bytes)
-        await exchange.reply(reply)
+                await exchange.reply_in_parts(reply)
 
     async def _reply(
         self,
@@ -49,7 +48,7 @@ class EmbeddingsApp(CompletionsApp):
         body: EmbeddingsBody,
         held: ShareAccount,
         body_bytes: ShareAccount,
-    ) -> dict[str, Any]:
+    ) -> Iterator[bytes]:
         params = params_of(body)
         num_inputs = len(params)
         body.input = ""  # the texts are in ``params`` now, which are dropped once they are encoded
@@ -69,21 +68,20 @@ class EmbeddingsApp(CompletionsApp):
         params.clear()
         body_bytes.release()
 
+        exchange.answer_bytes.take(num_inputs * size * FLOAT_BYTES)
         call = self._pipeline.embeddings(principal, model, prompts, exchange.request_id, exchange.arrived_unix_us)
         async with call as start:
 
-            async def vector_of(index: int) -> msgspec.Raw:
+            async def values_of(index: int) -> bytes:
                 session = start(index)
                 exchange.rate = session.rate
                 values = await _values(session)
                 self._pipeline.leave(session.request)
-                return encoded(shortened(values, size, embedding.is_normalized), body.encoding_format == "base64")
+                return values[: size * FLOAT_BYTES]
 
-            vectors = await _each(range(num_inputs), vector_of)
-        num_tokens = sum(map(len, prompts))
-        data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"object": "list", "data": data, "model": model.name, "usage": usage}
+            vectors = await _each(range(num_inputs), values_of)
+        encode = partial(encoded, is_normalized=embedding.is_normalized, as_base64=body.encoding_format == "base64")
+        return reply_parts(model.name, map(encode, vectors), sum(map(len, prompts)))
 
 
 async def _values(session: RequestSession) -> bytes:

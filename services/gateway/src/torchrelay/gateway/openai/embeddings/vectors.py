@@ -5,22 +5,35 @@ from __future__ import annotations
 import math
 import struct
 from base64 import b64encode
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 FLOAT_BYTES = 4
+_PART_BYTES = 16 << 10
 
 
-def shortened(values: bytes, num_dimensions: int, is_normalized: bool) -> tuple[float, ...]:
-    """The first dimensions of a vector in fp32, little-endian; scaled to length 1 if the model's vectors are."""
-    vector = struct.unpack_from(f"<{num_dimensions}f", values)
+def encoded(values: bytes, is_normalized: bool, as_base64: bool) -> bytes:
+    """The JSON of a vector, whose first dimensions in fp32, little-endian, are ``values``.
+
+    It is scaled to length 1 if the model's vectors are. Its numbers are rounded to fp32; or it is the base64 of their
+    bytes.
+    """
+    form = f"<{len(values) // FLOAT_BYTES}f"
+    vector = struct.unpack(form, values)
     length = math.hypot(*vector) if is_normalized else 1.0
-    return vector if length in (0.0, 1.0) else tuple(value / length for value in vector)
+    if length not in (0.0, 1.0):
+        values = struct.pack(form, *(value / length for value in vector))
+    return b'"%s"' % b64encode(values) if as_base64 else msgspec.json.encode(struct.unpack(form, values))
 
 
-def encoded(vector: tuple[float, ...], as_base64: bool) -> msgspec.Raw:
-    """The vector as JSON: its numbers rounded to fp32, or the base64 of their bytes in fp32, little-endian."""
-    packed = struct.pack(f"<{len(vector)}f", *vector)
-    if as_base64:
-        return msgspec.Raw(b'"%s"' % b64encode(packed))
-    return msgspec.Raw(msgspec.json.encode(struct.unpack(f"<{len(vector)}f", packed)))
+def reply_parts(model: str, vectors: Iterable[bytes], num_tokens: int) -> Iterator[bytes]:
+    """The JSON of a reply, in parts of a vector or a few short ones."""
+    part = b'{"object":"list","data":['
+    for index, vector in enumerate(vectors):
+        part += b'%s{"object":"embedding","index":%d,"embedding":%s}' % (b"," if index else b"", index, vector)
+        if len(part) >= _PART_BYTES:
+            yield part
+            part = b""
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    yield part + b'],"model":%s,"usage":%s}' % (msgspec.json.encode(model), msgspec.json.encode(usage))
