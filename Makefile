@@ -18,7 +18,7 @@ help: ## Show the targets
 
 setup: .venv/.installed ## Make the virtual environment with the platform, and what it needs to run
 
-PIP := $(BIN)/python tools/pip_progress.py install -c constraints.txt
+PIP := $(BIN)/python tools/pip_progress.py install --no-compile -c constraints.txt
 
 .venv/.installed: constraints.txt requirements-build.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS)
 	@$(PYTHON) tools/check_python.py

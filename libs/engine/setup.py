@@ -35,6 +35,7 @@ class BuildOnce(build_ext):
 
 setup(
     cmdclass={"build_ext": BuildOnce},
+    options={"build_ext": {"parallel": 2}},
     ext_modules=[
         Extension(
             f"torchrelay.engine.kernels.cpu._kernels_{level}",
