@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,9 +19,9 @@ from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.catalog.schedules import ScheduleEntry, parse_entry
-from torchrelay.gateway.core import LatencyTargets, ModelShape, Principal, Version
+from torchrelay.gateway.core import LatencyTargets, ModelShape, Principal, PublishedModel, Version
 from torchrelay.gateway.inference.execution.attempt import model_version
-from torchrelay.gateway.sql.table_versions import TableVersions
+from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import retired_versions, versions
 
 
@@ -187,6 +188,58 @@ async def test_other_gateway_sees_changes_after_its_confirmation(parts: Accounti
     now = 0.5
     seen = await elsewhere.resolve(caller, "glossary")
     assert (seen.version.version_id, seen.price) == ("v2", price)
+
+
+async def test_change_of_a_tenant_leaves_models_of_others_cached(
+    parts: AccountingRig, caller: Principal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = await parts.tenants.create("zoo")
+    visitor = Principal(other.tenant_id, "zoo", "key-2")
+    await publish(parts, "glossary", version())
+    async with parts.database.write() as connection:
+        await parts.catalog.publish_in(connection, other.tenant_id, "animals", version(), ScalingSettings())
+
+    looked_up: list[str] = []
+
+    class Noted(Catalog):
+        async def _look_up(self, tenant: str, model: str) -> PublishedModel | None:
+            looked_up.append(model)
+            return await super()._look_up(tenant, model)
+
+    table_versions = TableVersions(parts.database, 60.0)
+    elsewhere = Noted(parts.database, table_versions, Prices(parts.database, table_versions))
+
+    async def seen() -> list[str]:
+        """The models that another gateway reads anew, though nothing has told it of changes."""
+        looked_up.clear()
+        table_versions.invalidate()
+        for principal, name in ((caller, "glossary"), (visitor, "animals")):
+            await elsewhere.resolve(principal, name)
+        return looked_up
+
+    assert await seen() == ["glossary", "animals"]
+    for number in range(2):
+        await parts.catalog.set_scaling(await parts.catalog.resolve(caller, "glossary"), ScalingSettings(7.0 + number))
+        assert await seen() == ["glossary"]
+        assert (await elsewhere.resolve(caller, "glossary")).idle_timeout_s == 7.0 + number
+    await parts.catalog.set_aliases(await parts.catalog.resolve(visitor, "animals"), ["pets"])
+    assert await seen() == ["animals"]
+    read, num_reads = parts.database.read, 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return read(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(parts.database, "read", counted)
+        assert await seen() == []
+    assert num_reads == 1  # of the versions alone
+    await parts.prices.add("", 7, 8, 9)
+    assert await seen() == ["glossary", "animals"]
+    async with parts.database.write() as connection:
+        await bump_version(connection, "catalog")  # by a gateway of an earlier release, which knows no tenants here
+    assert await seen() == ["glossary", "animals"]
 
 
 async def test_later_price_applies_without_a_catalog_change(parts: AccountingRig, caller: Principal) -> None:

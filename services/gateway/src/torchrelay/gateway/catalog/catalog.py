@@ -27,7 +27,7 @@ from torchrelay.gateway.core import (
 )
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
-from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
+from torchrelay.gateway.sql.table_versions import TableVersions, bump_catalog_of
 from torchrelay.gateway.sql.tables import aliases, models, replaced_versions, retired_versions, tenants, versions
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
@@ -98,13 +98,14 @@ class Catalog:
         tenant, _, model = full_name.partition("/")
         if (tenant != principal.tenant and not principal.is_admin) or not is_name(tenant) or not is_name(model):
             raise _not_found(name)
-        version = await self._table_versions.confirmed("catalog")
-        published = self._cache.get(full_name, version)
+        version = await self._table_versions.catalog_of(principal.tenant_id)
+        published = None if principal.is_admin else self._cache.get(full_name, version)
         if published is None:
             published = await self._look_up(tenant, model)
             if published is None:
                 raise _not_found(name)
-            self._cache.put(full_name, version, published)
+            if not principal.is_admin:  # whose version is not that of the model's tenant
+                self._cache.put(full_name, version, published)
         price = await self._prices.current(published.name)
         return published if published.price is price else replace(published, price=price)
 
@@ -160,7 +161,7 @@ class Catalog:
         """
         own_name = model.name.partition("/")[2]
         async with self._database.write() as connection:
-            await bump_version(connection, "catalog")  # first: see publish_in
+            await bump_catalog_of(connection, model.tenant_id)  # first: see publish_in
             if (await connection.execute(select(models.c.name).where(*_is(model)))).one_or_none() is None:
                 raise _not_found(model.name)
             of_tenant = aliases.c.tenant_id == model.tenant_id
@@ -193,7 +194,7 @@ class Catalog:
         """
         values = scaling.values() | {"updated_unix_us": now_unix_us()}
         async with self._database.write() as connection:
-            await bump_version(connection, "catalog")  # first: see publish_in
+            await bump_catalog_of(connection, model.tenant_id)  # first: see publish_in
             if scaling.engine not in (None, ANY_ENGINE, OWN_ENGINE):
                 own_name = model.name.partition("/")[2]
                 await _check_has_no_adapters(connection, model.tenant_id, own_name, model.version.version_id)
@@ -207,7 +208,7 @@ class Catalog:
         adapters need.
         """
         async with self._database.write() as connection:
-            await bump_version(connection, "catalog")  # first: see publish_in
+            await bump_catalog_of(connection, model.tenant_id)  # first: see publish_in
             gone = await connection.execute(delete(models).where(*_is(model)).returning(models.c.version_id))
             version_id = gone.scalar_one_or_none()  # may be newer than ``model.version``
             if version_id is None:
@@ -250,7 +251,7 @@ class Catalog:
         """
         async with self._database.write() as connection:
             quota = await locked_quota(connection, model.tenant_id)
-            await bump_version(connection, "catalog")  # first: see publish_in
+            await bump_catalog_of(connection, model.tenant_id)  # first: see publish_in
             current = (await connection.execute(select(models.c.version_id).where(*_is(model)))).scalar_one_or_none()
             if current is None:
                 raise _not_found(model.name)
@@ -276,7 +277,7 @@ class Catalog:
         """
         # First, because it locks a row: changes to the catalog are serialized, so that each sees the versions that
         # the others reference or retire.
-        await bump_version(connection, "catalog")
+        await bump_catalog_of(connection, tenant_id)
         await _check_is_no_alias(connection, tenant_id, name)
         await _check_has_base(connection, tenant_id, name, version)
         now = now_unix_us()
@@ -308,7 +309,7 @@ class Catalog:
 
     async def retire_in(self, connection: SqlConnection, tenant_id: str, version: Version) -> None:
         """Within the caller's transaction: schedules an unpublished version for deletion, unless a model uses it."""
-        await bump_version(connection, "catalog")
+        await bump_catalog_of(connection, tenant_id)
         await self._keep(connection, version)
         await _retire(self._database, connection, version.version_id, tenant_id)
 
