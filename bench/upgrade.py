@@ -34,10 +34,12 @@ from bench.report import Check, finish, parser_of, progress
 from tests.support.checkpoints import make_checkpoint
 from tests.support.clients import NUM_TOKENS, Clients, Outcomes
 from tests.support.completions import headers
-from tests.support.parts import parts_of
+from tests.support.parts import Parts, parts_of
 from tests.support.platform import Platform
 from tests.unit.gateway.postgres_server import postgres_server
+from torchrelay.cli.api.scheduler_client import watch
 from torchrelay.cli.up.plan import UpOptions
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
 
 REPO = Path(__file__).resolve().parents[1]
 NUM_CLIENTS = 6
@@ -95,8 +97,14 @@ def num_billed(gateway: Platform, key: str) -> int:
     return num_tokens
 
 
-async def measure(programs: Path, folder: Path, is_quick: bool) -> tuple[Outcomes, int, dict[str, float]]:
-    """Outcomes, the tokens in the ledger, and how long each replacement took."""
+def instances(parts: Parts) -> set[str]:
+    address = f"127.0.0.1:{parts.setting('scheduler', 'PORT')}"
+    view = next(watch(address, None, parts.home.call_token(SCHEDULER_NODE, Caller.CLI)))
+    return {instance.instance_id for instance in view.instances}
+
+
+async def measure(programs: Path, folder: Path, is_quick: bool) -> tuple[Outcomes, int, dict[str, float], int]:
+    """Outcomes, the tokens in the ledger, how long each replacement took, and the instances that the store's ended."""
     async with parts_of(folder / "home", OPTIONS, {"GRACE_S": "15"}) as parts:
         parts.copy("gateway-0", "gateway")
         parts.copy("gateway-1", "gateway", "HTTP_PORT", "GRPC_PORT")
@@ -106,17 +114,19 @@ async def measure(programs: Path, folder: Path, is_quick: bool) -> tuple[Outcome
         checkpoint = await asyncio.to_thread(make_checkpoint, folder / "model", "llama", **LLAMA_33MB)
         model = await asyncio.to_thread(gateways[0].upload, key, checkpoint, "llama")
         clients = await asyncio.to_thread(Clients, gateways, key, model, NUM_CLIENTS)
-        took: dict[str, float] = {}
+        took, num_ended = dict[str, float](), 0
         with clients.asking():
             for name in QUICK if is_quick else ORDER:
-                begin_s = time.monotonic()
+                before, begin_s = await asyncio.to_thread(instances, parts), time.monotonic()
                 await parts.leave(name)
                 await parts.start(name)
                 took[name] = time.monotonic() - begin_s
                 progress(f"{name} replaced in {took[name]:.1f} s, {clients.outcomes.num_answers} answers")
                 await asyncio.sleep(2.0)  # load between replacements
+                if name == "param-store":
+                    num_ended = len(before - await asyncio.to_thread(instances, parts))
         billed = await asyncio.to_thread(num_billed, gateways[0], key)
-        return clients.outcomes, billed - NUM_TOKENS * NUM_CLIENTS, took
+        return clients.outcomes, billed - NUM_TOKENS * NUM_CLIENTS, took, num_ended
 
 
 def main() -> None:
@@ -129,13 +139,14 @@ def main() -> None:
         progress(f"building the wheels of {commit}")
         programs = stack.enter_context(old_programs(commit, folder))
         os.environ["TORCHRELAY_DATABASE_URL"] = stack.enter_context(postgres_server())
-        outcomes, billed, took = asyncio.run(measure(programs, folder, arguments.quick))
+        outcomes, billed, took, num_ended = asyncio.run(measure(programs, folder, arguments.quick))
     for error in outcomes.errors[:10]:
         progress(f"lost: {error}")
     checks = [
         Check("lost_requests", len(outcomes.errors), "", 0),
         Check("wrong_answers", outcomes.num_wrong, "", 0, against="an undisturbed answer"),
         Check("tokens_billed_wrong", abs(billed - outcomes.num_received), "", 0, against="the tokens received"),
+        Check("instances_ended_with_store", num_ended, "", 0),
         Check("answers", outcomes.num_answers, ""),
         Check("refused_connections", outcomes.num_passed_by, ""),
         Check("longest_gap_s", outcomes.max_gap_s, "s"),
