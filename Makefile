@@ -52,6 +52,7 @@ check: .venv/.developer ## Format, lint, strict types, import contracts and plai
 	$(BIN)/mypy $(wildcard $(SOURCES))
 	PYTHONPATH=libs/vllm/src $(BIN)/lint-imports  # torchrelay-vllm is installed beside vLLM alone
 	$(BIN)/python tools/prose.py
+	$(BIN)/python tools/set_version.py --check
 
 docs: .venv/.developer ## Build the documentation as a site, in build/site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,5 +1,5 @@
 # The decode image; built from the repository's root:
-# docker build -f deploy/images/decode.Dockerfile -t torchrelay/decode:0.1.0 .
+# docker build -f deploy/images/decode.Dockerfile -t torchrelay/decode:0.2.0 .
 FROM python:3.11.10-slim-bookworm AS build
 # pip options that choose the torch build, such as an index of CPU or CUDA wheels; without any, pip takes its default.
 ARG TORCH_OPTIONS=""

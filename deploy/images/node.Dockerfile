@@ -1,5 +1,5 @@
 # The image of machines that join a platform (`torchrelay join`), for example pods of `torchrelay up --on kubernetes`;
-# built from the repository's root: docker build -f deploy/images/node.Dockerfile -t torchrelay/node:0.1.0 .
+# built from the repository's root: docker build -f deploy/images/node.Dockerfile -t torchrelay/node:0.2.0 .
 FROM python:3.11.10-slim-bookworm AS build
 # pip options that choose the torch build, such as an index of CPU or CUDA wheels; without any, pip takes its default.
 ARG TORCH_OPTIONS=""

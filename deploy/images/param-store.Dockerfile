@@ -1,5 +1,5 @@
 # The param-store image; built from the repository's root:
-# docker build -f deploy/images/param-store.Dockerfile -t torchrelay/param-store:0.1.0 .
+# docker build -f deploy/images/param-store.Dockerfile -t torchrelay/param-store:0.2.0 .
 FROM python:3.11.10-slim-bookworm AS build
 WORKDIR /src
 COPY constraints.txt ./

@@ -1,5 +1,5 @@
 # The scheduler image; built from the repository's root:
-# docker build -f deploy/images/scheduler.Dockerfile -t torchrelay/scheduler:0.1.0 .
+# docker build -f deploy/images/scheduler.Dockerfile -t torchrelay/scheduler:0.2.0 .
 FROM python:3.11.10-slim-bookworm AS build
 WORKDIR /src
 COPY constraints.txt ./

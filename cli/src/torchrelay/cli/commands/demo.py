@@ -24,8 +24,7 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.views.timeline import explanation
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
-_PACKAGED = Path(__file__).parents[1] / "demo_model"
-MODEL_FOLDER = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[5] / "examples" / "glossary" / "model"
+MODEL_FOLDER = Path(__file__).parents[1] / "demo_model"  # examples/glossary trains it
 IDLE_S = 3.0
 QUESTIONS = ("What is a cold start?", "Explain the relay.", "What does the param-store do?")
 console = Console(highlight=False)
