@@ -11,7 +11,7 @@ DIST ?= dist
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 2)
 .DEFAULT_GOAL := help
 
-.PHONY: help setup developer format check docs test test-clients test-fleet test-vllm ci up demo wheels stubs architecture clean
+.PHONY: help setup developer format check docs test test-clients test-fleet test-vllm ci up demo wheels release stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -101,6 +101,11 @@ wheels: .venv/.installed ## Build the wheels of all packages, in dist/
 	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 		--wheel-dir $(DIST) $(addprefix ./,$(PACKAGES) libs/vllm)
 	@ls $(DIST)
+
+release: .venv/.developer wheels ## The wheels, a bill of materials (CycloneDX) and the hashes of all, in dist/
+	@$(BIN)/python tools/bill_of_materials.py $(DIST)/torchrelay-$$(cat VERSION).cdx.json
+	@cd $(DIST) && sha256sum *.whl *.json > SHA256SUMS
+	@ls $(DIST)/*.json $(DIST)/SHA256SUMS
 
 stubs: .venv/.developer ## Regenerate the gRPC stubs after a change in proto/
 	tools/generate_stubs.sh
