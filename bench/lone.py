@@ -6,7 +6,8 @@ First case, more models than slots: `torchrelay up` runs two workers that play b
 busy, each with 40 callers of answers of 500 tokens; another tenant sends single short requests, one after another, to
 its own model, after pauses in which it may lose its slot. Second case, the same model: both tenants have uploaded
 identical files, so they share a pack and its instances. A tenant keeps 1,300 calls in progress over one gRPC
-connection, and another sends ten single requests.
+connection, and another sends ten single requests. Third case, the same over six connections, which carry all 1,300
+calls at once, most of them to be refused and sent again: another tenant makes ten single calls of gRPC.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+import grpc
 import grpc.aio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,15 +40,18 @@ from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 ROOT = Path(__file__).resolve().parents[1]
 NUM_FLOODED, NUM_CALLERS, NUM_TOKENS = 3, 40, 500
 NUM_CALLS, CALL_TOKENS = 1300, 32
+NUM_CONNECTIONS = 6  # that carry as many calls
 LONE_TOKENS = 8
 LEAD_S = 3.0  # the flood's lead before the first single request
-REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)  # too many waiting, too many streams
+# Too many waiting, too many streams; and a refusal of which grpcio's client has lost the cause, while it still sent.
+REFUSED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 PROMPT = list(range(20, 52))
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Pauses before the single requests of the first case, and the number of those of the second case."""
+    """Pauses before the single requests of the first case, and the number of those of each other case."""
 
     pauses_s: tuple[float, ...]
     num_same: int
@@ -55,19 +60,27 @@ class Form:
 FULL, QUICK = Form((8.0, 2.0, 13.0, 5.0, 11.0, 1.0, 17.0, 12.0), 10), Form((8.0, 2.0), 4)
 
 
-async def keep_calling(address: str, key: str, calls: dict[str, int], num_tokens: int) -> None:
-    """Keeps ``calls`` of each model in progress over one connection, until cancelled, and prints a line for each event
-    and each refusal. A refused call is sent again after a second.
+def request_of(model: str, seed: int, num_tokens: int) -> inference_pb2.GenerateRequest:
+    prompt = inference_pb2.TokenIds(ids=[(seed + each) % 250 for each in PROMPT])
+    return inference_pb2.GenerateRequest(
+        model=model, prompt_token_ids=prompt, max_tokens=num_tokens, temperature=0, ignore_eos=True
+    )
+
+
+async def keep_calling(address: str, key: str, calls: dict[str, int], num_tokens: int, num_connections: int) -> None:
+    """Keeps ``calls`` of each model in progress over so many connections, until cancelled, and prints a line for each
+    event and each refusal. A refused call is sent again after a second.
     """
     metadata = (("authorization", f"Bearer {key}"),)
-    async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as callers:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+    async with AsyncExitStack() as stack:
+        stubs = []
+        for _ in range(num_connections):
+            channel = grpc.aio.insecure_channel(address, OWN_CONNECTION)
+            stubs.append(inference_pb2_grpc.InferenceStub(await stack.enter_async_context(channel)))
+        callers = await stack.enter_async_context(asyncio.TaskGroup())
 
         async def call_on(model: str, seed: int) -> None:
-            prompt = inference_pb2.TokenIds(ids=[(seed + each) % 250 for each in PROMPT])
-            request = inference_pb2.GenerateRequest(
-                model=model, prompt_token_ids=prompt, max_tokens=num_tokens, temperature=0, ignore_eos=True
-            )
+            stub, request = stubs[seed % num_connections], request_of(model, seed, num_tokens)
             while True:
                 try:
                     async for _ in stub.Generate(request, metadata=metadata):
@@ -84,9 +97,12 @@ async def keep_calling(address: str, key: str, calls: dict[str, int], num_tokens
 
 
 @contextmanager
-def flood(platform: Platform, key: str, calls: dict[str, int], num_tokens: int) -> Iterator[None]:
+def flood(
+    platform: Platform, key: str, calls: dict[str, int], num_tokens: int, num_connections: int = 1
+) -> Iterator[None]:
     """A process that keeps the calls in progress; it has its first token when this begins."""
-    arguments = [platform.endpoints["grpc"], key, str(num_tokens), *(f"{name}={n}" for name, n in calls.items())]
+    numbers = str(num_tokens), str(num_connections)
+    arguments = [platform.endpoints["grpc"], key, *numbers, *(f"{name}={n}" for name, n in calls.items())]
     command = [sys.executable, "-m", "bench.lone", "--flood", *arguments]
     with tempfile.TemporaryFile("w+") as lines, subprocess.Popen(command, cwd=ROOT, stdout=lines) as process:
         try:
@@ -110,9 +126,20 @@ def single(platform: Platform, key: str, model: str) -> float:
     return time.monotonic() - begin
 
 
-def beside_more_models(platform: Platform, folder: Path, form: Form) -> tuple[list[float], float]:
+def single_call(platform: Platform, key: str, model: str) -> float:
+    """Seconds that a single short call takes, over a connection of its own, with the time to open it."""
+    begin = time.monotonic()
+    with grpc.insecure_channel(platform.endpoints["grpc"], OWN_CONNECTION) as channel:
+        generate = inference_pb2_grpc.InferenceStub(channel).Generate
+        metadata = (("authorization", f"Bearer {key}"),)
+        assert list(generate(request_of(model, 0, LONE_TOKENS), metadata=metadata))[-1].usage.completion_tokens
+    return time.monotonic() - begin
+
+
+def beside_more_models(
+    platform: Platform, crowd: str, lone: str, folder: Path, form: Form
+) -> tuple[list[float], float]:
     """Seconds of each single request to a tenant's model, and of a load on the idle platform."""
-    crowd, lone = platform.tenant("crowd"), platform.tenant("lone")
     names = []
     for number in range(NUM_FLOODED):
         checkpoint = make_checkpoint(folder / f"model-{number}", "llama", seed=number, **LLAMA_33MB)
@@ -128,27 +155,30 @@ def beside_more_models(platform: Platform, folder: Path, form: Form) -> tuple[li
     return took_s, load_s
 
 
-def beside_same_model(platform: Platform, folder: Path, form: Form) -> list[float]:
-    """Seconds of each single request to a model with the same files as the flooded model."""
-    crowd, lone = platform.tenant("crowd"), platform.tenant("lone")
+def beside_same_model(
+    platform: Platform, crowd: str, lone: str, folder: Path, form: Form
+) -> tuple[list[float], list[float]]:
+    """Seconds of each single request, and of each call of gRPC, to a model with the same files as the flooded model."""
     checkpoint = make_checkpoint(folder / "same", "llama", seed=7, **LLAMA_33MB)
     flooded, own = (platform.upload(key, checkpoint, "same") for key in (crowd, lone))
     single(platform, lone, own)
-    took_s = []
-    with flood(platform, crowd, {flooded: NUM_CALLS}, CALL_TOKENS):
-        for _ in range(form.num_same):
-            took_s.append(single(platform, lone, own))
-            progress(f"same model: {took_s[-1]:.2f} s")
-    return took_s
+    took_s: list[list[float]] = []
+    for ask, num_connections in ((single, 1), (single_call, NUM_CONNECTIONS)):
+        took_s.append([])
+        with flood(platform, crowd, {flooded: NUM_CALLS}, CALL_TOKENS, num_connections):
+            for _ in range(form.num_same):
+                took_s[-1].append(ask(platform, lone, own))
+                progress(f"same model, {num_connections} connections: {took_s[-1][-1]:.2f} s")
+    return took_s[0], took_s[1]
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--flood"]:
-        address, key, num_tokens, *calls = sys.argv[2:]
-        pairs = (call.rpartition("=") for call in calls)
-        asyncio.run(keep_calling(address, key, {name: int(n) for name, _, n in pairs}, int(num_tokens)))
+        address, key, num_tokens, num_connections, *calls = sys.argv[2:]
+        numbers = {name: int(number) for name, _, number in (call.rpartition("=") for call in calls)}
+        asyncio.run(keep_calling(address, key, numbers, int(num_tokens), int(num_connections)))
         return
-    parser = parser_of(__doc__, "two and four single requests, under 50 s")
+    parser = parser_of(__doc__, "two single requests, and four in each other case, under 50 s")
     form = QUICK if parser.parse_args().quick else FULL
     options = (
         *("--prefill-workers", "0", "--decode-workers", "0", "--both-workers", "2"),
@@ -156,10 +186,10 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as name:
         folder = Path(name)
-        with running_platform(folder / "first", options) as platform:
-            took_s, load_s = beside_more_models(platform, folder, form)
-        with running_platform(folder / "second", options) as platform:
-            same_s = beside_same_model(platform, folder, form)
+        with running_platform(folder / "home", options) as platform:
+            crowd, lone = platform.tenant("crowd"), platform.tenant("lone")
+            took_s, load_s = beside_more_models(platform, crowd, lone, folder, form)
+            same_s, call_s = beside_same_model(platform, crowd, lone, folder, form)
     over_load = [each - load_s for each in took_s]
     note = f"{len(took_s)} requests, mean {mean(took_s):.2f} s; a load on the idle platform: {load_s:.2f} s"
     conditions = {
@@ -172,6 +202,7 @@ def main() -> None:
         Check("lone_over_load_s", max(over_load), "s", 5.0, note),
         Check("lone_mean_s", mean(took_s), "s"),
         Check("lone_same_model_s", max(same_s), "s", 3.0, f"{len(same_s)} requests, mean {mean(same_s):.2f} s"),
+        Check("lone_grpc_call_s", max(call_s), "s", 5.0, f"{len(call_s)} calls, mean {mean(call_s):.2f} s"),
     ]
     finish("lone", conditions, checks)
 
