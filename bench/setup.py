@@ -60,10 +60,10 @@ def main() -> None:
         if not options.quick:
             older_s, _ = set_up(commit_of(options.older), folder, has_cache=False)
         setup_s, quiet_s = set_up(commit_of("HEAD"), folder, has_cache=options.quick)
-    checks = [Check("setup", setup_s, "s"), Check("longest silence", quiet_s, "s", QUIET_S)]
+    checks = [Check("setup_s", setup_s, "s"), Check("silence_s", quiet_s, "s", QUIET_S)]
     if not options.quick:
         against = f"{older_s:.0f} s for {options.older}"
-        checks.append(Check("setup / older setup", setup_s / older_s, "", 0.5, against))
+        checks.append(Check("over_older", setup_s / older_s, "", 0.5, against))
     finish("setup", {"cache": "the machine's" if options.quick else "empty"}, checks)
 
 
