@@ -107,6 +107,23 @@ def test_environment_reaches_no_source_folder(name: str, roots: dict[str, Path])
     assert not any(Path(folder).is_relative_to(REPO) for folder in path.split() if folder)
 
 
+def test_one_command_installs_a_platform_that_answers(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """In an empty folder, with nothing but the environment's programs and those of every machine."""
+    root, folder = tmp_path / "environment", tmp_path / "empty"
+    folder.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", root], check=True, timeout=60)
+    pip = [sys.executable, "-m", "pip", "--python", str(root / "bin" / "python"), "--disable-pip-version-check"]
+    found = ["--find-links", str(wheels["torchrelay"].parent), "-c", str(REPO / "constraints.txt")]
+    subprocess.run([*pip, "install", "--quiet", "--no-compile", *found, "torchrelay"], check=True, timeout=500)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHRELAY_", "PYTHON"))}
+    environment = {**kept, "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)}
+    command = [root / "bin" / "torchrelay", "demo"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Scale to zero means" in done.stdout and "acme/glossary │" in done.stdout
+    assert not list(folder.iterdir())
+
+
 @dataclass(frozen=True)
 class Container:
     """A service of compose.yaml as a process on loopback."""
