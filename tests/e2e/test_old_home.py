@@ -1,0 +1,45 @@
+"""A home of an earlier version starts, and keeps models, keys, prices and bills; its event streams go on.
+
+``homes/VERSION.tar.xz`` was made by that version, with the NATS and Redis of its time: two tenants, a model of 150 kB, a
+revoked key, an answer and its bill. ``record.json`` in it has what the platform said then.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.completions import complete, headers
+from tests.support.http import http
+from tests.support.platform import running_platform
+from torchrelay.cli.api.client import GatewayClient
+
+HOMES = sorted((Path(__file__).parent / "homes").glob("*.tar.xz"))
+
+
+@pytest.mark.parametrize("archive", HOMES, ids=lambda path: path.name.removesuffix(".tar.xz"))
+def test_home_of_an_earlier_version_starts_and_keeps_everything(archive: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with tarfile.open(archive) as files:
+        files.extractall(home, filter="data")
+    record: dict[str, Any] = json.loads((home / "record.json").read_text())
+    keys, model, prompt = record["keys"], record["model"], record["prompt"]
+    with running_platform(home, ["--arena-mb", "64"]) as platform:
+        with GatewayClient(platform.http, keys["acme"]) as client:
+            assert client.call("GET", f"/v1/bill?period={record['bill']['period']}") == record["bill"]
+            assert client.call("GET", "/v1/usage")["total"].items() >= record["usage"]["total"].items()
+            [listed] = client.call("GET", "/v1/models")["data"]
+            [then] = record["models"]["data"]
+            assert listed.items() >= then.items()
+        with GatewayClient(platform.http, keys["beta"]) as client:
+            assert client.call("GET", "/v1/models")["data"] == []
+        revoked = http.get(f"{platform.http}/v1/models", headers=headers(record["revoked"]))
+        assert revoked.status_code == 401
+        answer = complete(platform, keys["acme"], model, prompt, max_tokens=12, ignore_eos=True)
+        assert answer["choices"][0]["token_ids"] == record["token_ids"]
+        uploaded = platform.upload(keys["acme"], Path(__file__).parents[2] / "examples/glossary/model", "glossary")
+        assert uploaded == "acme/glossary" and "acme/glossary" in platform.cli("events")
