@@ -184,9 +184,9 @@ def test_answer_may_continue_the_last_message() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "text", "token_ids"),
-    [("p", "p", None), (["p"], "p", None), ([1, 2], None, (1, 2)), ([[1, 2]], None, (1, 2)), ([], None, ())],
+    [("p", "p", None), (["p"], "p", None), ([1, 2], None, [1, 2]), ([[1, 2]], None, [1, 2]), ([], None, [])],
 )
-def test_prompt_forms_are_decoded(prompt: object, text: str | None, token_ids: tuple[int, ...] | None) -> None:
+def test_prompt_forms_are_decoded(prompt: object, text: str | None, token_ids: list[int] | None) -> None:
     params = of_completion(prompt=prompt)
     assert (params.text, params.token_ids) == (text, token_ids)
 
@@ -377,9 +377,9 @@ def test_faults_in_a_completion_name_their_field(body: bytes, field: str | None,
 def test_whole_numbers_may_have_a_decimal_point() -> None:
     fields = '"max_tokens": 4.0, "n":2.0 , "seed": -3e0, "top_k": 5.00, "stop_token_ids": [7.0,8.0, 9.0]'
     params = of_completion(f'{{"model": "m", "prompt": [1.0, 2, 3.0], {fields}, "temperature": 1}}'.encode())
-    assert (params.token_ids, params.max_tokens, params.num_choices, params.top_k) == ((1, 2, 3), 4, 2, 5)
+    assert (params.token_ids, params.max_tokens, params.num_choices, params.top_k) == ([1, 2, 3], 4, 2, 5)
     assert (params.seed, params.stop_token_ids) == ((1 << 64) - 3, (7, 8, 9))
-    assert of_completion(prompt=[[1.0, 2.0]]).token_ids == (1, 2)
+    assert of_completion(prompt=[[1.0, 2.0]]).token_ids == [1, 2]
     talk = [said("user", "[1.0, 4.0]")]
     chat_params = of_chat(messages=talk, max_completion_tokens=6.0)
     assert (chat_params.max_tokens, chat_params.messages) == (6, tuple(talk))

@@ -27,7 +27,7 @@ class GenerateParams(SharedSampling):
     messages: tuple[ChatMessage, ...] | None = None
     continues_last: bool = False  # the answer continues the last message, which is the assistant's
     text: str | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: Sequence[int] | None = None
     tools: tuple[dict[str, Any], ...] = ()  # that the answer may call, beside messages
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # more variables for the chat template
     answer_format: AnswerFormat | None = None  # None: that of strict tools, or none

@@ -26,11 +26,15 @@ _GOT = re.compile(r"got `(\w+)`")
 _KINDS = {"int": INTEGER, "float": NUMBER, "str": STRING, "bool": BOOLEAN, "array": LIST, "object": OBJECT}
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _PRIVATE_FIELDS = {"messages", "prompt", "input", "instructions"}  # never quoted in errors
+_STRING = re.compile(rb'"[^"]*"')
+_MAX_PARTS = 200_000  # objects, lists and fields of a body; of each, decoding makes some hundred bytes
+_MAX_QUOTES = 4 * _MAX_PARTS  # of two texts for each of these
 _MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value would take seconds
 
 
 def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, ignored: Set[str]) -> B:
     """Raises ``InvalidRequest``, also for a name that looks like a typo, unless it is one of ``ignored``."""
+    _check_num_parts(encoded)
     try:
         body = decoder.decode(encoded)
         if typo := typo_hint(_NAMES.decode(encoded).keys(), type(body).__struct_fields__, ignored):
@@ -48,6 +52,19 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, ignored
         if len(encoded) <= _MAX_INSPECTED_BYTES:
             check_text(encoded, allows_nul=True)
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def _check_num_parts(encoded: bytes | bytearray) -> None:
+    """Refuses a body that would take many times its size in memory. Texts may have any number of brackets."""
+    if _num_parts(encoded) <= _MAX_PARTS and encoded.count(b'"') <= _MAX_QUOTES:
+        return
+    bare = encoded.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if bare.count(b'"') > _MAX_QUOTES or _num_parts(_STRING.sub(b"", bare)) > _MAX_PARTS:
+        raise InvalidRequest(f"the body has more than {_MAX_PARTS:,} objects, lists and fields, or twice as many texts")
+
+
+def _num_parts(encoded: bytes | bytearray) -> int:
+    return sum(map(encoded.count, (b"{", b"[", b":")))
 
 
 def _with_whole_numbers(encoded: bytes | bytearray) -> bytes | None:

@@ -308,17 +308,16 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
             if body.stream:
                 raise InvalidRequest("logprobs of an echoed prompt are not possible in a stream", field="logprobs")
             fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    prompt = body.prompt
+    prompt: Any = body.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        prompt = list(prompt[0]) if isinstance(prompt[0], list) else prompt[0]
+        prompt = prompt[0]
     if isinstance(prompt, str):
         return shared_params(body, text=prompt, **fields)
     if not set(map(type, prompt)) <= {int}:
         raise _malformed_prompt()
-    token_ids: tuple[Any, ...] = tuple(prompt)
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 32:
+    if prompt and not 0 <= min(prompt) <= max(prompt) < 1 << 32:
         raise InvalidRequest("token ids must be non-negative and below 2**32", field="prompt")
-    return shared_params(body, token_ids=token_ids, **fields)
+    return shared_params(body, token_ids=prompt, **fields)
 
 
 def format_of(body: BaseBody) -> AnswerFormat | None:

@@ -16,6 +16,7 @@ from torchrelay.gateway.openai.requests import IGNORED
 MAX_INPUTS: Final = 2048  # of one request, as at OpenAI
 _FORMATS: Final = ("float", "base64")
 _MALFORMED: Final = "input must be a text, a list of token ids, or a list of either"
+_NULL: Final = msgspec.Raw(b"null")
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
@@ -26,8 +27,8 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     # Fields of other servers, which are refused; see ``_WITHOUT_EFFECT``.
     input_type: str | None = None
-    messages: Any = None
-    truncate: Any = None
+    messages: msgspec.Raw = _NULL
+    truncate: msgspec.Raw = _NULL
     truncate_prompt_tokens: int | None = None
     truncation: bool | None = None
     normalize: bool | None = None
@@ -45,8 +46,8 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
 # Fields that would change the answer and are not supported: beside null, the values that ask for nothing.
 _WITHOUT_EFFECT: Final[dict[str, Any]] = {
     "input_type": None,
-    "messages": None,
-    "truncate": None,
+    "messages": _NULL,
+    "truncate": _NULL,
     "truncate_prompt_tokens": None,
     "truncation": False,
     "normalize": None,
@@ -97,7 +98,7 @@ def _params_of(body: EmbeddingsBody, given: str | int | list[Any]) -> GeneratePa
         raise InvalidRequest(_MALFORMED, field=field)
     if given and not 0 <= min(given) <= max(given) < 1 << 32:
         raise InvalidRequest("token ids must be non-negative and below 2**32", field=field)
-    return GenerateParams(body.model, token_ids=tuple(given), text_field=field)
+    return GenerateParams(body.model, token_ids=given, text_field=field)
 
 
 def num_dimensions(body: EmbeddingsBody, embedding: EmbeddingSpec) -> int:
