@@ -1,7 +1,7 @@
 """A home of an earlier version starts, and keeps models, keys, prices and bills; its event streams go on.
 
-``homes/VERSION.tar.xz`` was made by that version, with the NATS and Redis of its time: two tenants, a model of 150 kB, a
-revoked key, an answer and its bill. ``record.json`` in it has what the platform said then.
+``homes/VERSION.tar.xz`` was made by that version, with the NATS and Redis of its time: two tenants, a model, a revoked
+key, an answer and its bill. ``record.json`` in it has what the platform said then.
 """
 
 from __future__ import annotations
