@@ -93,6 +93,11 @@ def test_environment_and_image_form_valid_settings(
     assert health_options_of(image) == {key: check[key] for key in ("interval", "timeout", "start_period")}
 
 
+def image_package(name: str) -> str:
+    """The package that an image is for."""
+    return "torchrelay" if name == NODE else f"torchrelay-{name}"
+
+
 @pytest.mark.parametrize("name", [*SETTINGS, NODE])
 def test_image_installs_exactly_needed_packages(name: str) -> None:
     build = stages_of(name)[0]
@@ -104,7 +109,7 @@ def test_image_installs_exactly_needed_packages(name: str) -> None:
         assert copied[path] == path.removeprefix("./"), f"{folder} is installed, and not copied"
         installed[distribution_in(REPO / path).name] = set(extra.split(",")) - {""}
     assert copied.keys() - {"./"} == {folder.partition("[")[0] for folder in folders}
-    assert installed == needed("torchrelay" if name == NODE else f"torchrelay-{name}")
+    assert installed == needed(image_package(name))
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, NODE])
@@ -121,6 +126,17 @@ def test_recipe_pins_match_constraints(name: str) -> None:
             distribution, _, version = requirement.partition("==")
             assert distribution in pins and (is_constrained or version == pins[distribution]), requirement
     assert "constraints.txt ./" in build["COPY"] and own[own.index("-c") + 1] == "constraints.txt"
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, NODE])
+def test_image_that_may_compute_on_gpus_has_what_triton_compiles_with(name: str) -> None:
+    """Torch for CUDA installs Triton, which compiles its launchers in the container: by gcc, with Python's headers."""
+    image = stages_of(name)[-1]
+    apt = [command for value in image["RUN"] for command in value.split("&&") if "apt-get install" in command]
+    installs_torch = any(word.startswith("torch==") for words in pip_installs(name) for word in words)
+    assert [{"gcc", "libc6-dev"} <= set(command.split()) for command in apt] == [True] * installs_torch
+    (base,) = image["FROM"]  # Docker's own python images have Python.h, Debian's package python3 does not
+    assert base.startswith("python:") and installs_torch == ("torchrelay-worker" in needed(image_package(name)))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
