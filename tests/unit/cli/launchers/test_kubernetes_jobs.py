@@ -202,6 +202,11 @@ def test_manifest_that_cannot_be_completed_is_refused() -> None:
     [
         ("kind: Deployment", "is no manifest of kind Pod"),
         ("kind: Pod\nspec: {containers: [{name: main}]}", "has no container named 'worker' in spec.containers"),
+        (
+            "kind: Pod\nspec: {containers: [{name: worker, args: [--threads, '4']}]}",
+            "sets args of the container 'worker'",
+        ),
+        ("kind: Pod\nspec: {containers: [{name: a}, {name: worker, command: [sh]}]}", "sets command of the container"),
         ("{", "cannot be read"),
     ],
 )

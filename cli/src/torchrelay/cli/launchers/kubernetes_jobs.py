@@ -161,9 +161,12 @@ def read_manifest(path: Path) -> Manifest:
         raise CliError(f"--pod {path} is no manifest of kind Pod", hint)
     spec = manifest.get("spec")
     containers = spec.get("containers") if isinstance(spec, dict) else None
-    names = [each.get("name") for each in containers or () if isinstance(each, dict)]
-    if CONTAINER not in names:
+    named = {each.get("name"): each for each in containers or () if isinstance(each, dict)}
+    if CONTAINER not in named:
         raise CliError(f"--pod {path} has no container named {CONTAINER!r} in spec.containers", hint)
+    if given := [name for name in ("command", "args") if named[CONTAINER].get(name)]:
+        set_by_up = f"--pod {path} sets {' and '.join(given)} of the container {CONTAINER!r}, which only `up` sets"
+        raise CliError(set_by_up, "leave it out; `up` takes the flags of its workers, such as --threads")
     return manifest
 
 
