@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ CHART = DEPLOY / "chart"
 Manifest = dict[str, Any]
 SMALLEST: Manifest = {"secret": "torchrelay", "store": {"remoteUrl": "s3://bucket/packs"}}
 PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "backends"}}}]
+METADATA_SERVER = {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}], "ports": [{"port": 80, "protocol": "TCP"}]}
 TLS = {role: f"{role}-tls" for role in ("scheduler", "gateway", "store", "worker")}
 SHAPE = {"role": "decode", "replicas": 3, "cpus": 8, "memoryMebibytes": 65536, "kvPoolMebibytes": 16384}
 SCALED = {name: value for name, value in SHAPE.items() if name != "replicas"}
@@ -37,6 +39,7 @@ VARIANTS: dict[str, Manifest] = {
         "workers": [
             {**SHAPE, "name": "long", "role": "prefill", "gpus": 1, "nodeSelector": {"gpu": "h100"}},
             {**SHAPE, "name": "short", "gpus": 0},
+            {"name": "plain", "role": "decode", "replicas": 1, "cpus": 4, "gpus": 1, "runtimeClassName": "nvidia"},
         ],
         "nodes": {"selector": {"pool": "models"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
     },
@@ -61,12 +64,24 @@ VARIANTS: dict[str, Manifest] = {
         "nats": {"prefix": "blue", "replicas": 3},
         "gateway": {"replicas": 5, "serviceType": "LoadBalancer", "settings": {"max_choices": 4}},
         "scheduler": {"settings": {"idle_timeout_s": 0.5, "replicate": False}},
-        "store": {"remoteEndpoint": "https://s3.example", "credentialsSecret": "s3"},
-        "uploads": {"storageClass": "fast"},
+        "store": {
+            "remoteEndpoint": "https://s3.example",
+            "credentialsSecret": "s3",
+            "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/reader"}},
+            "podLabels": {"azure.workload.identity/use": "true"},
+            "arenaMebibytes": 65536,
+            "diskGibibytes": 200,
+        },
+        "uploads": {
+            "storageClass": "fast",
+            "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/writer"}},
+            "arenaMebibytes": 8192,
+        },
         "network": {
             "clients": PEERS,
             **{server: {"port": 9999, "peers": PEERS} for server in ("nats", "redis", "database", "objectStore")},
             "egress": [{"to": PEERS, "ports": [{"port": 4317, "protocol": "TCP"}]}],
+            "storeEgress": [METADATA_SERVER],
         },
     },
 }
@@ -93,11 +108,15 @@ def merged(values: Manifest, other: Manifest) -> Manifest:
     return {**values, **other, **{name: merged(values[name], other[name]) for name in both}}
 
 
+def manifests(values: Manifest) -> tuple[Manifest, ...]:
+    with Chart.load(CHART) as chart:
+        texts = chart.render(merged(SMALLEST, values), name="demo", namespace="models")
+    return tuple(each for text in texts.values() for each in yaml.safe_load_all(text) if each)
+
+
 @cache
 def rendered(variant: str) -> tuple[Manifest, ...]:
-    with Chart.load(CHART) as chart:
-        texts = chart.render(merged(SMALLEST, VARIANTS[variant]), name="demo", namespace="models")
-    return tuple(each for text in texts.values() for each in yaml.safe_load_all(text) if each)
+    return manifests(VARIANTS[variant])
 
 
 def of_kind(variant: str, *kinds: str) -> list[Manifest]:
@@ -419,8 +438,141 @@ def test_keda_reaches_the_schedulers_port_for_it_alone(variant: str) -> None:
         assert [trigger["authenticationRef"]] == used if used else "authenticationRef" not in trigger
 
 
+def immutable_fields(manifest: Manifest) -> Any:
+    """The fields of which the API server refuses a change, or, of volumes, most changes."""
+    spec = manifest.get("spec", {})
+    match manifest["kind"]:
+        case "Deployment" | "DaemonSet":
+            return spec["selector"]
+        case "StatefulSet":
+            return {name: value for name, value in spec.items() if name not in ("replicas", "template")}
+        case "PersistentVolume" | "PersistentVolumeClaim":
+            return spec
+        case "Service":
+            return spec.get("clusterIP")
+    return None
+
+
+@every_variant
+def test_upgrades_change_no_immutable_field(variant: str) -> None:
+    """Values can change after the installation, but for the disk of uploads, whose size and class a claim keeps."""
+    disk = {name: VARIANTS[variant].get("uploads", {}).get(name) for name in ("storageClass", "diskGibibytes")}
+    before = manifests({"uploads": {name: value for name, value in disk.items() if value}})
+    after = {(each["kind"], each["metadata"]["name"]): immutable_fields(each) for each in rendered(variant)}
+    fields = {(each["kind"], each["metadata"]["name"]): immutable_fields(each) for each in before}
+    kept = fields.keys() & after.keys()
+    assert {kind for kind, _ in kept} >= {"Deployment", "DaemonSet", "StatefulSet", "PersistentVolumeClaim", "Service"}
+    assert {name: fields[name] for name in kept} == {name: after[name] for name in kept}
+
+
+@every_variant
+def test_roll_outs_need_no_free_gpu(variant: str) -> None:
+    for deployment in of_kind(variant, "Deployment"):
+        limits = [each["resources"]["limits"] for each in deployment["spec"]["template"]["spec"]["containers"]]
+        if any("nvidia.com/gpu" in each for each in limits):
+            strategy = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+            assert deployment["spec"]["strategy"] == strategy
+
+
+@every_variant
+def test_cached_packs_have_a_size_that_the_node_reserves(variant: str) -> None:
+    (pod,) = (each for each in pods(variant) if component_of(each) == "store")
+    (container,) = pod["spec"]["containers"]
+    (data,) = (each["emptyDir"] for each in pod["spec"]["volumes"] if each["name"] == "data")
+    cache_bytes = int(variables(container)["TORCHRELAY_DISK_CACHE_BYTES"])
+    size_bytes, reserved_bytes = (
+        int(size.removesuffix("Gi")) << 30
+        for size in (data["sizeLimit"], container["resources"]["requests"]["ephemeral-storage"])
+    )
+    gibibytes = VARIANTS[variant].get("store", {}).get("diskGibibytes", 10)
+    assert gibibytes << 30 == cache_bytes < size_bytes <= reserved_bytes
+    (uploads,) = (each for each in workloads(variant) if each["kind"] == "StatefulSet")
+    (claim,) = uploads["spec"]["volumeClaimTemplates"]
+    told = variables(uploads["spec"]["template"]["spec"]["containers"][0])
+    claimed_bytes = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) << 30
+    assert int(told["TORCHRELAY_DISK_CACHE_BYTES"]) * 2 == claimed_bytes, "the other half is for uploads"
+
+
+def test_stores_have_identities_of_their_own_for_the_object_store() -> None:
+    accounts = {each["metadata"]["name"]: each["metadata"] for each in of_kind("everything-else", "ServiceAccount")}
+    roles = {"store": "reader", "uploads": "writer"}
+    for pod in pods("everything-else"):
+        component = component_of(pod)
+        annotations = accounts[pod["spec"]["serviceAccountName"]].get("annotations", {})
+        role = {"eks.amazonaws.com/role-arn": f"arn:aws:iam::1:role/{roles[component]}"} if component in roles else {}
+        assert annotations == role
+        assert ("azure.workload.identity/use" in pod["metadata"]["labels"]) == (component == "store")
+        policies = [
+            each["spec"]
+            for each in of_kind("everything-else", "NetworkPolicy")
+            if selects(each["spec"]["podSelector"], pod["metadata"]["labels"])
+        ]
+        reaches = any(METADATA_SERVER in each["egress"] for each in policies)
+        assert reaches == (component in roles), "the metadata server gives its caller the node's identity"
+
+
+def scrape_labels(component: str, node: str) -> dict[str, str]:
+    """The labels of a pod's series, which the Prometheus operator gives them for the ServiceMonitor."""
+    (monitor,) = (each["spec"] for each in of_kind("service-monitor", "ServiceMonitor"))
+    (service,) = (
+        each["metadata"]
+        for each in of_kind("service-monitor", "Service")
+        if selects(monitor["selector"], each["metadata"]["labels"])
+    )
+    (endpoint,) = monitor["endpoints"]
+    discovered = {"__meta_kubernetes_pod_node_name": node}
+    return {
+        "job": service["labels"].get(monitor.get("jobLabel"), service["name"]),
+        "instance": f"10.1.0.{len(component)}:9464",
+        "pod": f"demo-{component}-0",
+        **{rule["targetLabel"]: discovered[rule["sourceLabels"][0]] for rule in endpoint.get("relabelings", [])},
+    }
+
+
+def series(name: str, labels: Mapping[str, str]) -> str:
+    return f"{name}{{{', '.join(f'{label}={json.dumps(value)}' for label, value in labels.items())}}}"
+
+
+def test_rules_see_services_that_are_scraped_by_the_service_monitor(tmp_path: Path) -> None:
+    """A worker that does not answer, a gateway that has no pod, and the power of a node's GPU."""
+    scheduler, worker = scrape_labels("scheduler", "node-1"), scrape_labels("worker", "node-2")
+    exporter = {"job": "dcgm", "instance": "10.1.0.99:9400", "gpu": "0", "Hostname": "node-2"}
+    given = {
+        series("up", scheduler): "1x20",
+        series("target_info", scheduler | {"service_name": "scheduler"}): "1x20",
+        series("up", worker): "0x20",
+        series("torchrelay_worker_positions_total", worker | {"phase": "decode"}): "0+6000x20",
+        series("DCGM_FI_DEV_POWER_USAGE", exporter): "300x20",
+    }
+    down = {"summary": f"{worker['instance']} does not answer Prometheus"}
+    alerts = {
+        "TorchrelayServiceDown": [{"exp_labels": {"severity": "critical", **worker}, "exp_annotations": down}],
+        "TorchrelayServiceMissing": [
+            {
+                "exp_labels": {"severity": "critical", "job": "torchrelay", "service_name": "gateway"},
+                "exp_annotations": {"summary": "Prometheus finds no gateway"},
+            }
+        ],
+    }
+    power = {"labels": series("torchrelay:joules_per_position", {"host": "node-2"}), "value": 3}
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in given.items()],
+        "alert_rule_test": [
+            {"eval_time": "10m", "alertname": name, "exp_alerts": expected} for name, expected in alerts.items()
+        ],
+        "promql_expr_test": [{"expr": "torchrelay:joules_per_position", "eval_time": "10m", "exp_samples": [power]}],
+    }
+    rules = [str(DEPLOY / "monitoring" / "rules.yaml")]
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": rules, "tests": [case]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_gpu_shapes_and_nodes() -> None:
-    long, short = (each["spec"] for each in pods("gpus") if component_of(each) == "worker")
+    long, short, plain = (each["spec"] for each in pods("gpus") if component_of(each) == "worker")
     assert long["nodeSelector"] == {"pool": "models", "gpu": "h100"} and short["nodeSelector"] == {"pool": "models"}
     (store,) = (each["spec"] for each in pods("gpus") if component_of(each) == "store")
     assert store["nodeSelector"] == {"pool": "models"} and store["tolerations"] == long["tolerations"]
@@ -428,6 +580,16 @@ def test_gpu_shapes_and_nodes() -> None:
     assert variables(long["containers"][0])["TORCHRELAY_DEVICE"] == "cuda:0"
     assert variables(short["containers"][0])["TORCHRELAY_DEVICE"] == "cpu"
     assert "nvidia.com/gpu" not in short["containers"][0]["resources"]["limits"]
+    assert plain["runtimeClassName"] == "nvidia" and "runtimeClassName" not in long
+    cpu = next(each["spec"] for each in pods("smallest") if component_of(each) == "worker")
+    for spec, memory, kv_pool_bytes in (
+        (long, "65536Mi", 16 << 30),
+        (plain, "16384Mi", 4 << 30),
+        (cpu, "4096Mi", 256 << 20),
+    ):
+        (container,) = spec["containers"]
+        assert container["resources"]["limits"]["memory"] == memory
+        assert int(variables(container)["TORCHRELAY_KV_POOL_BYTES"]) == kv_pool_bytes
 
 
 def test_settings_of_values_reach_services() -> None:

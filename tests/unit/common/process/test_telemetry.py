@@ -115,3 +115,5 @@ def test_metrics_are_served_on_loopback_also_under_names_of_vllm() -> None:
     }
     assert 'torchrelay_worker_requests_running{model="a/m"} 2.0' in done.stdout
     assert "otel_scope" not in done.stdout
+    (target,) = (line for line in done.stdout.splitlines() if line.startswith("target_info{"))
+    assert 'service_name="gateway"' in target, "an alert misses a service by this name"
