@@ -16,7 +16,11 @@ from torchrelay.gateway.openai.requests import IGNORED
 MAX_INPUTS: Final = 2048  # of one request, as at OpenAI
 _FORMATS: Final = ("float", "base64")
 _MALFORMED: Final = "input must be a text, a list of token ids, or a list of either"
-_NULL: Final = msgspec.Raw(b"null")
+
+
+def _null() -> msgspec.Raw:
+    """A field of any type that is left out; a default without a function would have to be shown in the API's schema."""
+    return msgspec.Raw(b"null")
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
@@ -27,8 +31,8 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     # Fields of other servers, which are refused; see ``_WITHOUT_EFFECT``.
     input_type: str | None = None
-    messages: msgspec.Raw = _NULL
-    truncate: msgspec.Raw = _NULL
+    messages: msgspec.Raw = msgspec.field(default_factory=_null)
+    truncate: msgspec.Raw = msgspec.field(default_factory=_null)
     truncate_prompt_tokens: int | None = None
     truncation: bool | None = None
     normalize: bool | None = None
@@ -46,8 +50,8 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
 # Fields that would change the answer and are not supported: beside null, the values that ask for nothing.
 _WITHOUT_EFFECT: Final[dict[str, Any]] = {
     "input_type": None,
-    "messages": _NULL,
-    "truncate": _NULL,
+    "messages": _null(),
+    "truncate": _null(),
     "truncate_prompt_tokens": None,
     "truncation": False,
     "normalize": None,
