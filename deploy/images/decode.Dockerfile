@@ -20,8 +20,9 @@ RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[grammars,text]' ./libs/modelspec ./libs/transfer ./libs/engine ./libs/worker ./services/decode
 
 FROM python:3.11.10-slim-bookworm
-# For Triton, which compiles a launcher of each kernel in the container of a worker on a GPU.
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# For Triton, which compiles a launcher of each kernel in the container of a worker on a GPU; empty for a worker on a CPU.
+ARG COMPILER="gcc libc6-dev"
+RUN [ -z "$COMPILER" ] || { apt-get update && apt-get install -y --no-install-recommends $COMPILER && rm -rf /var/lib/apt/lists/*; }
 RUN useradd --system --uid 10001 --create-home torchrelay
 COPY --from=build /opt/torchrelay /opt/torchrelay
 ENV PATH=/opt/torchrelay/bin:$PATH \
