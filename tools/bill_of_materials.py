@@ -22,10 +22,10 @@ def required_by(name: str, extras: frozenset[str], seen: set[tuple[str, str]]) -
     if not wanted:
         return
     seen |= wanted
-    found = distribution(name)
+    installed = distribution(name)
     if (canonicalize_name(name), "") in wanted:
-        yield found
-    for text in found.requires or ():
+        yield installed
+    for text in installed.requires or ():
         requirement = Requirement(text)
         marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for _, extra in wanted):

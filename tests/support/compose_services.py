@@ -54,7 +54,7 @@ class Container:
         return self.command_of(program, self.environment)
 
     def is_healthy(self) -> bool:
-        """What the image's health check says."""
+        """Whether the image's health check passes."""
         program, _ = health_check_of(stages_of(self.name)[-1])
         command = [*self.command_of(program, self.environment), f"{LOOPBACK}:{self.health_port}"]
         return subprocess.run(command, env=dict(self.environment), capture_output=True, timeout=60).returncode == 0
