@@ -11,7 +11,7 @@ DIST ?= dist
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 2)
 .DEFAULT_GOAL := help
 
-.PHONY: help setup developer format check docs test test-clients test-fleet test-vllm ci up demo wheels release stubs architecture clean
+.PHONY: help setup developer format check docs test test-clients test-fleet test-vllm test-images ci up demo wheels release stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -85,6 +85,9 @@ tests/vllm/.installed: tests/vllm/install.sh libs/vllm/pyproject.toml $(addsuffi
 
 test-vllm: test-servers tests/vllm/.installed ## The worker with each engine in its slot, in an environment with vLLM
 	OMP_NUM_THREADS=1 tests/vllm/.venv/bin/python -m pytest -W default tests/vllm
+
+test-images: .venv/.developer ## The images, built by buildah, and a platform from them; needs root, buildah and mmdebstrap
+	$(BIN)/pytest tests/images
 
 ci: check test ## What CI runs
 

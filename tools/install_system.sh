@@ -6,6 +6,7 @@ PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin"
 
 missing=()
 command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || missing+=(postgresql)
+command -v haproxy >/dev/null || missing+=(haproxy)
 { command -v prometheus && command -v promtool; } >/dev/null || missing+=(prometheus)
 if [ "$(uname)" = Linux ]; then
     command -v gcc >/dev/null || missing+=(gcc libc6-dev)
