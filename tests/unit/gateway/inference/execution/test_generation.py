@@ -163,6 +163,18 @@ def test_cached_part_of_a_computed_prompt_is_billed_as_cached(make: Callable[[],
     assert (usage.num_prompt_tokens, usage.num_cached_prompt_tokens) == (1536, 1024)
 
 
+@pytest.mark.parametrize("kind", [Generation, LogprobGeneration])
+def test_answer_without_tokens_ends_with_its_prompt(kind: type[Generation]) -> None:
+    """Not with a report about a part of a long prompt; and the worker's token, with its cause, is not accepted."""
+    generation = kind(1, 0)
+    for attempt in (1, 2):
+        assert generation.accept(prompt_progress(attempt, 12, 0)) is None and not generation.is_finished
+        generation.resume(attempt)
+    ended = generation.accept(with_logprobs(3, 0, 5, finish=STOP))
+    assert ended is not None and (ended.token_ids, ended.finish) == ((), FinishCause.LENGTH)
+    assert billed(generation, by_caller=False) == (30, 0, 0)
+
+
 def test_first_token_bills_the_whole_prompt() -> None:
     generation = Generation(1, 10)
     generation.advance_prompt(prompt_progress(1, 12, 8))

@@ -150,12 +150,12 @@ class Generation:
 
     def _append(self, progress: ChoiceProgress, position: int, tokens: list[int], cause: FinishCause | None) -> None:
         num_known = len(progress.tokens) - position
-        if num_known > len(tokens):
+        if num_known > len(tokens) or not (tokens[num_known:] or cause):
             return
         progress.tokens += tokens[num_known:]
-        if len(progress.tokens) >= self._max_tokens:
+        if (num_beyond := len(progress.tokens) - self._max_tokens) >= 0:
             del progress.tokens[self._max_tokens :]
-            progress.finish = cause or FinishCause.LENGTH
+            progress.finish = FinishCause.LENGTH if num_beyond or cause is None else cause
         else:
             progress.finish = self._finish(progress, cause)
 
