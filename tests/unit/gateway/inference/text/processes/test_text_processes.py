@@ -98,6 +98,13 @@ async def test_answer_continues_the_last_message_as_in_transformers(rig: TextRig
     assert trimmed.endswith(f"<|assistant|>{content}")
 
 
+@pytest.mark.parametrize("content", ["s", "/", " s>", "</s>\n"])
+async def test_continued_message_may_be_a_part_of_what_follows_it(rig: TextRig, content: str) -> None:
+    messages = (*MESSAGES, {"role": "assistant", "content": content})
+    text = await rig.rendered(LOOPS.replace("WHITE", "| trim"), messages=messages, continues_last=True)
+    assert text.endswith(f"Ja 🔥</s>\n<|assistant|>{content.lstrip()}")
+
+
 async def test_message_that_a_template_changes_cannot_be_continued(rig: TextRig) -> None:
     messages = (*MESSAGES, {"role": "assistant", "content": "The sum is"})
     answer = rig.answer(LOOPS.replace("WHITE", "| upper"), messages=messages, continues_last=True)

@@ -20,6 +20,9 @@ from torchrelay.common.chat_syntax import template_environment
 from torchrelay.gateway.inference.answers.syntax import AnswerSyntax
 from torchrelay.gateway.inference.text.processes.answer_syntax import syntax_of
 
+# Of the end of a content: what the template writes behind it may contain the content, too.
+_MARK = "\ue000"
+
 
 def raise_exception(message: object) -> NoReturn:
     """Rejects messages; templates call it."""
@@ -111,15 +114,15 @@ def _with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return changed if has_texts else []
 
 
-def _until_end_of(content: str, text: str) -> str:
-    """``text`` until the end of the last ``content`` in it, with the white space that ends the content.
+def _until_mark(content: str, text: str) -> str:
+    """``text`` until the mark behind the last message's ``content``.
 
-    Raises ``TemplateError`` if it has no such part.
+    Raises ``TemplateError`` if the content before it is changed.
     """
-    begin = text.rfind(stripped := content.strip())
-    if begin < 0 or not stripped:
+    shown = text[: max(text.rfind(_MARK), 0)]
+    if not shown.endswith(content.lstrip()) or not content.strip():
         raise jinja2.TemplateError("it does not show the last message as it is, so no answer can continue it")
-    return text[: begin + len(stripped)] + content[len(content.rstrip()) :]
+    return shown
 
 
 class OutputTooLong(Exception):
@@ -171,7 +174,10 @@ class ChatTemplate:
 
         Raises ``OutputTooLong``, and whatever the template raises.
         """
-        variables = {**variables, "add_generation_prompt": not continues_last}
+        variables, content = {**variables, "add_generation_prompt": not continues_last}, ""
+        if continues_last:
+            content = given[-1]["content"]
+            given = [*given[:-1], {**given[-1], "content": content + _MARK}]
         try:
             text = self.render({**variables, "messages": self._adapted(given)}, max_chars)
         except (OutputTooLong, MemoryError, RecursionError):
@@ -180,7 +186,7 @@ class ChatTemplate:
             if not (wrapped := _with_objects(given)):
                 raise
             text = self.render({**variables, "messages": self._adapted(wrapped)}, max_chars)
-        return _until_end_of(given[-1]["content"], text) if continues_last else text
+        return _until_mark(content, text) if continues_last else text
 
     def _adapted(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as the template expects them: contents as lists of parts if it loops over these, and the role
