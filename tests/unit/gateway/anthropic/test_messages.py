@@ -158,6 +158,15 @@ async def test_answer_continues_the_beginning_that_is_given(make_rig: MakeRig) -
     assert counted["input_tokens"] == len(rig.tokenizer.encode(prompt, add_special_tokens=False).ids)
 
 
+async def test_conversation_that_ends_with_a_call_is_counted(make_rig: MakeRig) -> None:
+    """Agents count what they will send before they have the result."""
+    rig = await make_rig(template=ROLES)
+    call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+    body = {"model": "echo", "messages": [HELLO, {"role": "assistant", "content": [call]}]}
+    counted = await rig.http.post("/v1/messages/count_tokens", json=body)
+    assert counted.status_code == 200 and counted.json()["input_tokens"] > 0
+
+
 def test_many_messages_are_taken_in_linear_time() -> None:
     """Those of the system look for an earlier answer: with a look at all messages each it would take minutes."""
     result = {"role": "user", "content": [{"type": "tool_result", "content": "a"}]}

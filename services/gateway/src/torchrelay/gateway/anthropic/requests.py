@@ -16,7 +16,12 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.anthropic.conversation import Block, Conversation, Message
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 from torchrelay.gateway.inference.core import GenerateParams
-from torchrelay.gateway.inference.parameter_ranges import check_continued, check_num_messages, check_sampling
+from torchrelay.gateway.inference.parameter_ranges import (
+    check_continued,
+    check_num_messages,
+    check_sampling,
+    is_continuable,
+)
 from torchrelay.gateway.openai.answer_formats import schema_rule
 from torchrelay.gateway.openai.body_decoder import decode
 from torchrelay.gateway.openai.strict_schemas import check_strict
@@ -105,7 +110,10 @@ def params_of(body: Body) -> GenerateParams:
     """The parameters of a request for an answer. Raises ``InvalidRequest``."""
     if body.max_tokens is None:
         raise InvalidRequest("max_tokens is missing", field="max_tokens")
-    return prompt_of(body)
+    params = prompt_of(body)
+    if params.messages and params.messages[-1]["role"] == "assistant":
+        check_continued(params.messages[-1], params.answer_format)
+    return params
 
 
 def prompt_of(body: Body) -> GenerateParams:
@@ -127,12 +135,10 @@ def prompt_of(body: Body) -> GenerateParams:
         raise InvalidRequest("messages must have a turn of the user", field="messages")
     tools, format_ = _tools(body, _functions(body.tools or [], conversation))
     messages = conversation.messages()
-    if continues := messages[-1]["role"] == "assistant":
-        check_continued(messages[-1], format_)
     return GenerateParams(
         model=body.model,
         messages=messages,
-        continues_last=continues,
+        continues_last=is_continuable(messages[-1]),
         tools=tools,
         answer_format=format_,
         max_tokens=body.max_tokens,

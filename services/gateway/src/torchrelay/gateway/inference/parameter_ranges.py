@@ -46,12 +46,17 @@ def check_num_messages(count: int) -> None:
         raise InvalidRequest(f"messages {wrong}", field="messages")
 
 
+def is_continuable(message: Mapping[str, Any]) -> bool:
+    """Whether an answer can continue the message."""
+    return bool(message["role"] == "assistant" and message["content"].strip() and "tool_calls" not in message)
+
+
 def check_continued(message: Mapping[str, Any], format_: AnswerFormat | None) -> None:
     """Raises ``InvalidRequest`` unless an answer in this format can continue the last message."""
     if format_ is not None and (format_.content or format_.grammar):
         wrong = f"{format_.field} is the format of a whole answer; it cannot be combined with an answer's beginning"
         raise InvalidRequest(wrong, field=format_.field)
-    if message["role"] != "assistant" or not message["content"].strip() or "tool_calls" in message:
+    if not is_continuable(message):
         wrong = (
             "the last of messages must be the assistant's, with text and without calls, for an answer to continue it"
         )
