@@ -152,6 +152,20 @@ def test_answers_of_calls_earn_allowance_and_others_do_not(case: str) -> None:
     assert may_go_on or TOO_MANY in str(fault)
 
 
+def test_rest_of_a_message_of_an_ended_call_is_no_messages() -> None:
+    """The server may refuse a call before its message has arrived: the connection's other calls go on."""
+    counter = FrameCounter(0.0, LIMITS)
+    begin = frame(DATA, stream=1, payload=b"\0" + (5 * 200).to_bytes(4) + bytes(500))
+    assert counter.receive(GREETING + frame(HEADERS, END_HEADERS, 1, bytes(20)) + begin, 0.0) is None
+    counter.forget(1)
+    for stream in range(3, 3 + 2 * (LIMITS.calls - 1), 2):
+        counter.messages(stream)
+    assert counter.receive(frame(DATA, stream=1, payload=bytes(500)), 0.0) is None
+    counter.forget(1)
+    assert counter.receive(frame(DATA, stream=1, payload=bytes(5)) * 5, 0.0) is None
+    assert TOO_MANY in str(counter.receive(frame(DATA, stream=1, payload=bytes(5 * 80)), 0.0))
+
+
 def test_accumulated_allowance_is_bounded() -> None:
     counter = FrameCounter(0.0, LIMITS)
     counter.receive(GREETING, 0.0)

@@ -52,6 +52,11 @@ class CallMessages:
         """Whether the first byte of the next message has arrived, or the end of the messages."""
         return self._num_unread > 0 or self._is_ended
 
+    @property
+    def is_within(self) -> bool:
+        """Whether the last message has begun to arrive and is not complete."""
+        return bool(self._num_payload_bytes or self._prefix)
+
     def note_read(self) -> None:
         """Notes that the call has read a message."""
         self._num_unread -= 1

@@ -84,7 +84,9 @@ class FrameCounter:
         return messages
 
     def forget(self, stream: int) -> None:
-        self._calls.pop(stream, None)
+        """Notes the end of a call. While the rest of a message may still arrive, its place in it stays known."""
+        if (messages := self._calls.pop(stream, None)) is not None and messages.is_within:
+            self._calls = {stream: messages} | self._calls  # the first to make room
 
     def receive(self, data: bytes, now: float) -> str | None:
         """Checks ``data``, which the client has sent. Returns the exceeded limit as text, if any."""
