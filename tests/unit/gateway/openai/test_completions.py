@@ -411,6 +411,16 @@ async def test_answer_counts_in_the_share_as_it_grows(make_rig: MakeRig, path: s
     assert not rig.shares.answer_bytes.num_held
 
 
+async def test_logprobs_of_a_prompt_count_in_the_share_before_they_come(make_rig: MakeRig) -> None:
+    """A prompt may have as many tokens as the context, and a request many prompts."""
+    rig = await make_rig(max_held_answer_bytes_per_tenant=900)
+    body = {"model": "echo", "prompt": PROMPT, "prompt_logprobs": 20, "max_tokens": 1}
+    refused = await rig.http.post("/v1/completions", json=body)
+    assert refused.status_code == 429 and "max_held_answer_bytes_per_tenant" in refused.text
+    await eventually(lambda: not rig.shares.answer_bytes.num_held and not rig.ports.reserved)
+    assert [usage.num_prompt_tokens for usages in rig.ports.settled.values() for usage in usages] == [0]
+
+
 @pytest.mark.parametrize("is_chat", [True, False])
 async def test_reply_with_the_most_logprobs_is_made_in_a_short_step(rig: TokenPathRig, is_chat: bool) -> None:
     """They fill a tenant's share."""

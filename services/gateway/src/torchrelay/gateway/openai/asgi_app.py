@@ -254,6 +254,8 @@ async def _whole_answer(session: RequestSession, reply_format: ReplyFormat, held
     """The answer to a prompt; ``held`` counts what may be many times the answer's text."""
     request, logprobs = session.request, logprob_formatter(session, reply_format)
     held.take(len(session.echo.encode()) * len(session.texts))
+    if request.prompt_scores is not None:
+        held.take(request.prompt_scores.num_bytes(request.resolved.sampling.prompt_logprobs))
     choices = [ChoiceBuffer(session.answer_parser(), [session.echo] if session.echo else []) for _ in session.texts]
     while not request.is_finished:
         for delta in await request.next():

@@ -23,6 +23,10 @@ class PromptScores:
         self._chosen, self._ranks = array("f"), array("I")
         self._top_ids, self._top = array("I"), array("f")
 
+    def num_bytes(self, num_top: int) -> int:
+        """The bytes of all positions, with ``num_top`` likely tokens each."""
+        return self._num_expected * (1 + num_top) * (self._chosen.itemsize + self._ranks.itemsize)
+
     def add(self, part: pb.PromptLogprobs) -> None:
         """Adds what ``part`` has beyond the known positions. Raises ``TorchrelayError`` if it leaves a gap."""
         num_known = len(self._chosen)
