@@ -19,10 +19,21 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.http2_client import GOAWAY, PING, PREFACE, SETTINGS, frame, http2_client
+from tests.support.http2_client import (
+    END_HEADERS,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    SETTINGS,
+    call_headers,
+    frame,
+    header_block,
+    http2_client,
+)
 from tests.support.wait import HANG_S, eventually
 from torchrelay.common.net.rpc.channels import open_channel
-from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES
+from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES, STREAM_HEADER
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
 from torchrelay.gateway.edge.grpc_server import PublicGrpcServer, show_key
 from torchrelay.gateway.edge.public_port import PublicPort
@@ -102,6 +113,23 @@ async def test_ordinary_traffic_is_no_flood(channel: Any) -> None:
     for _ in range(8):
         replies = await asyncio.gather(*(call(b"%d" % number, timeout=60) for number in range(LIMITS.streams)))
         assert replies == [b"%d" % number for number in range(LIMITS.streams)]
+
+
+@pytest.mark.parametrize("number", ["", "two", "9" * 5000])
+async def test_header_without_end_is_a_fault_of_its_call_alone(server: PublicGrpcServer, number: str) -> None:
+    """The port adds a header, which becomes a part of the client's last one."""
+    added = header_block([(STREAM_HEADER, "1")])
+
+    def end() -> bytes:
+        own = [(STREAM_HEADER, number)] if number else []
+        with http2_client(f"127.0.0.1:{server.port}") as client:
+            client.greet()
+            open_ended = header_block([*call_headers("/test.Echo/Unary", *own), ("x-bin", added.decode("latin-1"))])
+            client.sock.sendall(frame(HEADERS, END_HEADERS, 1, open_ended.removesuffix(added)))
+            client.send_message(1, b"")
+            return client.end_of(1)
+
+    assert b"the headers of the call are malformed" in await asyncio.to_thread(end)
 
 
 async def test_bytes_of_a_tenant_are_read_at_a_limited_rate(

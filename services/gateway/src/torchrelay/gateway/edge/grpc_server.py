@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import InvalidRequest, Unavailable
 from torchrelay.common.net.rpc.health import Faults, HealthServicer, no_fault
 from torchrelay.common.net.rpc.server import CallInterceptor, listen
 from torchrelay.gateway.edge.call_messages import CallMessages
@@ -69,7 +69,10 @@ class PublicGrpcServer:
     def _note_call(self, _method: str, context: _Context) -> None:
         peer = context.peer()
         numbers = [value for name, value in context.invocation_metadata() or () if name == STREAM_HEADER]
-        stream = int(numbers[-1])  # the port's is behind those of the client
+        try:
+            stream = int(numbers[-1])  # the port's is behind those of the client
+        except (IndexError, ValueError):  # the client's last header has no end, so that the port's is a part of it
+            raise InvalidRequest("the headers of the call are malformed") from None
         _peer.set((self._public, peer))
         _messages.set(self._public.messages(peer, stream))
 
