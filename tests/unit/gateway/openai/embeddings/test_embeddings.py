@@ -69,6 +69,7 @@ async def test_call_is_admitted_and_billed_as_one_request(rig: TokenPathRig) -> 
     (opened,) = rig.ports.opened
     assert (opened.num_prompt_tokens, opened.max_tokens, opened.num_choices) == (15, 0, 1)
     assert rig.ports.admitted == [(15, 0)] and not rig.ports.reserved
+    assert len(rig.ports.renewed) == 2, "its reservation outlives the lease, however many inputs follow"
     await eventually(lambda: rig.token_path.admissions.num_open == 0)
 
 
