@@ -22,7 +22,7 @@ from tests.support.sample_tokenizers import large_tokenizer
 from tests.support.wait import eventually
 from tests.unit.gateway.inference.text.processes.text_rig import CONFIG, LOOP, MESSAGES, TINY, TextRig, text_rig
 from torchrelay.common.errors import QueueFull, Unavailable
-from torchrelay.gateway.inference.text.processes.frames import TOKENIZER_CONFIG, Prompt, Refusal
+from torchrelay.gateway.inference.text.processes.frames import TOKENIZER_CONFIG, Prompt, Refusal, TokenIds
 from torchrelay.gateway.inference.text.processes.text_pool import MAX_WAITING, FileRefused, PromptKilled
 
 CHATML = """\
@@ -103,6 +103,19 @@ async def test_continued_message_may_be_a_part_of_what_follows_it(rig: TextRig, 
     messages = (*MESSAGES, {"role": "assistant", "content": content})
     text = await rig.rendered(LOOPS.replace("WHITE", "| trim"), messages=messages, continues_last=True)
     assert text.endswith(f"Ja 🔥</s>\n<|assistant|>{content.lstrip()}")
+
+
+@pytest.mark.parametrize(
+    ("content", "begins"), [("<think>\nWe add", True), ("<think>We add.</think>The sum", False), ("The sum", False)]
+)
+async def test_answer_continues_the_reasoning_of_the_last_message(rig: TextRig, content: str, begins: bool) -> None:
+    template, messages = (
+        "{# </think> #}" + LOOPS.replace("WHITE", ""),
+        (*MESSAGES, {"role": "assistant", "content": content}),
+    )
+    for continues_last in (True, False):
+        answer = await rig.answer(template, messages=messages, continues_last=continues_last)
+        assert isinstance(answer, TokenIds) and answer.syntax.begins_thinking == (begins and continues_last)
 
 
 async def test_message_that_a_template_changes_cannot_be_continued(rig: TextRig) -> None:

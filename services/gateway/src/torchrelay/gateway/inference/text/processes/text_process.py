@@ -143,8 +143,11 @@ class TextService:
             raise PromptRefused(Refusal("template", "nested too deeply")) from error
         except Exception as error:  # a template can raise anything
             raise PromptRefused(Refusal("template", _reason(error))) from error
-        if syntax.thoughts is not None and text.rstrip().endswith(syntax.thoughts[0]):
-            syntax = msgspec.structs.replace(syntax, begins_thinking=True)
+        if syntax.thoughts is not None:
+            opening, closing = syntax.thoughts
+            begun = given[-1]["content"] if prompt.continues_last else ""
+            begins = text.rstrip().endswith(opening) or begun.rfind(opening) > begun.rfind(closing)
+            syntax = msgspec.structs.replace(syntax, begins_thinking=begins)
         return text, syntax
 
     def _grammar(self, prompt: Prompt, syntax: AnswerSyntax) -> str:
