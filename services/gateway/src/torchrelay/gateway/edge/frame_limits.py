@@ -86,7 +86,7 @@ class FrameCounter:
     def forget(self, stream: int) -> None:
         """Notes the end of a call. While the rest of a message may still arrive, its place in it stays known."""
         if (messages := self._calls.pop(stream, None)) is not None and messages.is_within:
-            self._calls = {stream: messages} | self._calls  # the first to make room
+            self._calls = {stream: messages} | self._calls  # evicted first
 
     def receive(self, data: bytes, now: float) -> str | None:
         """Checks ``data``, which the client has sent. Returns the exceeded limit as text, if any."""
