@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sysconfig
@@ -33,8 +34,8 @@ console = Console(highlight=False)
 @contextmanager
 def platform(home: Home) -> Iterator[dict[str, str]]:
     """Runs `torchrelay up` on a new home; yields its endpoints, and stops it with SIGINT, as a user would."""
-    program = Path(sysconfig.get_path("scripts")) / "torchrelay"
-    command = [str(program), "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
+    program = shutil.which("torchrelay", path=sysconfig.get_path("scripts")) or "torchrelay"
+    command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
     interrupted: list[int] = []
     # Defer Ctrl-C until the child exists, so that it cannot be orphaned.
     before = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))

@@ -89,10 +89,12 @@ def test_request_is_refused_with_the_reason_once_the_start_of_its_slot_is_overdu
     scene.apply(LauncherReported("1 worker waiting: ImagePullBackOff"))
     scene.pass_time(300.0, step_s=1.0)
     assert scene.refusal("r2") is None, "a start of its own"
-    scene.pass_time(400.0, step_s=1.0)
+    scene.pass_time(800.0, step_s=1.0)
+    assert scene.refusal("r2") is None, "with twice the time"
+    scene.pass_time(300.0, step_s=1.0)
     refusal = scene.refused("r2")
     assert refusal.message == (
-        "acme/first cannot be loaded: no worker answers, and no worker has started for 600 s: "
+        "acme/first cannot be loaded: no worker answers, and no worker has started for 20 min: "
         "1 worker waiting: ImagePullBackOff"
     )
     assert refusal.reason is RefusalReason.LOAD_FAILED
