@@ -35,7 +35,7 @@ FOLDERS = {
     "bench/streaming": "load on a gateway, and echo servers behind it",
     "deploy": "a compose file, and the program that makes its environment",
     "deploy/images": "image recipes, one per service",
-    "deploy/ingress": "the configuration of a standard proxy before the gateway",
+    "deploy/chart/files": "the configuration of HAProxy before the gateways, for compose too",
     "deploy/chart": "a Helm chart for Kubernetes",
     "deploy/chart/templates": "manifests of the services, their rights and their network policies",
     "deploy/monitoring": "Prometheus rules with their tests, and the program that writes the dashboards",

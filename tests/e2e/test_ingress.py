@@ -1,4 +1,4 @@
-"""The ingress of deploy/ingress before a platform: TLS, both versions of HTTP, gRPC, streams, uploads and limits."""
+"""The ingress of compose and chart before a platform: TLS, both versions of HTTP, gRPC, streams, uploads and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.e2e
-CONFIGURATION = DEPLOY / "ingress" / "haproxy.cfg"
+CONFIGURATION = DEPLOY / "chart" / "files" / "haproxy.cfg"
 MODEL = Path(__file__).parents[2] / "examples" / "glossary" / "model"
 NAME = "api.example.com"
 QUESTION = "What is a relay?"

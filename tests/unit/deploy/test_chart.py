@@ -16,7 +16,7 @@ import yaml
 from helm_python.chart import Chart
 from helm_python.errors import HelmError
 
-from tests.support.deploy import DEPLOY, DISTRIBUTIONS, SETTINGS, environment_of, health_check_of, stages_of
+from tests.support.deploy import COMPOSE, DEPLOY, DISTRIBUTIONS, SETTINGS, environment_of, health_check_of, stages_of
 from torchrelay.common.identity.credentials_file import main as write_credentials
 from torchrelay.scheduler.policy.types import Role
 from torchrelay.scheduler.service.pool_selector import PoolSelector
@@ -388,6 +388,39 @@ def test_workers_map_arena_of_their_nodes_store(variant: str) -> None:
 def named(variant: str, name: str, kind: str) -> Manifest:
     (manifest,) = (each for each in of_kind(variant, kind) if each["metadata"]["name"] == name)
     return manifest
+
+
+INGRESS: Manifest = {"ingress": {"certificateSecret": "certificate"}, "network": {"clients": PEERS}}
+
+
+def test_ingress_stands_before_the_gateways(tmp_path: Path) -> None:
+    """With a certificate HAProxy alone calls the gateways, with the configuration that compose has, too."""
+    made = manifests(INGRESS)
+    for manifest in made:
+        assert kubernetes_validate.validate(manifest, "1.33", strict=True) == "1.33"
+    by_kind = {each["kind"]: each for each in made if each["metadata"]["name"] == "demo-ingress"}
+    pod = by_kind["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    told = {each["name"]: each["value"] for each in container["env"]}
+    services = {each["metadata"]["name"]: each["spec"] for each in made if each["kind"] == "Service"}
+    for name in ("GATEWAY_REST", "GATEWAY_GRPC"):
+        host, _, port = told[name].partition(":")
+        assert int(port) in [each["port"] for each in services[host]["ports"]]
+    assert [each["containerPort"] for each in container["ports"]] == [int(told["INGRESS_PORT"])]
+    assert selects(services["demo-ingress"]["selector"], pod["metadata"]["labels"])
+    assert services["demo-ingress"]["externalTrafficPolicy"] == "Local", "limits are those of a client's address"
+    configuration = by_kind["ConfigMap"]["data"]["haproxy.cfg"]
+    assert configuration == (CHART / "files" / "haproxy.cfg").read_text()
+    assert (DEPLOY / COMPOSE["configs"]["ingress"]["file"]).read_text() == configuration
+    assert set(re.findall(r"\$\{(\w+)", configuration)) == told.keys()
+    assert COMPOSE["services"]["ingress"]["environment"].keys() <= told.keys()
+    assert container["image"] == COMPOSE["services"]["ingress"]["image"]
+    policies = {each["metadata"]["name"]: each["spec"] for each in made if each["kind"] == "NetworkPolicy"}
+    (to_gateway,) = policies["demo-gateway"]["ingress"]
+    assert [selects(peer["podSelector"], pod["metadata"]["labels"]) for peer in to_gateway["from"]] == [True]
+    assert policies["demo-ingress"]["ingress"] == [{"ports": [{"port": 8443, "protocol": "TCP"}], "from": PEERS}]
+    assert container["securityContext"]["readOnlyRootFilesystem"] and pod["spec"]["securityContext"]["runAsNonRoot"]
+    assert not [each for each in rendered("smallest") if each["metadata"]["name"].endswith("-ingress")]
 
 
 LIMITS: dict[str, list[Manifest]] = {
