@@ -145,10 +145,12 @@ def running(container: Container, log: Path) -> Iterator[Callable[[], bool]]:
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            status = process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            raise
+    assert status == 0, f"{container.name} ended with {status}:\n{log.read_text()[-3000:]}"
 
 
 def assert_answers(containers: Mapping[str, Container], folder: Path) -> None:
