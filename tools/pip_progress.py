@@ -31,6 +31,8 @@ def main() -> int:
         said.append(line)
         if line.strip().startswith(_TOLD):
             doing = line.strip()[:100]
+        elif "Retrying" in line:
+            doing = "retrying, since an index does not answer" + line.rpartition(":")[2].rstrip()[:60]
     status = process.wait()
     ended.set()
     if status:

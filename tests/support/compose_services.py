@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,7 +42,8 @@ SMALL = {"TORCHRELAY_ARENA_BYTES": str(64 << 20), "TORCHRELAY_KV_POOL_BYTES": st
 class Container:
     """A service of compose.yaml as a process on loopback.
 
-    ``command_of`` gives the command that runs a program of its image with an environment.
+    ``command_of`` gives the command that runs a program of its image with an environment. The program may be a process
+    below that of the command.
     """
 
     name: str
@@ -143,7 +146,7 @@ def running(container: Container, log: Path) -> Iterator[Callable[[], bool]]:
     try:
         yield is_healthy
     finally:
-        process.terminate()
+        os.kill(service_below(process.pid), signal.SIGTERM)
         try:
             status = process.wait(30)
         except subprocess.TimeoutExpired:
@@ -151,6 +154,16 @@ def running(container: Container, log: Path) -> Iterator[Callable[[], bool]]:
             process.wait()
             raise
     assert status == 0, f"{container.name} ended with {status}:\n{log.read_text()[-3000:]}"
+
+
+def service_below(pid: int) -> int:
+    """The process of ours that a command runs, which may be the command itself."""
+    waiting = [pid]
+    for each in waiting:
+        if b"torchrelay-" in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0", 2)[1]:
+            return each
+        waiting += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+    raise ProcessLookupError(f"nothing of ours runs below {pid}")
 
 
 def assert_answers(containers: Mapping[str, Container], folder: Path) -> None:

@@ -163,6 +163,8 @@ def test_sampling_is_as_given_or_default() -> None:
     assert [each.prompt_logprobs for each in of_both(prompt_logprobs=0, logprobs=None)] == [0, 0]
     echoed = [of_completion(echo=True, logprobs=2, prompt_logprobs=most).prompt_logprobs for most in (None, 1, 9)]
     assert echoed == [2, 2, 9]
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert of_chat(prompt_logprobs=0, **{name: 0}).max_tokens == 0
     assert [of_completion(max_tokens=0, **asked).max_tokens for asked in ({"echo": True}, {"prompt_logprobs": 0})] == [
         0,
         0,
@@ -276,7 +278,8 @@ ROLES = "messages[0].role must be one of system, developer, user, assistant, too
         (chat(stream="yes"), "stream", "stream must be true or false, not 'yes'"),
         (chat(logit_bias={"5": "x"}), "logit_bias", "logit_bias[...] must be a number, not a string"),
         (chat(max_tokens="ten"), "max_tokens", "max_tokens must be an integer, not 'ten'"),
-        (chat(max_tokens=0), "max_tokens", "max_tokens must be at least 1, not 0"),
+        (chat(max_tokens=0), "max_tokens", "max_tokens must be at least 1, not 0, without prompt_logprobs"),
+        (chat(max_completion_tokens=0), "max_completion_tokens", "must be at least 1, not 0, without prompt_logprobs"),
         (chat(min_tokens=-1), "min_tokens", "min_tokens must be at least 0, not -1"),
         (chat(service_tier="Priority"), "service_tier", "must be one of auto, default, flex, priority"),
         (chat(service_tier=""), "service_tier", "not ''"),

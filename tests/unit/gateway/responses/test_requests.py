@@ -243,6 +243,7 @@ def namespace(name: str, num_tools: int) -> dict[str, Any]:
         ({"top_logprobs": 21}, "top_logprobs", "must be between 0 and 20"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"continue_final_message": True}, "continue_final_message", "not supported yet"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported yet"),
         ({"max_tokens": 5}, "max_tokens", "named max_output_tokens here"),
         ({"response_format": {"type": "json_object"}}, "response_format", "named text.format here"),
         ({"n": 2}, "n", "not supported yet"),

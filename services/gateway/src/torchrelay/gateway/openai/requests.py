@@ -32,6 +32,7 @@ from torchrelay.gateway.openai.contents import remark
 from torchrelay.gateway.openai.tools import CalledTool, called_tools, chosen_tools, declared_tools
 
 Count = Annotated[int, Meta(ge=1)]
+NumTokens = Annotated[int, Meta(ge=0)]  # 0 only where the prompt's tokens are shown
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
@@ -117,7 +118,8 @@ class BaseBody(msgspec.Struct, kw_only=True):
 
 class ChatBody(BaseBody, kw_only=True):
     messages: list[ChatMessageBody]
-    max_completion_tokens: Count | None = None
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -135,7 +137,7 @@ class ChatBody(BaseBody, kw_only=True):
 
 
 class CompletionBody(BaseBody, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: NumTokens | None = None
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -226,10 +228,8 @@ def decode_completion(encoded: bytes | bytearray) -> CompletionBody:
             " such a model, put these tokens into the prompt"
         )
         raise InvalidRequest(message, field="suffix")
-    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise InvalidRequest(
-            "max_tokens must be at least 1, not 0, without echo or prompt_logprobs", field="max_tokens"
-        )
+    if body.max_tokens == 0 and not body.echo:
+        _require_scores(body, "max_tokens", "echo or prompt_logprobs")
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise InvalidRequest(f"best_of must be at least n ({body.n or 1}), not {body.best_of}", field="best_of")
     if body.stream and chooses_best(body):
@@ -248,6 +248,8 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
     max_tokens, field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
+    if max_tokens == 0:
+        _require_scores(body, field, "prompt_logprobs")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", field="logprobs")
     left_out: set[str] = set()
@@ -269,6 +271,12 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         top_logprobs=check_top_logprobs(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=_prompt_logprobs(body),
     )
+
+
+def _require_scores(body: ChatBody | CompletionBody, field: str, what: str) -> None:
+    """Raises ``InvalidRequest`` for an answer without tokens that shows nothing of its prompt."""
+    if body.prompt_logprobs is None:
+        raise InvalidRequest(f"{field} must be at least 1, not 0, without {what}", field=field)
 
 
 def _prompt_logprobs(body: ChatBody | CompletionBody) -> int | None:

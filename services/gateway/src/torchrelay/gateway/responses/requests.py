@@ -67,6 +67,7 @@ class ResponseBody(BaseBody, kw_only=True):
     documents: Any = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    prompt_logprobs: Any = None
     # Those of chat completions, which have other names here.
     max_completion_tokens: Any = None
     functions: Any = None
@@ -108,6 +109,7 @@ def decode_body(encoded: bytes | bytearray) -> ResponseBody:
         documents=bool(body.documents),
         continue_final_message=bool(body.continue_final_message),
         add_generation_prompt=body.add_generation_prompt is False,
+        prompt_logprobs=body.prompt_logprobs is not None,
     )
     _check_metadata(body.metadata or {})
     return body
