@@ -1,11 +1,12 @@
 """Writes .env for compose.yaml: new secrets, and all that derives from the cluster key.
 
-python make_env.py [FILE]           needs torchrelay-common installed; an existing file gets what it lacks
-python make_env.py --worker ID      prints what one more worker of host-1 needs, from .env
+../.venv/bin/python make_env.py [FILE]        an existing file gets what it lacks
+../.venv/bin/python make_env.py --worker ID   prints what one more worker of host-1 needs, from .env
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import secrets
@@ -13,19 +14,24 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
-from torchrelay.common.identity.keys import broker_password, derive_node_key
-from torchrelay.common.net.nats_client import Subjects
-from torchrelay.common.net.nats_permissions import (
-    GATEWAY_USER,
-    SCHEDULER_USER,
-    NatsUser,
-    gateway_user,
-    scheduler_user,
-    store_user,
-    user_entry,
-    worker_user,
-)
+try:
+    from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
+    from torchrelay.common.identity.keys import broker_password, derive_node_key
+    from torchrelay.common.net.nats_client import Subjects
+    from torchrelay.common.net.nats_permissions import (
+        GATEWAY_USER,
+        SCHEDULER_USER,
+        NatsUser,
+        gateway_user,
+        scheduler_user,
+        store_user,
+        user_entry,
+        worker_user,
+    )
+except ModuleNotFoundError as error:
+    sys.exit(
+        f"{error}: run ../.venv/bin/python make_env.py after `make setup`, or install torchrelay-common from dist/"
+    )
 
 ENV = Path(__file__).parent / ".env"
 STORE, WORKERS = "store-1", ("prefill-1", "decode-1")
@@ -98,6 +104,15 @@ def nats_users() -> Iterator[tuple[NatsUser, str]]:
         yield make(node_id, _SUBJECTS), f"$NATS_{name}_PASSWORD"
 
 
+def worker_id(text: str) -> str:
+    """An id that also fits as a service name, as the beginning of a variable and as a word of a NATS subject."""
+    if re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not 1 to 63 lower-case letters, digits and '-', with a letter first and no '-' last"
+        )
+    return text
+
+
 def print_worker(worker_id: str, env: Path = ENV) -> None:
     """Prints the settings of a worker that compose.yaml does not list, by file: secrets are in .env alone."""
     if not env.exists():
@@ -133,10 +148,16 @@ def _required(variable: str, worker_id: str) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"] and len(sys.argv) == 3:
-        print_worker(sys.argv[2])
+    parser = argparse.ArgumentParser(
+        description="Writes secrets for compose.yaml; an existing file gets what it lacks."
+    )
+    parser.add_argument("--worker", type=worker_id, metavar="ID", help="print what one more worker needs, from FILE")
+    parser.add_argument("file", type=Path, nargs="?", default=ENV, metavar="FILE", help="default: .env in this folder")
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        print_worker(arguments.worker, arguments.file)
         return
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else ENV
+    path = arguments.file
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -7,6 +7,8 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -367,7 +369,49 @@ async def test_added_worker_is_accepted_without_committed_secrets(
         assert "Permissions Violation" in await refusal(at, publication("relay.load.worker.x"), user, password)
 
 
-@pytest.mark.parametrize("worker_id", ["prefill-1", "gateway", "prefill", "Store"])
+@pytest.mark.parametrize("worker_id", ["prefill-1", "gateway", "prefill", "store"])
 def test_taken_worker_id_is_refused(env: Path, worker_id: str) -> None:
     with pytest.raises(SystemExit, match="choose another id"):
         runpy.run_path(str(DEPLOY / "make_env.py"))["print_worker"](worker_id, env)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--worker", "a.*"], "is not 1 to 63 lower-case letters, digits and '-'"),
+        (["--worker", ">"], "is not 1 to 63 lower-case letters, digits and '-'"),
+        (["--worker", "2nd"], "is not 1 to 63 lower-case letters, digits and '-'"),
+        (["--worker", "Decode"], "is not 1 to 63 lower-case letters, digits and '-'"),
+        (["--worker", "-x"], "expected one argument"),
+        (["--force"], "unrecognized arguments: --force"),
+        ([".env", "other"], "unrecognized arguments: other"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str],
+    fault: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        make_env(monkeypatch, *arguments)
+    assert fault in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_writes_nothing(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        make_env(monkeypatch, option)
+    assert "[--worker ID] [FILE]" in capsys.readouterr().out and list(tmp_path.iterdir()) == []
+
+
+def test_python_without_torchrelay_is_told_which_to_use(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-S", str(DEPLOY / "make_env.py"), str(tmp_path / ".env")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "../.venv/bin/python make_env.py" in ended.stderr
+    assert "Traceback" not in ended.stderr and list(tmp_path.iterdir()) == []
