@@ -47,29 +47,44 @@ def test_demo_answers_from_glossary_and_bills_tokens(tmp_path: Path) -> None:
     assert int(num_requests) == len(ASKED) and len(over_rest) == len(ASKED) - 1
     assert int(num_output_tokens) > sum(over_rest) > int(num_prompt_tokens) > 0
     assert float(cost.removesuffix(" USD")) > 0
-    assert lines[-1] == "stopped"
+    assert "press Ctrl-C" not in said, "nobody pressed it"
+    assert lines.count("stopped") == 1 and "torchrelay up" in said.partition("\nstopped\n")[2]
     assert list(tmp_path.glob("torchrelay-demo-*")) == []
 
 
-@pytest.mark.parametrize("step", ["1. Start the platform", "3. Upload"])
-def test_ctrl_c_stops_demo(tmp_path: Path, step: str) -> None:
+def interrupted_demo(folder: Path, step: str = "", **environment: str) -> str:
+    """The output of a demo that receives Ctrl-C at ``step``."""
     process = subprocess.Popen(
         DEMO,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1", **environment},
     )
     assert process.stdout is not None
     with process.stdout as output:
         said = ""
         for line in output:
             said += line
-            if step in line:
+            if step and step in line:
                 process.send_signal(signal.SIGINT)
                 break
         said += output.read()
     assert process.wait(60) == 130, said
-    assert said.endswith("stopped\n")
     assert "Traceback" not in said
-    assert list(tmp_path.glob("torchrelay-demo-*")) == []
+    assert said.endswith("stopped\n") and said.splitlines().count("stopped") == 1
+    assert list(folder.glob("torchrelay-demo-*")) == []
+    return said
+
+
+@pytest.mark.parametrize("step", ["1. Start the platform", "3. Upload"])
+def test_ctrl_c_stops_demo(tmp_path: Path, step: str) -> None:
+    interrupted_demo(tmp_path, step)
+
+
+def test_ctrl_c_during_imports_of_platform(tmp_path: Path) -> None:
+    """The program `up`, when it begins to import, has the demo interrupted."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nif 'up' in sys.orig_argv:\n    os.kill(os.getppid(), signal.SIGINT)\n"
+    )
+    assert "press Ctrl-C again to kill" in interrupted_demo(tmp_path, PYTHONPATH=str(tmp_path))

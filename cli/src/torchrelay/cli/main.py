@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
-import typer
+try:
+    import typer
 
-from torchrelay.cli.command_group import CommandGroup
-from torchrelay.cli.commands import (
-    chat,
-    demo,
-    events,
-    explain,
-    key,
-    models,
-    prices,
-    sim,
-    tenant,
-    top,
-    upload,
-    uploads,
-    usage,
-)
-from torchrelay.cli.errors import CliError
-from torchrelay.cli.join.command import EXAMPLE as JOIN_EXAMPLE
-from torchrelay.cli.join.command import join
-from torchrelay.cli.up.command import EXAMPLE as UP_EXAMPLE
-from torchrelay.cli.up.command import up
-from torchrelay.cli.views import console
+    from torchrelay.cli.command_group import CommandGroup
+    from torchrelay.cli.commands import (
+        chat,
+        demo,
+        events,
+        explain,
+        key,
+        models,
+        prices,
+        sim,
+        tenant,
+        top,
+        upload,
+        uploads,
+        usage,
+    )
+    from torchrelay.cli.errors import CliError
+    from torchrelay.cli.join.command import EXAMPLE as JOIN_EXAMPLE
+    from torchrelay.cli.join.command import join
+    from torchrelay.cli.up.command import EXAMPLE as UP_EXAMPLE
+    from torchrelay.cli.up.command import up
+    from torchrelay.cli.views import console
+except KeyboardInterrupt:  # these imports take most of a second
+    sys.exit(128 + signal.SIGINT)
 
 SUMMARY = "Serve many models; hold accelerators only while they are called."
 EPILOG = """First steps: leave `torchrelay up` running and, in a second terminal:
@@ -61,10 +65,10 @@ app = typer.Typer(
 def root(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
     home: Annotated[
-        Path | None, typer.Option("--home", help="Platform's folder, for any command that has one.", metavar="DIR")
+        Path | None, typer.Option("--home", help="Folder of the platform, for any command that uses it.", metavar="DIR")
     ] = None,
     url: Annotated[
-        str | None, typer.Option("--url", help="Gateway, for any command that asks one.", metavar="URL")
+        str | None, typer.Option("--url", help="Address of the gateway, for any command that calls it.", metavar="URL")
     ] = None,
 ) -> None:
     # As variables, so that the same options of a command take precedence.

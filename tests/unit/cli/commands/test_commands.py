@@ -218,6 +218,13 @@ def test_ctrl_c_ends_single_question_with_one_message(run: Run, home: Home, monk
     assert shown.stderr.count("stopped") == 1
 
 
+def test_ctrl_c_during_imports_has_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([*PROGRAM, "up"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 @pytest.mark.parametrize("arguments", [("chat", "tiny", "hi"), ("--help",)])
 def test_full_disk_ends_with_message(home: Home, arguments: tuple[str, ...]) -> None:

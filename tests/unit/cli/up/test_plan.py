@@ -242,9 +242,13 @@ def test_quiet_progress_prints_no_hints(home: Home, ports: Ports) -> None:
     stack = StackPlan(home, UpOptions(), ports).stack()
     for is_quiet in (False, True):
         told = io.StringIO()
-        StartupProgress(home, Console(file=told, width=200), is_quiet=is_quiet).up(stack.endpoints)
+        progress = StartupProgress(home, Console(file=told, width=200), is_quiet=is_quiet)
+        progress.up(stack.endpoints)
+        progress.stopping()
+        progress.stopped()
         assert "Torchrelay is up" in told.getvalue()
-        assert ("key create" in told.getvalue()) != is_quiet
+        hints = ("key create", f"  console   {stack.endpoints['http']}/console\n", "press Ctrl-C again", "stopped")
+        assert [hint in told.getvalue() for hint in hints] == [not is_quiet] * len(hints)
 
 
 def test_workers_of_a_range_start_with_no_wave(home: Home, ports: Ports) -> None:

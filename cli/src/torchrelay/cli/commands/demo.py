@@ -36,19 +36,19 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
     """Runs `torchrelay up` on a new home; yields its endpoints, and stops it with SIGINT, as a user would."""
     program = shutil.which("torchrelay", path=sysconfig.get_path("scripts")) or "torchrelay"
     command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
-    interrupted: list[int] = []
-    # Defer Ctrl-C until the child exists, so that it cannot be orphaned.
-    before = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
+    # Blocked here until the child can be stopped, and in the child until it can stop in order.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process = subprocess.Popen(command, start_new_session=True)  # Ctrl-C reaches it once, through us
-    signal.signal(signal.SIGINT, before)
     try:
-        if interrupted:
-            raise KeyboardInterrupt
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while not home.endpoints_file.exists():
             if process.poll() is not None:
                 raise SystemExit(f"torchrelay up ended with status {process.returncode}")
             time.sleep(0.05)
         yield home.endpoints()
+    except KeyboardInterrupt:
+        console.print("\nstopping ... [dim](press Ctrl-C again to kill)[/]")
+        raise
     finally:
         status = stop(process)
     if status:
@@ -58,7 +58,7 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
 def stop(process: subprocess.Popen[bytes]) -> int:
     """Stops the platform as Ctrl-C does and returns its exit status; another Ctrl-C kills it."""
     try:
-        for _ in range(3):  # a signal during its imports may have been lost
+        for _ in range(2):  # the second signal kills the platform's processes
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(20)
@@ -129,18 +129,22 @@ def show_bill(client: GatewayClient) -> None:
 def demo() -> None:
     """Start a platform of its own, upload a model, ask it, let it sleep, wake it, and print the bill.
 
-    Takes about 15 seconds, and leaves nothing behind.
+    Takes about 20 seconds, and leaves nothing behind.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="torchrelay-demo-") as folder:
             tour(Home(Path(folder)))
     except KeyboardInterrupt:
-        console.print("\nstopped")
+        console.print("stopped")
         raise typer.Exit(128 + signal.SIGINT) from None
+    console.print(
+        "stopped\n\nNext: `torchrelay up`, or `make up` in the repository, starts a platform that keeps running."
+    )
+    console.print("It prints the address of its console, and commands to try.")
 
 
 def tour(home: Home) -> None:
-    step("1. Start the platform: Valkey, NATS, three services and two workers")
+    step("1. Start the platform: Redis (Valkey), NATS, three services and two workers")
     with platform(home) as endpoints, GatewayClient(endpoints["http"], home.admin_key()) as admin:
         step("2. Create a tenant and an API key")
         tenant = admin.call("POST", "/v1/tenants", json={"name": "acme"})

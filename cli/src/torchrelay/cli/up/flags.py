@@ -149,4 +149,4 @@ ScalingOption: TypeAlias = Annotated[
         help="advise: only minimums are loaded; `explain` and `events` show what else would be loaded or drained.",
     ),
 ]
-Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")]
+Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", help="Say neither what to do next nor that it stops.")]

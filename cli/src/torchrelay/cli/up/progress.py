@@ -50,7 +50,7 @@ def next_steps(folder: Path, venv: Path | None, has_key: bool = False) -> list[s
 class StartupProgress:
     """Prints a line per event; while children start, a spinner names those not ready.
 
-    ``is_quiet``: without next steps.
+    ``is_quiet``: neither what to do next nor that it stops.
     """
 
     def __init__(self, home: Home, console: Console, *, is_quiet: bool = False) -> None:
@@ -98,10 +98,10 @@ class StartupProgress:
             show(f"[bold green]Torchrelay is up[/] after {took_s:.1f} s")
             return
         show(f"\n[bold green]Torchrelay is up[/] after {took_s:.1f} s\n")
-        show(f"  REST   {endpoints['http']}/v1")
-        show(f"  gRPC   {endpoints['grpc']}")
-        show(f"  web    {endpoints['http']}/console")
-        show(f"  home   {self._home.path}  [dim](keys, ledger, logs/)[/]")
+        show(f"  REST      {endpoints['http']}/v1")
+        show(f"  gRPC      {endpoints['grpc']}")
+        show(f"  console   {endpoints['http']}/console")
+        show(f"  home      {self._home.path}  [dim](keys, ledger, logs/)[/]")
         show("\nNext, in another terminal:\n")
         if self._home.path != DEFAULT_HOME.absolute():
             show(f"  export TORCHRELAY_HOME={shlex.quote(str(self._home.path))}", soft_wrap=True)
@@ -119,10 +119,12 @@ class StartupProgress:
 
     def stopping(self) -> None:
         self._stop_spinner()
-        self._print("stopping ... [dim](press Ctrl-C again to kill)[/]")
+        if not self._is_quiet:
+            self._print("stopping ... [dim](press Ctrl-C again to kill)[/]")
 
     def stopped(self) -> None:
-        self._print("stopped")
+        if not self._is_quiet:
+            self._print("stopped")
 
     def _show_awaited(self) -> None:
         with _output_may_be_lost():

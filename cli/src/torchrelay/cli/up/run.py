@@ -28,7 +28,7 @@ from torchrelay.common.process.service import published_addresses
 
 
 async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-    """Runs the platform until a signal stops it, see ``stop_on_signals``. ``is_quiet``: no next steps."""
+    """Runs the platform until a signal stops it, see ``stop_on_signals``. ``is_quiet``: see ``StartupProgress``."""
     home.make()
     with home.owned(), closing(Ports()) as ports:
         check_disk(home.path)
