@@ -25,14 +25,15 @@ def test_explain_reports_targets_until_they_are_reset(platform: Platform, tenant
     set_ = platform.cli("models", "set", model, "--interactive-ttft-s", "0.75", "--tbt-target-s", "0.125")
     line = f"{model}: targets: first token in 750 ms (interactive); 125 ms between tokens"
     assert line in set_ and line in platform.cli("models")
-    assert "targets (interactive): the first 750 ms after it came, 125 ms between tokens" in explain(
+    assert "targets (interactive): the first token within 750 ms of its arrival, 125 ms between tokens" in explain(
         service_tier="priority"
     )
-    assert "targets (standard): the first 2 s after it came, 125 ms between tokens" in explain(service_tier="default")
+    standard = explain(service_tier="default")
+    assert "targets (standard): the first token within 2 s of its arrival, 125 ms between tokens" in standard
     back = platform.cli("models", "set", model, "--interactive-ttft-s", "0", "--tbt-target-s", "0")
     assert f"{model}: back to the platform's default targets: first token (interactive), between tokens\n" in back
     assert line not in platform.cli("models")
-    assert "targets (interactive): the first 500 ms after it came, 100 ms between tokens" in explain(
+    assert "targets (interactive): the first token within 500 ms of its arrival, 100 ms between tokens" in explain(
         service_tier="priority"
     )
 
@@ -40,7 +41,7 @@ def test_explain_reports_targets_until_they_are_reset(platform: Platform, tenant
 def test_service_class_defaults_to_the_key_then_the_tenant(platform: Platform, tenant: Tenant) -> None:
     key = platform.tenant("nightly", service_class="batch")
     model = platform.upload(key, tenant.checkpoint("llama"), "llama")
-    assert "targets (batch): the first 600 s after it came" in explained(platform, key, model)
+    assert "targets (batch): the first token within 600 s of its arrival" in explained(platform, key, model)
     assert "targets (standard): the first 2 s" in explained(platform, key, model, service_tier="default")
     made = platform.cli("key", "create", "--tenant", "nightly", "--service-class", "interactive", "--no-save").strip()
     assert "targets (interactive): the first 500 ms" in explained(platform, made, model)

@@ -67,7 +67,8 @@ def test_placement_event_names_targets() -> None:
     explained = explain.request("r1")
     assert explained is not None
     first, resumed = (event.reason for event in explained[1])
-    assert first.endswith("in 250 ms; targets (interactive): the first 200 ms after it came, 50 ms between tokens")
+    wishes = "targets (interactive): the first token within 200 ms of its arrival, 50 ms between tokens"
+    assert first.endswith(f"in 250 ms; {wishes}")
     assert resumed.endswith("in 250 ms; target: 50 ms between tokens")
 
 

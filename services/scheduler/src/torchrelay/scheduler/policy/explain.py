@@ -174,7 +174,7 @@ def _wanted(opened: AttemptPlaced) -> str:
     between = f"{format_duration(opened.tbt_target_s)} between tokens"
     if not opened.ttft_target_s:
         return f"target: {between}"
-    first = f"the first {format_duration(opened.ttft_target_s)} after it came"
+    first = f"the first token within {format_duration(opened.ttft_target_s)} of its arrival"
     return f"targets ({opened.service_class.name.lower()}): {first}, {between}"
 
 
