@@ -160,9 +160,11 @@ def service_below(pid: int) -> int:
     """The process of ours that a command runs, which may be the command itself."""
     waiting = [pid]
     for each in waiting:
-        if b"torchrelay-" in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0", 2)[1]:
+        interpreter, program, *_ = [*Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0"), b"", b""]
+        if b"python" in interpreter and b"torchrelay-" in program:
             return each
-        waiting += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            waiting += map(int, children.read_text().split())
     raise ProcessLookupError(f"nothing of ours runs below {pid}")
 
 
