@@ -137,7 +137,11 @@ async def test_registers_beyond_one_fetch_are_all_read(nats_client: Client, subj
         register.output_position = position
         await nats_client.publish(subjects.usage("gw-dead"), register.SerializeToString())
     await nats_client.flush()
-    assert (await js.stream_info(subjects.usage_stream)).state.messages == 1200
+
+    async def are_stored() -> bool:  # after the server has them
+        return (await js.stream_info(subjects.usage_stream)).state.messages == 1200
+
+    await eventually(are_stored, "the registers in the stream")
     merged = await UsageRegisterReader(nats_client, subjects).read("gw-dead", {"req-1"})
     assert merged["req-1"][0].output_position == 1200
 
