@@ -43,7 +43,7 @@ def test_demo_answers_from_glossary_and_bills_tokens(tmp_path: Path) -> None:
     assert "host copy present" in from_memory and "from remote" not in from_memory
     (bill,) = (line for line in lines if "acme/glossary │" in line)
     _, _, num_prompt_tokens, num_output_tokens, num_requests, cost, _ = map(str.strip, bill.split("│"))
-    over_rest = [int(count) for count in re.findall(r"first token after [\d.]+ ms · (\d+) tokens", said)]
+    over_rest = [int(count) for count in re.findall(r"first token after [\d.]+ m?s · (\d+) tokens", said)]
     assert int(num_requests) == len(ASKED) and len(over_rest) == len(ASKED) - 1
     assert int(num_output_tokens) > sum(over_rest) > int(num_prompt_tokens) > 0
     assert float(cost.removesuffix(" USD")) > 0
