@@ -106,9 +106,9 @@ def test_client_of_openai_streams(ingress: Ingress) -> None:
 
 def test_client_that_leaves_after_the_first_token_ends_its_request(ingress: Ingress) -> None:
     """So answers are not buffered, and the gateway learns that a client has left."""
-    key, most = ingress.platform.tenant("leaver"), 16 * 120
+    key, most = ingress.platform.tenant("leaver"), 16 * 900
     ingress.platform.upload(key, MODEL, "glossary")
-    body = {"model": "leaver/glossary", "prompt": "relay", "stream": True, "n": 16, "max_tokens": 120}
+    body = {"model": "leaver/glossary", "prompt": "relay", "stream": True, "n": 16, "max_tokens": 900}
     with httpx.stream(
         "POST",
         f"https://localhost:{ingress.port}/v1/completions",
