@@ -19,7 +19,7 @@ from torchrelay.gateway.openai.embeddings import requests as embeddings
 from torchrelay.gateway.responses import requests as responses
 
 NUM_BYTES: Final = 8 << 20
-MOST_OF_BODY: Final = 4.2  # a token id of one digit takes 8 bytes, in a list that grows
+MOST_OF_BODY: Final = 4
 Decode = Callable[[bytes], Any]
 DECODERS: dict[str, tuple[Decode, tuple[str, ...]]] = {
     "chat": (
@@ -87,6 +87,15 @@ def test_decoding_takes_little_time_and_memory(decoder: str, subtests: pytest.Su
                 assert tracemalloc.get_traced_memory()[1] < MOST_OF_BODY * len(body)
             finally:
                 tracemalloc.stop()
+
+
+def test_numbers_are_bounded_outside_of_texts() -> None:
+    with pytest.raises(InvalidRequest, match="more than 3,500,000 values"):
+        openai.decode_completion(body_of("prompt", "numbers"))
+    ids = [[1] * 1_700_000] * 2
+    assert openai.decode_completion(msgspec.json.encode({"model": "m", "prompt": ids})).prompt == ids
+    text = "," * 4_000_000
+    assert openai.decode_completion(msgspec.json.encode({"model": "m", "prompt": text})).prompt == text
 
 
 def test_prompt_may_be_any_text_of_json() -> None:

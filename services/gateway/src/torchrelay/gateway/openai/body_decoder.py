@@ -29,6 +29,7 @@ _PRIVATE_FIELDS = {"messages", "prompt", "input", "instructions"}  # never quote
 _STRING = re.compile(rb'"[^"]*"')
 _MAX_PARTS = 200_000  # objects, lists and fields of a body; of each, decoding makes some hundred bytes
 _MAX_QUOTES = 4 * _MAX_PARTS  # of two texts for each of these
+_MAX_COMMAS = 3_500_000  # a token id of one digit takes nine bytes of a list that grows, for two of the body
 _MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value would take seconds
 
 
@@ -56,11 +57,14 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, ignored
 
 def _check_num_parts(encoded: bytes | bytearray) -> None:
     """Refuses a body that would take many times its size in memory. Texts may have any number of brackets."""
-    if _num_parts(encoded) <= _MAX_PARTS and encoded.count(b'"') <= _MAX_QUOTES:
+    num_commas = encoded.count(b",")
+    if _num_parts(encoded) <= _MAX_PARTS and encoded.count(b'"') <= _MAX_QUOTES and num_commas <= _MAX_COMMAS:
         return
     bare = encoded.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if bare.count(b'"') > _MAX_QUOTES or _num_parts(_STRING.sub(b"", bare)) > _MAX_PARTS:
+    if bare.count(b'"') > _MAX_QUOTES or _num_parts(bare := _STRING.sub(b"", bare)) > _MAX_PARTS:
         raise InvalidRequest(f"the body has more than {_MAX_PARTS:,} objects, lists and fields, or twice as many texts")
+    if bare.count(b",") > _MAX_COMMAS:
+        raise InvalidRequest(f"the body has more than {_MAX_COMMAS:,} values; send fewer token ids at once")
 
 
 def _num_parts(encoded: bytes | bytearray) -> int:
