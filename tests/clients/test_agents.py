@@ -22,7 +22,7 @@ from tests.support.scripted_checkpoints import make_scripted_checkpoint
 pytestmark = pytest.mark.e2e
 
 PACKAGES = FOLDER / "node" / "node_modules"
-CONTEXT = 32_768  # agents ask for answers of 32,000 tokens
+CONTEXTS = (32_768, 65_536)  # agents ask for answers of 32,000 tokens
 NUMBERS = [f"{number} " for number in range(1, 701)]
 DONE = "The report is written."
 TASK = "Look at picture.png and write the report."
@@ -39,7 +39,8 @@ TEMPLATE = (
 class Agent:
     """How an agent calls its tools, is set up in its home, and reports.
 
-    ``look`` and ``write`` are calls in JSON. ``@folder`` is that of the task, ``@text`` what the file gets.
+    ``look`` and ``write`` are calls in JSON. ``@folder`` is that of the task, ``@text`` what the file gets,
+    ``@context`` the number of tokens that the model takes.
     """
 
     look: str
@@ -71,7 +72,7 @@ AGENTS = {
             ".codex/config.toml",
             """
 model_provider = "torchrelay"
-model_context_window = 32768
+model_context_window = @context
 check_for_update_on_startup = false
 web_search = "disabled"
 
@@ -138,7 +139,7 @@ stream_max_retries = 0
                             "options": {"baseURL": "@url/v1", "apiKey": "@key"},
                             "models": {
                                 "@model": {
-                                    "limit": {"context": CONTEXT, "output": 8192},
+                                    "limit": {"context": "@context", "output": 8192},
                                     "modalities": {"input": ["text", "image"], "output": ["text"]},
                                 }
                             },
@@ -175,19 +176,23 @@ def png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts.items())
 
 
+@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("name", AGENTS)
-def test_agent_finishes_a_task_and_pays_for_its_requests_alone(clients: Clients, tmp_path: Path, name: str) -> None:
+def test_agent_finishes_a_task_and_pays_for_its_requests_alone(
+    clients: Clients, tmp_path: Path, name: str, context: int
+) -> None:
     agent, platform = AGENTS[name], clients.platform
     home, work = tmp_path / "home", tmp_path / "work"
     work.mkdir()
     (work / "picture.png").write_bytes(png())
-    key = platform.tenant(f"agents-{name}")  # whose bill has nothing else
-    checkpoint = make_scripted_checkpoint(tmp_path / "model", script_of(agent, work), TEMPLATE, CONTEXT)
+    key = platform.tenant(f"agents-{name}-{context}")  # whose bill has nothing else
+    checkpoint = make_scripted_checkpoint(tmp_path / "model", script_of(agent, work), TEMPLATE, context)
     model = platform.upload(key, checkpoint, "agent")
     assert model not in {instance.model for instance in next(platform.views()).instances}
 
     def filled(text: str) -> str:
-        return text.replace("@model", model).replace("@url", platform.http).replace("@key", key)
+        numbers = text.replace('"@context"', str(context)).replace("@context", str(context))
+        return numbers.replace("@model", model).replace("@url", platform.http).replace("@key", key)
 
     path, content = agent.settings
     (home / path).parent.mkdir(parents=True)

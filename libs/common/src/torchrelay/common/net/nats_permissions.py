@@ -1,7 +1,7 @@
 """Users of the NATS server, one per process, and the subjects that each may use.
 
 A worker or a store can publish only its own reports, so none can report for another. The users are written as the
-``authorization`` block of a configuration of nats-server 2.9.
+``authorization`` block of a configuration of nats-server, 2.9 and later.
 """
 
 from __future__ import annotations
