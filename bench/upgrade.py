@@ -29,6 +29,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.commits import REPO, checkout
 from bench.random_checkpoint import LLAMA_33MB
 from bench.report import Check, finish, parser_of, progress
 from tests.support.checkpoints import make_checkpoint
@@ -41,7 +42,6 @@ from torchrelay.cli.api.scheduler_client import watch
 from torchrelay.cli.up.plan import UpOptions
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
 
-REPO = Path(__file__).resolve().parents[1]
 NUM_CLIENTS = 6
 OPTIONS = UpOptions(
     num_prefill_workers=0, num_decode_workers=0, num_both_workers=2, arena_bytes=256 << 20, kv_pool_bytes=64 << 20,
@@ -66,9 +66,8 @@ def build_wheel(folder: Path, package: Path) -> None:
 @contextmanager
 def old_programs(commit: str, folder: Path) -> Iterator[Path]:
     """The folder of the programs of an older commit, installed from its wheels."""
-    tree, wheels, root = folder / "tree", folder / "wheels", folder / "venv"
-    run("git", "worktree", "add", "--quiet", "--detach", tree, commit)
-    try:
+    wheels, root = folder / "wheels", folder / "venv"
+    with checkout(commit) as tree:
         packages = [path.parent for path in tree.glob("*/pyproject.toml")]
         packages += [path.parent for path in tree.glob("*/*/pyproject.toml")]
         wheels.mkdir()
@@ -86,8 +85,6 @@ def old_programs(commit: str, folder: Path) -> Iterator[Path]:
         python = str(root / "bin" / "python")
         run(*pip, "--python", python, "install", "--no-index", "--no-deps", *wheels.iterdir())
         yield root / "bin"
-    finally:
-        run("git", "worktree", "remove", "--force", tree)
 
 
 def num_billed(gateway: Platform, key: str) -> int:
