@@ -92,10 +92,8 @@ class SimulatedStores:
         store, pack_id = self.of[command.hop.store_id], command.model.pack_id
         transfer = store.copies.get(pack_id)
         if transfer is not None and not transfer.is_complete:
-            sources = self._sources(store, pack_id, command.hop)
-            store.sources[pack_id] = sources
             store.idle = store.idle - {pack_id} if command.urgent else store.idle | {pack_id}
-            self.network.redirect(transfer, self._streams(store, pack_id, sources))
+            self._redirect(store, pack_id, transfer, command.hop.sources, command.hop.num_striped)
 
     def retain(self, command: effects.RetainCommand) -> None:
         self.of[command.store_id].retained = command.pack_ids
@@ -107,13 +105,14 @@ class SimulatedStores:
             transfer = store.copies[pack_id] = store.copies.pop(pack_id)  # now the most recently used
             if transfer is not None and pack_id in store.idle and not is_idle:
                 store.idle.remove(pack_id)
-                self.network.redirect(transfer, self._streams(store, pack_id, store.sources[pack_id]))
+                sources = store.sources[pack_id]
+                self._redirect(store, pack_id, transfer, sources, len(sources))
             return
         if is_idle:
             store.idle.add(pack_id)
         self._free_space(store, model)
         self._meter.change_ram(model.pack_bytes)
-        sources = self._sources(store, pack_id, hop)
+        sources = self._holders(store, pack_id, hop.sources, hop.num_striped)
         store.sources[pack_id] = sources
         streams = self._streams(store, pack_id, sources)
         store.copies[pack_id] = self.network.begin(model.pack_bytes, streams, partial(self._arrived, store, pack_id))
@@ -121,11 +120,17 @@ class SimulatedStores:
 
     # Transfers
 
-    def _sources(self, store: SimulatedStore, pack_id: str, hop: effects.Hop) -> tuple[str, ...]:
-        """Sources to follow at the same time, which have the pack or receive it; the disk if there are none."""
-        peers = [source for source in hop.sources if source not in (REMOTE, store.store_id)]
-        holders = [source for source in peers if pack_id in self.of[source].copies]
-        return tuple(holders[: max(hop.num_striped, 1)]) or (REMOTE,)
+    def _holders(self, store: SimulatedStore, pack_id: str, sources: Iterable[str], number: int) -> tuple[str, ...]:
+        """The first ``number`` sources that have the pack or receive it; the disk if there are none."""
+        peers = [source for source in sources if source not in (REMOTE, store.store_id)]
+        return tuple([peer for peer in peers if pack_id in self.of[peer].copies][: max(number, 1)]) or (REMOTE,)
+
+    def _redirect(
+        self, store: SimulatedStore, pack_id: str, transfer: Transfer, sources: Iterable[str], number: int
+    ) -> None:
+        """Lets the transfer follow the first ``number`` sources that have the pack by now."""
+        store.sources[pack_id] = self._holders(store, pack_id, sources, number)
+        self.network.redirect(transfer, self._streams(store, pack_id, store.sources[pack_id]))
 
     def _streams(self, store: SimulatedStore, pack_id: str, sources: Sequence[str]) -> list[Stream]:
         into, is_idle = ("in", store.store_id), pack_id in store.idle
