@@ -62,6 +62,12 @@ def test_direction_with_kv_is_spared_if_another_is_free() -> None:
     assert upstreams(plan(["s0", "s1"], [], ["s2"], nodes=nodes)) == {"s2": ("s0",)}
 
 
+def test_copy_with_all_chunks_feeds_at_full_rate() -> None:
+    nodes = {"s0": Node(60 * MB), "s1": Node(residual_in=50 * MB)}
+    (edge,) = plan([], ["s0"], ["s1"], nodes=nodes, arriving={"s0": ReceiveProgress(1.0, 80 * MB)})
+    assert edge.striped == ("s0",) and edge.bytes_per_s == 50 * MB
+
+
 def test_host_gets_one_network_copy_and_fans_out() -> None:
     nodes = {"s0": Node(host="a"), "s1": Node(host="b"), "s2": Node(host="b"), "s3": Node(host="a")}
     edges = plan(["s0"], [], ["s1", "s2", "s3"], nodes=nodes)

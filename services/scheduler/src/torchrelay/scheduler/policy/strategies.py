@@ -45,7 +45,7 @@ class Decide(Protocol):
 
 
 class Plan(Protocol):
-    """Plans the sources from which stores receive a pack; see ``planning/plan.py``. Edges without a predicted rate are
+    """Plans the sources from which stores receive a pack; see ``relay/planning.py``. Edges without a predicted rate are
     not replanned.
     """
 
