@@ -10,6 +10,7 @@ from itertools import count
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.types import Role
 from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
 from torchrelay.sim.plant import START_S, Plant
 from torchrelay.sim.policies.setup import one_copy_each
@@ -31,13 +32,18 @@ class Scenario:
     figure: Callable[[Sequence[RequestOutcome], float], float]
     slowness: Mapping[str, float] = field(default_factory=dict)
     tpot_target_s: float = _SMALL[0].tpot_target_s
+    preferred_roles: Mapping[str, Role] = field(default_factory=dict)
+    num_kept: int = 0  # of the models, which have a minimum of one instance
 
     def run(self, strategies: Strategies) -> float:
         ids = count()
-        models = [replace(model, tpot_target_s=self.tpot_target_s) for model in _SMALL[: self.num_models]]
+        models = [
+            replace(model, tpot_target_s=self.tpot_target_s, min_instances=int(number < self.num_kept))
+            for number, model in enumerate(_SMALL[: self.num_models])
+        ]
         policy = Policy(PolicyConfig(), lambda: f"instance-{next(ids)}", START_S, strategies)
         held = one_copy_each(self.fleet, models)
-        plant = Plant(policy, self.fleet, models, held=held, slowness=self.slowness)
+        plant = Plant(policy, self.fleet, models, held, self.slowness, self.preferred_roles)
         outcomes = plant.run(self.requests, given_up_s=120.0)
         return self.figure(outcomes, plant.at_last_arrival.device_s)
 
@@ -63,6 +69,12 @@ def _merged(*streams: Sequence[Request]) -> list[Request]:
 def _p95_s(outcomes: Sequence[RequestOutcome], prefix: str = "") -> float:
     """P95 of the time to the first token of requests whose names begin with ``prefix``; at most 120 s each."""
     return percentile((min(each.ttft_s, 120.0) for each in outcomes if each.request.request_id.startswith(prefix)), 95)
+
+
+def _mean_s(outcomes: Sequence[RequestOutcome], prefix: str = "") -> float:
+    """Mean time to the first token of requests whose names begin with ``prefix``; at most 120 s each."""
+    times_s = [min(each.ttft_s, 120.0) for each in outcomes if each.request.request_id.startswith(prefix)]
+    return sum(times_s) / len(times_s)
 
 
 def _cost(outcomes: Sequence[RequestOutcome], device_s: float) -> float:
@@ -147,11 +159,7 @@ def _loads_at_once(seed: int) -> Scenario:
     fleet = replace(CLUSTER_B, num_hosts=2, groups=(1, 1, 1), nic_bytes_per_s=2e9)
     order = random.Random(seed).sample(range(len(_SMALL)), len(_SMALL))
     requests = [Request(f"{number}", 0.2 * place, _SMALL[number].name, 500, 20) for place, number in enumerate(order)]
-
-    def figure(outcomes: Sequence[RequestOutcome], device_s: float) -> float:
-        return sum(min(each.ttft_s, 120.0) for each in outcomes) / len(outcomes)
-
-    return Scenario(fleet, 6, requests, figure)
+    return Scenario(fleet, 6, requests, lambda outcomes, _: _mean_s(outcomes))
 
 
 def _second_model(seed: int) -> Scenario:
@@ -177,6 +185,35 @@ def _lone_tenant(seed: int) -> Scenario:
     return Scenario(_TWO_SLOTS, 4, _merged(*floods, lone), lambda outcomes, _: _p95_s(outcomes, "lone"))
 
 
+def _roles_apart(seed: int) -> Scenario:
+    """Cost of long prompts and long answers in turn, on eight slots of which every second one prefers to decode."""
+    fleet = replace(CLUSTER_B, num_hosts=2, groups=(1, 1, 1, 1))
+    apart = {f"worker-{host}-{place}": tuple(Role)[place % 2] for host in range(2) for place in range(4)}
+    streams = [
+        _stream(f"prompts{at}", seed, 0, at, at + 20, 16, (4000, 10))
+        + _stream(f"answers{at}", seed, 0, at + 20, at + 40, 16, (100, 800))
+        for at in range(0, 120, 40)
+    ]
+    return Scenario(fleet, 1, _merged(*streams), _cost, preferred_roles=apart)
+
+
+def _beside_minimum(seed: int) -> Scenario:
+    """Mean time to the first token of a starving model, if a model's minimum and a busy model hold both slots."""
+    kept, busy = _stream("kept", seed, 0, 0, 120, 0.2, (500, 40)), _stream("busy", seed, 1, 0, 120, 6, (1500, 60))
+    starving = _stream("starving", seed, 2, 10, 120, 0.1, (500, 40))
+    return Scenario(
+        _TWO_SLOTS, 3, _merged(kept, busy, starving), lambda outcomes, _: _mean_s(outcomes, "starving"), num_kept=1
+    )
+
+
+def _crowded_arena(seed: int) -> Scenario:
+    """Cost if two busy models have all four slots of a host whose arena holds two packs, and two others are called."""
+    fleet = replace(CLUSTER_B, num_hosts=1, groups=(1, 1, 1, 1), arena_bytes=int(2.2 * _SMALL[0].pack_bytes))
+    busy = [_stream(f"busy{number}", seed, number, 0, 120, 12, (1500, 60)) for number in range(2)]
+    rare = [_stream(f"rare{number}", seed, number, 10, 120, 0.1, (500, 40)) for number in (2, 3)]
+    return Scenario(fleet, 4, _merged(*busy, *rare), _cost)
+
+
 SCENARIOS: Mapping[str, Callable[[int], Scenario]] = {
     "two_tenants": _two_tenants,
     "slow_worker": _slow_worker,
@@ -190,4 +227,7 @@ SCENARIOS: Mapping[str, Callable[[int], Scenario]] = {
     "second_model": _second_model,
     "beside_idle": _beside_idle,
     "lone_tenant": _lone_tenant,
+    "roles_apart": _roles_apart,
+    "beside_minimum": _beside_minimum,
+    "crowded_arena": _crowded_arena,
 }

@@ -7,13 +7,12 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any, TypeVar
 
-import msgspec
 import pytest
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Effects, SetRolesCommand, UnloadCommand
-from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick, WorkerReported
+from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import InstancePhase, Role, Roles, ServiceClass
@@ -83,20 +82,15 @@ def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
     """Long prompts and long answers take turns on four slots."""
 
     class RolesPolicy(Policy):
-        """Notes role changes, and that the model never lacks a role. Every second worker prefers to decode."""
+        """Notes role changes, and that the model never lacks a role."""
 
         has_served = False
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self.preferred: dict[str, Role] = {}
             self.changes: list[tuple[float, Roles]] = []
 
         def apply(self, input_: Input, now: float) -> Effects:
-            if isinstance(input_, WorkerReported):
-                worker = input_.worker
-                role = self.preferred.setdefault(worker.worker_id, tuple(Role)[len(self.preferred) % 2])
-                input_ = msgspec.structs.replace(input_, worker=replace(worker, preferred_role=role))
             caused = super().apply(input_, now)
             self.changes.extend((now, each.roles) for each in caused.commands if isinstance(each, SetRolesCommand))
             is_served = cover_both_roles(each for each in self.state.instances if each.phase is InstancePhase.READY)
@@ -112,7 +106,8 @@ def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
         for request in (prompts if turn % 2 else answers)
     ]
     policy = new_policy(RolesPolicy)
-    plant = Plant(policy, replace(FLEET, num_hosts=1, groups=(1, 1, 1, 1)), [SMALL])
+    apart = {f"worker-0-{place}": tuple(Role)[place % 2] for place in range(4)}
+    plant = Plant(policy, replace(FLEET, num_hosts=1, groups=(1, 1, 1, 1)), [SMALL], preferred_roles=apart)
     outcomes = plant.run(phases)
     assert all(outcome.ended_at and not outcome.is_refused for outcome in outcomes)
     assert plant.spent_now().num_loads == 4
@@ -296,3 +291,10 @@ def test_mixed_overload_beats_deadline_order() -> None:
     in_time, late = served(Strategies())
     by_deadlines, _ = served(by_deadline(Strategies()))
     assert (round(in_time, 2), round(late, 3), round(by_deadlines, 2)) == (0.41, 0.005, 0.32)
+
+
+def test_minimum_is_loaded_without_request_and_stays() -> None:
+    kept = replace(SMALL, min_instances=1)
+    plant = Plant(new_policy(Policy, None, idle_timeout_s=2.0), FLEET, [kept, LARGE])
+    plant.run(requests("t/large", 2, 20.0))
+    assert [worker.slot.model for worker in plant.workers.values() if worker.slot.model == kept.name] == [kept.name]

@@ -68,6 +68,8 @@ class SimulatedGateway:
 
     def connect(self) -> None:
         self._scheduler.apply(inputs.GatewayConnected(_GATEWAY))
+        if minimums := tuple(model for model in self._models.values() if model.min_instances):
+            self._scheduler.apply(inputs.MinimumsSet(minimums))
 
     def arrive(self, request: Request) -> None:
         outcome = RequestOutcome(request, self._events.now)

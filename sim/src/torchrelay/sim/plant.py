@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.types import InstancePhase, Model
+from torchrelay.scheduler.policy.types import InstancePhase, Model, Role
 from torchrelay.sim.events import EventQueue
 from torchrelay.sim.gateway import SimulatedGateway
 from torchrelay.sim.scenario import BLOCK_TOKENS, Fleet, Request, RequestOutcome, ServedModel
@@ -27,7 +27,7 @@ GIVEN_UP_S = 3600.0  # after the last arrival
 
 class Plant:
     """Owner of the simulated cluster. ``held``: packs in a host's RAM at the start, by the host's number. ``slowness``:
-    how many times longer than predicted the steps of a worker take.
+    how many times longer than predicted the steps of a worker take. ``preferred_roles``: of workers that are set apart.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Plant:
         models: Iterable[ServedModel],
         held: Mapping[int, Sequence[str]] | None = None,
         slowness: Mapping[str, float] | None = None,
+        preferred_roles: Mapping[str, Role] | None = None,
     ) -> None:
         self.events = EventQueue(now=START_S)
         self.policy, self.fleet = policy, fleet
@@ -46,7 +47,14 @@ class Plant:
         self._scheduler = SimulatedScheduler(policy, self.events, self._carry_out)
         self._stores = SimulatedStores(self.events, fleet, self.served, self._meter, self._scheduler)
         self._workers = SimulatedWorkers(
-            self.events, fleet, self.served, self._meter, self._scheduler, self._stores.of, slowness or {}
+            self.events,
+            fleet,
+            self.served,
+            self._meter,
+            self._scheduler,
+            self._stores.of,
+            slowness or {},
+            preferred_roles or {},
         )
         self._gateway = SimulatedGateway(self.events, fleet, self.served, self.models, self._scheduler, self._workers)
         self.workers, self.outcomes = self._workers.of, self._gateway.outcomes
@@ -136,5 +144,6 @@ def policy_model(served: ServedModel) -> Model:
         pack_bytes=served.pack_bytes,
         kv_bytes_per_token=served.kv_bytes_per_token,
         num_devices=served.num_devices,
+        min_instances=served.min_instances,
         routing_block_tokens=BLOCK_TOKENS,
     )

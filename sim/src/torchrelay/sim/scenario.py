@@ -22,6 +22,7 @@ class ServedModel:
     prefill_tokens_per_s: float
     tpot_target_s: float
     ttft_prompt_factor: float = 1.2
+    min_instances: int = 0  # that stay loaded without demand
 
     def ttft_target_s(self, num_prompt_tokens: int) -> float:
         """Objective for the first token: a base, and a multiple of the time to compute the prompt alone."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torchrelay.scheduler.policy import effects, inputs
-from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Model, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Model, Role, SlotStatus, WorkerStatus
 from torchrelay.sim.engine import SimulatedEngine
 from torchrelay.sim.events import Event, EventQueue
 from torchrelay.sim.flows import NUM_CHUNKS
@@ -30,6 +30,7 @@ class SimulatedWorker:
     attempts: dict[AttemptKey, Callable[[], None]] = field(default_factory=dict)  # called if the attempt is cut off
     prefixes: set[str] = field(default_factory=set)  # beginnings of prompts that its engine has computed
     slowness: float = 1.0  # its steps take this many times what its reports predict
+    preferred_role: Role | None = None
     loaded: Event | None = None
     begun_at: float = 0.0  # when the slot was taken; 0: free
 
@@ -48,6 +49,7 @@ class SimulatedWorkers:
         scheduler: SimulatedScheduler,
         stores: Mapping[str, SimulatedStore],
         slowness: Mapping[str, float],
+        preferred_roles: Mapping[str, Role],
     ) -> None:
         self._events, self._fleet, self._served = events, fleet, served
         self._meter, self._scheduler = meter, scheduler
@@ -55,8 +57,9 @@ class SimulatedWorkers:
         for number, store in enumerate(stores.values()):
             for place, num_devices in enumerate(fleet.groups):
                 worker_id = f"worker-{number}-{place}"
-                slow = slowness.get(worker_id, 1.0)
-                self.of[worker_id] = SimulatedWorker(worker_id, store, num_devices, slowness=slow)
+                slow, role = slowness.get(worker_id, 1.0), preferred_roles.get(worker_id)
+                worker = SimulatedWorker(worker_id, store, num_devices, slowness=slow, preferred_role=role)
+                self.of[worker_id] = worker
         self._kv_pool_bytes = {
             size: max(int(0.9 * size * fleet.device_memory_bytes) - self._largest_pack_bytes(size), 1 << 30)
             for size in set(fleet.groups)
@@ -190,5 +193,6 @@ class SimulatedWorkers:
             latency=latency,
             queued_prefill_s=latency.queued_s(queued) if latency is not None else 0.0,
             num_devices=worker.num_devices,
+            preferred_role=worker.preferred_role,
             has_prefix_cache=True,
         )
