@@ -8,30 +8,25 @@ excludes 0 and dJ is at least 1%, or if a scenario's figure is at least 5% worse
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.report import Check, finish, parser_of, progress
-from bench.simulation.cases import FLEETS, MODELS, TRACES, Case, case_of, outcome_of, read_traces
+from bench.simulation.cases import TRACES, Case, cases_of
+from bench.simulation.paired import Changes, cost_of
 from bench.simulation.rules import RULES, without
 from bench.simulation.scenarios import SCENARIOS
-from torchrelay.sim.policies.setup import Knobs, ours
 
-LATE_S = 60.0
 SECONDS = 30.0  # of each case that count
 SEEDS = {"A": (1,), "B": (4, 5)}  # by cluster
 LEAST = 0.01  # of J
 SCENARIO_SEED = 1
 SCENARIO_LEAST = 0.05  # of a scenario's figure
-# Two-sided 95% quantiles of Student's t, by degrees of freedom.
-T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 11: 2.20, 15: 2.13, 19: 2.09}
 
 
 @dataclass(frozen=True)
@@ -39,21 +34,8 @@ class Effect:
     """The effect of leaving a rule out: relative changes, of J by case and of each scenario's figure."""
 
     rule: str
-    changes: Sequence[float]
+    changes: Changes
     scenarios: dict[str, float]
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.changes)
-
-    @property
-    def half_width(self) -> float:
-        """Half of the 95% interval of the mean."""
-        number = len(self.changes)
-        if number < 2:
-            return math.inf
-        quantile = T95[max(freedom for freedom in T95 if freedom <= number - 1)]
-        return quantile * statistics.stdev(self.changes) / math.sqrt(number)
 
     @property
     def needed_by(self) -> list[str]:
@@ -62,23 +44,21 @@ class Effect:
 
     @property
     def earns(self) -> bool:
-        is_clear = self.mean - self.half_width > 0
-        return (is_clear and self.mean >= LEAST) or bool(self.needed_by)
+        is_clear = self.changes.mean - self.changes.half_width > 0
+        return (is_clear and self.changes.mean >= LEAST) or bool(self.needed_by)
 
     def __str__(self) -> str:
         scenarios = ", ".join(
             f"{name} {change:+.0%}" for name, change in self.scenarios.items() if abs(change) >= SCENARIO_LEAST
         )
         verdict = "stays" if self.earns else "goes "
-        return f"{verdict} {self.rule:<20} dJ {self.mean:+7.2%} +- {self.half_width:6.2%}  {scenarios}"
+        return f"{verdict} {self.rule:<20} {self.changes}  {scenarios}"
 
 
-def cost_of(case: Case, rule: str) -> float:
+def cost_without(rule: str, case: Case) -> float:
     """J of the case without the rule."""
     with without(rule) as strategies:
-        setup = replace(ours(FLEETS[case.fleet], MODELS, Knobs(LATE_S), case.requests), strategies=strategies)
-        outcome = outcome_of(case, setup)
-    return outcome.device_s + LATE_S * outcome.num_late
+        return cost_of(case, strategies)
 
 
 def figure_of(name: str, seed: int, rule: str) -> float:
@@ -89,7 +69,7 @@ def figure_of(name: str, seed: int, rule: str) -> float:
 def effects_of(rules: Sequence[str], cases: Sequence[Case], pool: ProcessPoolExecutor) -> list[Effect]:
     """Effects of leaving each rule out, all against the same runs with every rule."""
     everything = ["", *rules]
-    costs = {rule: [pool.submit(cost_of, case, rule) for case in cases] for rule in everything}
+    costs = {rule: [pool.submit(cost_without, rule, case) for case in cases] for rule in everything}
     figures = {
         rule: {name: pool.submit(figure_of, name, SCENARIO_SEED, rule) for name in SCENARIOS} for rule in everything
     }
@@ -98,7 +78,7 @@ def effects_of(rules: Sequence[str], cases: Sequence[Case], pool: ProcessPoolExe
     progress("with every rule: " + ", ".join(f"{name} {figure:.3g}" for name, figure in figures_before.items()))
     effects = []
     for rule in rules:
-        changes = [future.result() / cost - 1 for future, cost in zip(costs[rule], before, strict=True)]
+        changes = Changes.between(before, [future.result() for future in costs[rule]])
         scenarios = {name: future.result() / figures_before[name] - 1 for name, future in figures[rule].items()}
         effects.append(Effect(rule, changes, scenarios))
         progress(str(effects[-1]))
@@ -111,16 +91,13 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of CSV files (%(default)s)")
     options = parser.parse_args()
     seconds, seeds = (10.0, {"B": (4,)}) if options.quick else (SECONDS, SEEDS)
-    cases = [
-        case_of(trace, arrivals, fleet, seed, seconds)
-        for trace, arrivals in read_traces(options.traces).items()
-        for fleet, of_fleet in seeds.items()
-        for seed in of_fleet
-    ]
+    cases = cases_of(options.traces, seeds, seconds)
     rules = options.without or ["end_time_slice"]
     with ProcessPoolExecutor() as pool:
         effects = effects_of(rules, cases, pool)
-    checks = [Check(f"dj_{effect.rule}", effect.mean, "", LEAST, str(effect), at_least=True) for effect in effects]
+    checks = [
+        Check(f"dj_{effect.rule}", effect.changes.mean, "", LEAST, str(effect), at_least=True) for effect in effects
+    ]
     finish("ablate", {"quick": options.quick, "seconds": seconds, "num_cases": len(cases)}, checks)
 
 

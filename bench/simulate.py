@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.report import Check, finish, parser_of, progress
 from bench.simulation.bounds import hindsight_device_s, pooled_share_in_time
-from bench.simulation.cases import TRACES, WARM_UP_S, Case, Outcome, case_of, read_traces, run
+from bench.simulation.cases import TRACES, WARM_UP_S, Case, Outcome, cases_of, read_traces, run
 from bench.simulation.fronts import Front, Point, device_ratio, geometric_mean, value_ratio
 from bench.simulation.load import ZIPF
 from bench.simulation.results import write_json, write_table
@@ -137,12 +137,7 @@ def arguments() -> argparse.Namespace:
 def measure(options: argparse.Namespace, seconds: float) -> list[Group]:
     """Runs all settings of all systems on all cases."""
     seeds = {"B": (1,)} if options.quick else SEEDS
-    cases = [
-        case_of(trace, arrivals, fleet, seed, seconds)
-        for trace, arrivals in read_traces(options.traces).items()
-        for fleet, of_fleet in seeds.items()
-        for seed in of_fleet
-    ]
+    cases = cases_of(options.traces, seeds, seconds)
     by_group = defaultdict[tuple[str, str], list[Case]](list)
     for case in cases:
         by_group[case.group].append(case)

@@ -32,6 +32,10 @@ class Case:
     requests: Sequence[Request]
 
     @property
+    def name(self) -> str:
+        return f"{self.trace} on {self.fleet}, seed {self.seed}"
+
+    @property
     def group(self) -> tuple[str, str]:
         """Cases with the same trace and cluster."""
         return self.trace, self.fleet
@@ -79,6 +83,16 @@ def case_of(trace: str, arrivals: Sequence[Arrival], fleet: str, seed: int, seco
     copies = copies_for(FLEETS[fleet], MODELS, arrivals, arrivals[-1].at)
     requests = requests_of(arrivals, MODELS, copies, ZIPF, seed)
     return Case(trace, fleet, seed, [request for request in requests if request.arrives_at < WARM_UP_S + seconds])
+
+
+def cases_of(folder: Path, seeds: Mapping[str, Sequence[int]], seconds: float) -> list[Case]:
+    """Cases of all traces in the folder, with these seeds by cluster."""
+    return [
+        case_of(trace, arrivals, fleet, seed, seconds)
+        for trace, arrivals in read_traces(folder).items()
+        for fleet, of_fleet in seeds.items()
+        for seed in of_fleet
+    ]
 
 
 def run(case: Case, system: str, knobs: Knobs) -> Outcome:
