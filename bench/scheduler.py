@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -33,6 +34,7 @@ from bench.processes import cpu_s
 from bench.report import Check, finish, parser_of, progress
 from bench.scheduling.fleet import CLUSTER_KEY, Fleet
 from bench.scheduling.gateway import Placed, bench_gateway, scheduler_token
+from bench.scheduling.heartbeat import Stall, longest_stall
 from bench.scheduling.overload import NUM_STARVING, overload_times, repair_times
 from tests.support.brokers import nats_server
 from torchrelay.common.net.rpc.channels import open_channel
@@ -46,6 +48,7 @@ WAKES = Fleet(num_workers=256, num_models=300, num_prefill=0, num_decode=0, idle
 WAKES_PER_S = 200
 SETTLE_S = 3.0  # a new scheduler wakes nothing before
 START_S = 120.0
+NUM_AT_ONCE = 2000  # requests of a gateway that returns
 GC_THRESHOLD = 20_000  # a gateway's
 
 
@@ -58,6 +61,7 @@ class Running:
     pid: int
     fleet: Fleet
     peers: asyncio.subprocess.Process
+    heartbeat: Path
 
     async def commands(self) -> list[tuple[str, str, float]]:
         """Name, pack and time of every Relay and Load command since the last call."""
@@ -72,10 +76,11 @@ async def running(fleet: Fleet) -> AsyncIterator[Running]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         nats_url = stack.enter_context(nats_server(folder))
         ready = folder / "ready.json"
-        program = str(Path(sys.executable).parent / "torchrelay-scheduler")
+        heartbeat = folder / "heartbeat"
+        program = (sys.executable, "-m", "bench.scheduling.heartbeat", str(heartbeat))
         settings = ("--cluster-key", CLUSTER_KEY, "--nats-url", nats_url, "--ready-file", str(ready))
         limits = ("--max-open-per-instance", "256", "--log-level", "warning", "--no-replicate")
-        scheduler = await asyncio.create_subprocess_exec(program, *settings, *limits)
+        scheduler = await asyncio.create_subprocess_exec(*program, *settings, *limits, cwd=ROOT)
         stack.push_async_callback(_end, scheduler)
         while not ready.exists():
             assert scheduler.returncode is None, "the scheduler ended"
@@ -89,7 +94,7 @@ async def running(fleet: Fleet) -> AsyncIterator[Running]:
         await peers.stdout.readline()
         await _await_fleet(address, fleet)
         await asyncio.sleep(SETTLE_S)
-        yield Running(address, nats_url, scheduler.pid, fleet, peers)
+        yield Running(address, nats_url, scheduler.pid, fleet, peers, heartbeat)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -149,22 +154,47 @@ class WakeTimes:
     relay_p99_ms: float
     load_p99_ms: float
     number: int
+    stall: Stall
 
 
 async def wake_times(seconds: float) -> WakeTimes:
     """Measures wakes: each model is requested every 1.5 s and unloaded after 0.5 s, so some of 256 slots are free."""
-    async with running(WAKES) as it, bench_gateway(it.address, WAKES, 0) as gateway:
+    async with running(WAKES) as it:
         await it.commands()
-        begin, num = time.monotonic(), 0
-        while (elapsed := time.monotonic() - begin) < seconds:
-            while num < elapsed * WAKES_PER_S:
-                gateway.admit(num % WAKES.num_models)
-                num += 1
-            await asyncio.sleep(0.001)
-        await gateway.drain()
+        async with bench_gateway(it.address, WAKES, 0) as gateway:
+            begin, num = time.monotonic(), 0
+            while (elapsed := time.monotonic() - begin) < seconds:
+                while num < elapsed * WAKES_PER_S:
+                    gateway.admit(num % WAKES.num_models)
+                    num += 1
+                await asyncio.sleep(0.001)
+            await gateway.drain()
         commands = await it.commands()
         relay_s, load_s = (_until_command(gateway.placed, commands, name) for name in ("relay", "load"))
-        return WakeTimes(_p99_ms(relay_s), _p99_ms(load_s), len(load_s))
+        return WakeTimes(_p99_ms(relay_s), _p99_ms(load_s), len(load_s), await stall_of_returns(it, seconds))
+
+
+async def stall_of_returns(it: Running, seconds: float) -> Stall:
+    """The longest stall while a console watches, and a gateway returns every second and asks for ``NUM_AT_ONCE``
+    requests again, some of which wait for a slot.
+    """
+    begin = time.monotonic()
+    async with open_channel(it.address, token=scheduler_token()) as channel:
+        watch = scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
+        reading = asyncio.create_task(_read(watch))
+        while time.monotonic() < begin + seconds:
+            async with bench_gateway(it.address, it.fleet, NUM_AT_ONCE) as gateway:
+                for _ in range(NUM_AT_ONCE):
+                    gateway.admit()
+                await gateway.pace(WAKES_PER_S, 1.0)
+        watch.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    return longest_stall(it.heartbeat, begin)
+
+
+async def _read(messages: Any) -> None:
+    async for _ in messages:
+        pass
 
 
 def _until_command(placed: Sequence[Placed], commands: Sequence[tuple[str, str, float]], name: str) -> list[float]:
@@ -191,6 +221,7 @@ async def main() -> None:
     dense = await throughput(DENSE, seconds)
     wide = await throughput(WIDE, seconds)
     wakes = await wake_times(seconds)
+    stall_text = f"{NUM_AT_ONCE:,} requests at once, 256 workers; {wakes.stall}"
     checks = [
         Check("admits_per_s", dense.admits_per_s, "/s", 5000, "64 instances, 8 x 8 of each model", at_least=True),
         Check("admits_per_s_1000", wide.admits_per_s, "/s", 3000, "1,000 workers, 300 models", at_least=True),
@@ -198,6 +229,7 @@ async def main() -> None:
         Check("wake_p99_ms", wakes.load_p99_ms, "ms", 5, f"{WAKES_PER_S} requests/s, {wakes.number} wakes"),
         Check("relay_p99_ms", wakes.relay_p99_ms, "ms", against="the first command of a wake"),
         Check("idle_cpu_fraction", wide.idle_cpu_fraction, "", 0.2, "1,000 workers report"),
+        Check("longest_stall_ms", wakes.stall.own_s * 1e3, "ms", 10, stall_text),
         Check("refused", dense.num_refused + wide.num_refused, "", 0),
     ]
     starving = f"{NUM_STARVING} models wait, and all slots are in use"
