@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.relay.replan import (
     with_slowness,
 )
 from torchrelay.scheduler.policy.relay.source_changes import sources_dropped, sources_joined
-from torchrelay.scheduler.policy.relay.transfers import PlannedSource, Transfer
+from torchrelay.scheduler.policy.relay.transfers import PlannedSource, Transfer, TransferEventKind, Transfers
 from torchrelay.scheduler.policy.types import REMOTE, NicCounters, PackCopy, SourceShare, StoreStatus
 
 MODEL = a_model()
@@ -26,7 +26,27 @@ S1, S2, S3 = (a_store(f"s{number}", f"h{number}") for number in (1, 2, 3))
 
 
 def receiving(store: StoreStatus, *shares: SourceShare) -> StoreStatus:
-    return replace(store, copies={MODEL.pack_id: replace(a_copy(MODEL, 3), shares=shares)})
+    return replace(store, copies={MODEL.pack_id: replace(a_copy(MODEL, 3), relay_begin_us=1, shares=shares)})
+
+
+class Reports:
+    """Reports of stores, and what links learn from them."""
+
+    def __init__(self, *stores: StoreStatus, now: float = 100.0) -> None:
+        self.transfers = Transfers()
+        self.links = Links()
+        self.last: dict[str, StoreStatus] = {}
+        for store in stores:
+            self(store, now)
+
+    def __call__(self, store: StoreStatus, now: float) -> None:
+        events = self.transfers.observe(store, self.last.get(store.store_id), now)
+        finished = [event.transfer for event in events if event.kind is TransferEventKind.FINISHED]
+        self.links.observe_store(store, finished, now)
+        self.last[store.store_id] = store
+
+    def node(self, store: StoreStatus, now: float, *running: Transfer) -> Node:
+        return self.links.nodes([store], running, now)[store.store_id]
 
 
 def test_meter_smooths_and_survives_counter_reset() -> None:
@@ -41,151 +61,138 @@ def test_meter_smooths_and_survives_counter_reset() -> None:
 
 
 def test_reached_rate_is_capacity_of_all_links() -> None:
-    links = Links()
-    for store in (S1, S2, S3):
-        links.observe_store(store, None, 100.0)
-    links.observe_store(
-        receiving(S2, SourceShare("s1", 0, 30 * MB, True), SourceShare("s3", 0, 10 * MB, True)), None, 100.5
-    )
-    nodes = links.nodes([S1, S2, S3], [], 100.5)
+    report = Reports(S1, S2, S3)
+    report(receiving(S2, SourceShare("s1", 0, 30 * MB, True), SourceShare("s3", 0, 10 * MB, True)), 100.5)
+    nodes = report.links.nodes([S1, S2, S3], [], 100.5)
     assert nodes["s2"].residual_in == 40 * MB
     assert nodes["s1"].residual_out == nodes["s3"].residual_out == 40 * MB  # the target may have been what held it up
     assert nodes["s2"].residual_out == nodes["s3"].residual_in == 80 * MB  # not tried yet
 
 
+def test_sender_reaches_sum_of_what_its_followers_get() -> None:
+    report = Reports(S1, S2, S3)
+    for store in (S2, S3):
+        report(receiving(store, SourceShare("s1", 0, 30 * MB, True)), 100.5)
+    assert report.node(S1, 100.5).residual_out == 60 * MB
+    report.links.fell_short("s1", 100.5)
+    report(receiving(S2), 100.6)  # it follows another source now
+    report(receiving(S3, SourceShare("s1", 0, 70 * MB, True)), 100.6)
+    assert report.node(S1, 100.6).residual_out == 60 * MB, "it is not known to be faster yet"
+    report(receiving(S2, SourceShare("s1", 0, 70 * MB, True)), 100.7)
+    assert report.node(S1, 100.7).residual_out == pytest.approx(140 * MB, rel=1e-3)
+
+
 def test_remote_transfers_do_not_measure_links() -> None:
-    links = Links()
+    report = Reports(S1, S2)
     copy = replace(
         a_copy(MODEL), source=REMOTE, relay_begin_us=99_000_000, relay_first_us=99_900_000, relay_end_us=100_000_000
     )
-    links.observe_store(receiving(S1, SourceShare(REMOTE, 0, 900 * MB, True)), None, 100.0)
-    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), S2, 100.1)
-    nodes = links.nodes([S1, S2], [], 100.1)
+    report(receiving(S1, SourceShare(REMOTE, 0, 900 * MB, True)), 100.0)
+    report(replace(S2, copies={MODEL.pack_id: copy}), 100.1)
+    nodes = report.links.nodes([S1, S2], [], 100.1)
     assert nodes["s1"].residual_in == nodes["s2"].residual_in == nodes["s1"].residual_out == DEFAULT_BYTES_PER_S
     assert nodes[REMOTE].residual_out == pytest.approx(900 * MB, rel=1e-3)
 
 
 def test_peak_fades_only_while_transfers_are_measured() -> None:
-    links = Links()
-    for store in (S1, S2, S3):
-        links.observe_store(store, None, 100.0)
-    links.observe_store(receiving(S2, SourceShare("s1", 0, 100 * MB, True)), None, 100.5)
-    links.observe_store(S2, None, 100.6)
+    report = Reports(S1, S2, S3)
+    report(receiving(S2, SourceShare("s1", 0, 100 * MB, True)), 100.5)
+    report(S2, 100.6)
     night_later = 40_000.0
     for store in (S1, S2, S3):
-        links.observe_store(store, None, night_later)
-    assert links.nodes([S1, S2, S3], [], night_later)["s2"].residual_in == 100 * MB
+        report(store, night_later)
+    assert report.node(S2, night_later).residual_in == 100 * MB
     for tick in range(3001):  # 300 s, the half-life
-        links.observe_store(receiving(S3, SourceShare("s1", 0, 20 * MB, True)), None, night_later + tick / 10)
-    assert links.nodes([S1, S2, S3], [], night_later + 300)["s2"].residual_in == pytest.approx(50 * MB, rel=0.01)
+        report(receiving(S3, SourceShare("s1", 0, 20 * MB, True)), night_later + tick / 10)
+    assert report.node(S2, night_later + 300).residual_in == pytest.approx(50 * MB, rel=0.01)
 
 
-def test_absent_hosts_are_forgotten() -> None:
-    links = Links()
-    links.observe_store(S1, None, 100.0)
-    for number in range(1000):
-        links.observe_worker(replace(a_worker(f"w{number}"), host_id=f"pod-{number}"), 100.0 + number)
-    assert len(links.hosts) == 1001
-    for second in range(2000, 5000, 100):
-        links.observe_store(S1, None, float(second))
-    links.nodes([S1, S2], [Transfer("p", "gone", 1, 0.0, (PlannedSource("as well", 0.0),))], 5000.0)
-    assert links.hosts == {"h1"}
+def test_link_of_lost_store_counts_as_untried_again() -> None:
+    report = Reports(S1, S2)
+    report(receiving(S2, SourceShare("s1", 0, 30 * MB, True)), 100.5)
+    assert report.node(S1, 100.5).residual_out == 30 * MB
+    report.links.forget_store(S1)
+    assert report.node(S1, 100.5).residual_out == 60 * MB
+    report(receiving(S2, SourceShare("s1", 0, 90 * MB, True)), 100.6)  # it follows it still
+    assert report.node(S1, 100.6).residual_out == 60 * MB
 
 
 @pytest.mark.parametrize("clock_ahead_s", [-3600, 0, 3600])
 def test_relay_end_is_learned_once_regardless_of_clock(clock_ahead_s: int) -> None:
-    links = Links()
     first_us = 1_000_000 * (100 + clock_ahead_s) + 3_600_000_000
     ended = replace(a_copy(MODEL), source="s1", relay_begin_us=1, relay_first_us=first_us)
     whole = replace(S2, copies={MODEL.pack_id: replace(ended, relay_end_us=first_us + 500_000)})
-    links.observe_store(S1, None, 3700.0)
-    links.observe_store(whole, None, 3700.0)  # it may have ended long ago
-    assert links.nodes([S1], [], 3700.0)["s1"].residual_out == DEFAULT_BYTES_PER_S
-    links.observe_store(whole, S2, 3700.5)
-    assert links.nodes([S1], [], 3700.5)["s1"].residual_out == MODEL.pack_bytes / 0.5
+    assert Reports(S1, whole, now=3700.0).node(S1, 3700.0).residual_out == DEFAULT_BYTES_PER_S, "it may be long ago"
+    report = Reports(S1, S2, now=3700.0)
+    report(whole, 3700.5)
+    assert report.node(S1, 3700.5).residual_out == MODEL.pack_bytes / 0.5
     # Nothing is learned again from the same stamps: the peak fades by what is measured meanwhile.
     for tick in range(3001):
-        links.observe_store(receiving(S3, SourceShare("s1", 0, MB, True)), None, 3701.0 + tick / 10)
-        links.observe_store(whole, whole, 3701.0 + tick / 10)
-    assert links.nodes([S1], [], 4001.0)["s1"].residual_out == pytest.approx(MODEL.pack_bytes / 0.5 / 2, rel=0.01)
+        report(receiving(S3, SourceShare("s1", 0, MB, True)), 3701.0 + tick / 10)
+        report(whole, 3701.0 + tick / 10)
+    assert report.node(S1, 4001.0).residual_out == pytest.approx(MODEL.pack_bytes / 0.5 / 2, rel=0.01)
 
 
 def test_kv_is_background_of_its_direction_only() -> None:
-    links = Links()
+    report = Reports()
     for tick in range(100):
         now = 100 + tick / 10
-        links.observe_store(replace(S1, nic=NicCounters(0, 0, 100 * MB)), None, now)
-        links.observe_worker(a_worker("w", "h1", kv_bytes_sent=int(tick * 3 * MB), kv_bytes_received=0), now)
-    node = links.nodes([S1], [], now)["s1"]
+        report(replace(S1, nic=NicCounters(0, 0, 100 * MB)), now)
+        kv = a_worker("w", "h1", kv_bytes_sent=int(tick * 3 * MB), kv_bytes_received=0)
+        report.links.observe_worker(kv, now)
+    node = report.node(S1, now)
     assert node.residual_out == pytest.approx(70 * MB, rel=1e-2) and node.busy_out
     assert node.residual_in == 100 * MB
-    assert not links.nodes([S1], [], now + 5)["s1"].busy_out  # the worker fell silent
+    assert not report.node(S1, now + 5).busy_out  # the worker fell silent
 
 
 def test_background_is_interface_traffic_beside_relays() -> None:
-    links = Links()
+    report = Reports()
     for tick in range(100):
         now = 100 + tick / 10
         nic = NicCounters(bytes_sent=int(tick * 5 * MB), bytes_received=0, bytes_per_s=100 * MB)
-        links.observe_store(replace(S1, nic=nic, bytes_sent=int(tick * 3 * MB)), None, now)
-    assert links.nodes([S1], [], now)["s1"].residual_out == pytest.approx(80 * MB, rel=1e-2)
+        report(replace(S1, nic=nic, bytes_sent=int(tick * 3 * MB)), now)
+    assert report.node(S1, now).residual_out == pytest.approx(80 * MB, rel=1e-2)
+
+
+FAST_1, FAST_2 = (replace(store, nic=NicCounters(0, 0, 100 * MB)) for store in (S1, S2))
 
 
 def test_running_relays_take_planned_rates_and_share_when_full() -> None:
-    links = Links()
-    for store in (S1, S2):
-        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 100.0)
+    report = Reports(FAST_1, FAST_2)
     transfer = Transfer("p", "s2", 1, 100.0, (PlannedSource("s1", 60 * MB),), 60 * MB)
-    nodes = links.nodes([S1, S2], [transfer], 100.0)
+    nodes = report.links.nodes([S1, S2], [transfer], 100.0)
     assert nodes["s1"].residual_out == nodes["s2"].residual_in == 50 * MB
     assert nodes["s1"].busy_out and not nodes["s2"].busy_out
     assert nodes["s1"].residual_in == 100 * MB
     small = replace(transfer, sources=(PlannedSource("s1", 20 * MB),), planned_bytes_per_s=20 * MB)
-    assert links.nodes([S1, S2], [small], 100.0)["s1"].residual_out == 80 * MB
+    assert report.node(S1, 100.0, small).residual_out == 80 * MB
 
 
 def test_short_direction_is_slow_for_a_while() -> None:
-    links = Links()
-    for store in (S1, S2):
-        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 100.0)
-    links.observe_store(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), None, 101.0)
-    links.fell_short("s1", 101.0)
-    links.observe_store(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), None, 101.0)
-    assert links.nodes([S1, S2], [], 101.0)["s1"].residual_out == 5 * MB
-    assert links.nodes([S1, S2], [], 101.0)["s2"].residual_in == 50 * MB
-    links.took_less(S2, 101.0)
-    assert links.nodes([S1, S2], [], 101.0)["s2"].residual_in == 5 * MB
-    assert links.nodes([S1, S2], [], 140.0)["s1"].residual_out > 40 * MB
+    report = Reports(FAST_1, FAST_2, S3)
+    report(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), 101.0)
+    report.links.fell_short("s1", 101.0)
+    report(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), 101.0)
+    assert report.node(S1, 101.0).residual_out == 5 * MB
+    assert report.node(S2, 101.0).residual_in == 50 * MB
+    report.links.took_less(S2, 101.0)
+    assert report.node(S2, 101.0).residual_in == 5 * MB
+    assert report.node(S1, 140.0).residual_out > 40 * MB
 
 
 def test_repeatedly_short_link_is_tried_less_often() -> None:
-    links = Links()
-    for store in (S1, S2):
-        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 1000.0)
-    links.observe_store(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), None, 1000.0)
-    links.observe_store(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), None, 1000.0)
+    report = Reports(FAST_1, FAST_2, S3, now=1000.0)
+    report(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), 1000.0)
+    report(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), 1000.0)
     tried_at = []
     for second in range(1000, 4600):
-        if links.nodes([S1, S2], [], float(second))["s1"].residual_out > 5 * MB:
+        if report.node(S1, float(second)).residual_out > 5 * MB:
             tried_at.append(second)
-            links.fell_short("s1", float(second))
+            report.links.fell_short("s1", float(second))
     assert tried_at == [1000, 1030, 1090, 1210, 1450, 1930, 2890, 3850], "and not every 30 s"
-    links.observe_store(receiving(S2, SourceShare("s1", 0, 80 * MB, True)), None, 4600.0)
-    assert links.nodes([S1, S2], [], 4600.0)["s1"].residual_out == pytest.approx(80 * MB), "it has become faster"
-
-
-def test_best_link_is_recomputed_when_host_leaves() -> None:
-    links, stores = Links(), [a_store(f"s{number}", f"h{number}") for number in range(4)]
-    for store in stores:
-        links.observe_store(store, None, 100.0)
-    rates = {"s1": 40 * MB, "s2": 90 * MB, "s3": 60 * MB}
-    followed = [SourceShare(holder, 1, rate, following=True) for holder, rate in rates.items()]
-    links.observe_store(receiving(stores[0], *followed), stores[0], 100.5)
-    assert links.nodes([stores[1]], [], 100.5)["s1"].residual_out == 190 * MB
-    links.forget_store(stores[0])
-    assert links.nodes([stores[1]], [], 100.5)["s1"].residual_out == 90 * MB
-    links.forget_store(stores[2])
-    assert links.nodes([stores[1]], [], 100.5)["s1"].residual_out == 60 * MB
+    report(receiving(S2, SourceShare("s1", 0, 80 * MB, True)), 4600.0)
+    assert report.node(S1, 4600.0).residual_out == pytest.approx(80 * MB), "it has become faster"
 
 
 TRANSFER = Transfer("p", "s2", 1000, 10.0, (PlannedSource("s1", 100.0),), 100.0)

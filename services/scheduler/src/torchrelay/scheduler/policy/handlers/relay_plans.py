@@ -129,8 +129,10 @@ def store_reported(state: State, store: StoreStatus, before: StoreStatus | None,
     """Updates links and transfers from a store's report, and gives slow transfers new sources. ``before``: the previous
     report.
     """
-    state.links.observe_store(store, before, now)
-    _record(state, state.transfers.observe(store, before, now), now)
+    events = state.transfers.observe(store, before, now)
+    finished = [event.transfer for event in events if event.kind is TransferEventKind.FINISHED]
+    state.links.observe_store(store, finished, now)
+    _record(state, events, now)
     for transfer in state.transfers.into(store.store_id):
         copy = store.copies.get(transfer.pack_id)
         if copy is None or not copy.shares or not transfer.planned_bytes_per_s:
