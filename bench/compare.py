@@ -1,17 +1,21 @@
 """Whether the scheduler's policy of one commit costs more than that of another, with the same requests.
 
-    python bench/compare.py OLD NEW [--quick] [--traces FOLDER]
+    python bench/compare.py OLD NEW [--quick]
+    python bench/compare.py --without RULE [--quick]
 
 Each commit runs in processes of its own, with its own simulator; ``.`` is the repository as it is, with what is not
-committed. J = device seconds + 60 x late requests; dJ is the mean, over cases of bench/simulate.py, of the relative
-change of J, with the 95% interval of the paired differences. A scenario's ratio is that of its mean figures over three
-seeds; less is better. Two runs of the same code give no difference at all.
+committed. ``--without`` compares that with itself without a rule (bench/simulation/rules.py).
+
+J = device seconds + 60 x late requests; 60 is the default price (``idle_timeout_s``). dJ is the mean, over cases of
+bench/simulate.py, of the relative change of J, with the 95% interval of the paired differences. A scenario's figure
+(bench/simulation/scenarios.py) is the mean of three seeds; less is better. The same code has no difference at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -20,25 +24,27 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.commits import checkout, git, start_module
+from bench.commits import HERE, checkout, git, start_module
 from bench.report import Check, finish, parser_of, progress
-from bench.simulation.cases import TRACES, cases_of
-from bench.simulation.paired import Changes, cost_of
+from bench.simulation.cases import FLEETS, MODELS, TRACES, Case, cases_of, outcome_of
+from bench.simulation.rules import RULES, without
 from bench.simulation.scenarios import SCENARIOS
-from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.sim.policies.setup import Knobs, ours
 from torchrelay.sim.scenario import Request
 
-MEAN_BOUND, HIGH_BOUND = 0.01, 0.03  # of dJ: its mean, and the upper end of its interval
-SCENARIO_BOUND = 1.05
-SECONDS, QUICK_SECONDS = 30.0, 10.0  # of each case that count
-SEEDS, QUICK_SEEDS = {"A": (1, 2, 3), "B": (4, 5, 6)}, {"B": (4,)}  # by cluster
-SCENARIO_SEEDS = (1, 2, 3)
+LATE_S = 60.0
+MEAN_BOUND, HIGH_BOUND, SCENARIO_BOUND = 0.01, 0.03, 1.05  # of dJ, of the upper end of its interval, of ratios
+SECONDS, SEEDS, SCENARIO_SEEDS = 30.0, {"A": (1, 2, 3), "B": (4, 5, 6)}, (1, 2, 3)
+QUICK_SECONDS, QUICK_SEEDS = 10.0, {"B": (4,)}
 QUICK_SCENARIOS = ("flapping", "ebb", "long_answers", "contended_loads", "loads_at_once", "beside_idle", "roles_apart")
+# Two-sided 95% quantiles of Student's t, by degrees of freedom.
+T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 11: 2.20, 15: 2.13, 19: 2.09}
 
 
 @dataclass(frozen=True)
@@ -46,97 +52,108 @@ class Run:
     """J of a case, or the figure of a scenario. ``digest``: of its requests."""
 
     name: str
+    is_case: bool
     digest: int
     cost: float
 
 
 def digest_of(requests: Sequence[Request]) -> int:
-    """Equal for the same requests in every process."""
-    fields = [
-        (request.request_id, request.arrives_at, request.model, request.num_prompt_tokens, request.num_output_tokens)
-        for request in requests
-    ]
-    return zlib.crc32(repr(fields).encode())
+    """Equal for the same requests in every process and commit."""
+    fields = ("request_id", "arrives_at", "model", "num_prompt_tokens", "num_output_tokens")
+    return zlib.crc32(repr([[getattr(each, name) for name in fields] for each in requests]).encode())
 
 
-def run_scenario(name: str, seed: int) -> Run:
+def run_case(case: Case, rule: str) -> Run:
+    with without(rule) as strategies:
+        setup = replace(ours(FLEETS[case.fleet], MODELS, Knobs(LATE_S), case.requests), strategies=strategies)
+        outcome = outcome_of(case, setup)
+    name = f"{case.trace} on {case.fleet}, seed {case.seed}"
+    return Run(name, True, digest_of(case.requests), outcome.device_s + LATE_S * outcome.num_late)
+
+
+def run_scenario(name: str, seed: int, rule: str) -> Run:
     scenario = SCENARIOS[name](seed)
-    return Run(name, digest_of(scenario.requests), scenario.run(Strategies()))
+    with without(rule) as strategies:
+        return Run(name, False, digest_of(scenario.requests), scenario.run(strategies))
 
 
-def measure(traces: Path, *, is_quick: bool) -> None:
-    """Runs everything with the present code; prints JSON: the runs of cases, then those of scenarios."""
-    seconds, seeds = (QUICK_SECONDS, QUICK_SEEDS) if is_quick else (SECONDS, SEEDS)
-    cases = cases_of(traces, seeds, seconds)
-    scenario_seeds = SCENARIO_SEEDS[:1] if is_quick else SCENARIO_SEEDS
-    names = QUICK_SCENARIOS if is_quick else SCENARIOS
+def measure(traces: Path, rule: str, *, is_quick: bool) -> None:
+    """Runs cases and scenarios with the present code, and prints all runs as JSON."""
+    cases = cases_of(traces, QUICK_SEEDS if is_quick else SEEDS, QUICK_SECONDS if is_quick else SECONDS)
+    names, seeds = (QUICK_SCENARIOS, SCENARIO_SEEDS[:1]) if is_quick else (tuple(SCENARIOS), SCENARIO_SEEDS)
     with ProcessPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:  # the other commit runs at the same time
-        costs = [pool.submit(cost_of, case, Strategies()) for case in cases]
-        scenarios = [pool.submit(run_scenario, name, seed) for name in names for seed in scenario_seeds]
-        of_cases = [
-            Run(case.name, digest_of(case.requests), cost.result()) for case, cost in zip(cases, costs, strict=True)
-        ]
-        of_scenarios = [future.result() for future in scenarios]
-    print(json.dumps([[vars(run) for run in runs] for runs in (of_cases, of_scenarios)]))
+        futures = [pool.submit(run_case, case, rule) for case in cases]
+        futures += [pool.submit(run_scenario, name, seed, rule) for name in names for seed in seeds]
+        print(json.dumps([vars(future.result()) for future in futures]))
 
 
-def runs_of(process: subprocess.Popen[str]) -> tuple[list[Run], dict[str, list[Run]]]:
-    """Runs of cases, and those of scenarios by name, of a process that measures."""
+def runs_of(process: subprocess.Popen[str]) -> list[Run]:
+    """The runs that the process prints."""
     output, _ = process.communicate()
     if process.returncode:
-        sys.exit(f"compare: a commit's runs ended with status {process.returncode}")
-    of_cases, of_scenarios = ([Run(**each) for each in part] for part in json.loads(output.splitlines()[-1]))
-    names = dict.fromkeys(run.name for run in of_scenarios)
-    return of_cases, {name: [run for run in of_scenarios if run.name == name] for name in names}
+        sys.exit(f"compare: the runs of a commit ended with status {process.returncode}")
+    return [Run(**each) for each in json.loads(output.splitlines()[-1])]
 
 
-def check_same_requests(old: Sequence[Run], new: Sequence[Run]) -> None:
-    if (requests := [(run.name, run.digest) for run in old]) != [(run.name, run.digest) for run in new]:
-        sys.exit(f"compare: the commits run other requests in {', '.join(dict.fromkeys(name for name, _ in requests))}")
+def half_width(changes: Sequence[float]) -> float:
+    """Half of the 95% interval of their mean."""
+    if len(changes) < 2:
+        return math.inf
+    quantile = T95[max(freedom for freedom in T95 if freedom < len(changes))]
+    return quantile * statistics.stdev(changes) / math.sqrt(len(changes))
 
 
-def checks_of(old: tuple[list[Run], dict[str, list[Run]]], new: tuple[list[Run], dict[str, list[Run]]]) -> list[Check]:
-    """Raises ``SystemExit`` if the commits did not run the same requests."""
-    check_same_requests(old[0], new[0])
-    changes = Changes.between(*([run.cost for run in runs] for runs, _ in (old, new)))
-    by_case = zip(old[0], new[0], changes.values, strict=True)
-    for before, after, change in by_case:
-        progress(f"{before.name}: J {before.cost:.0f} -> {after.cost:.0f}, {change:+.1%}")
-    text = f"{changes}, {len(changes.values)} cases"
-    checks = [
-        Check("dj_mean", changes.mean, "", MEAN_BOUND, text),
-        Check("dj_high", changes.mean + changes.half_width, "", HIGH_BOUND, "upper end of the 95% interval"),
+def checks_of(old: Sequence[Run], new: Sequence[Run]) -> list[Check]:
+    """Raises ``SystemExit`` if a case or scenario of both commits has other requests. A scenario that only one of them
+    has does not count.
+    """
+    names = {run.name for run in old} & {run.name for run in new}
+    pairs = list(zip(*([run for run in runs if run.name in names] for runs in (old, new)), strict=True))
+    if differing := [was.name for was, is_ in pairs if (was.name, was.digest) != (is_.name, is_.digest)]:
+        sys.exit(f"compare: the commits have other requests in {', '.join(dict.fromkeys(differing))}")
+    changes, checks = [], list[Check]()
+    for (name, is_case), group in groupby(pairs, lambda pair: (pair[0].name, pair[0].is_case)):
+        before, after = (statistics.mean(run.cost for run in runs) for runs in zip(*group, strict=True))
+        if is_case:
+            changes.append(after / before - 1)
+            progress(f"{name}: J {before:.0f} -> {after:.0f}, {changes[-1]:+.1%}")
+        else:
+            text = f"{before:.4g} -> {after:.4g}"
+            checks.append(Check(f"scenario_{name}", after / before, "", SCENARIO_BOUND, text))
+    mean, half = statistics.mean(changes), half_width(changes)
+    text = f"{mean:+.2%} +- {half:.2%}, {len(changes)} cases"
+    return [
+        Check("dj_mean", mean, "", MEAN_BOUND, text),
+        Check("dj_high", mean + half, "", HIGH_BOUND, "upper end of the 95% interval"),
+        *checks,
     ]
-    for name in (name for name in old[1] if name in new[1]):
-        check_same_requests(old[1][name], new[1][name])
-        means = [statistics.mean(run.cost for run in runs[name]) for _, runs in (old, new)]
-        text = f"{means[0]:.4g} -> {means[1]:.4g}, {len(new[1][name])} seeds"
-        checks.append(Check(f"scenario_{name}", means[1] / means[0], "", SCENARIO_BOUND, text))
-    return checks
 
 
 def main() -> None:
     parser = parser_of(__doc__, "two cases of 10 s and the shortest scenarios, with one seed; under 50 s")
     parser.add_argument("commits", nargs="*", metavar="OLD NEW")
+    parser.add_argument("--without", default="", metavar="RULE", choices=RULES, help=f"one of {', '.join(RULES)}")
     parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of CSV files (%(default)s)")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        measure(options.traces, is_quick=options.quick)
+        measure(options.traces, options.without, is_quick=options.quick)
         return
-    if len(options.commits) != 2:
+    commits = [HERE, HERE] if options.without and not options.commits else options.commits
+    if len(commits) != 2:
         parser.error("name two commits: OLD NEW")
     arguments = ["--measure", "--traces", options.traces, *(["--quick"] if options.quick else [])]
+    rule = ["--without", options.without] if options.without else []
     with ExitStack() as stack:
-        trees = [stack.enter_context(checkout(commit)) for commit in options.commits]
-        processes = [start_module(tree, "bench.compare", *arguments) for tree in trees]
-        old, new = (runs_of(process) for process in processes)
-    conditions = {"quick": options.quick, "late_s": 60, "commits": [*map(git_name, options.commits)]}
+        before, after = (stack.enter_context(checkout(commit)) for commit in commits)
+        processes = [
+            start_module(before, "bench.compare", *arguments),
+            start_module(after, "bench.compare", *arguments, *rule),
+        ]
+        old, new = map(runs_of, processes)
+    names = [commit if commit == HERE else git("rev-parse", "--short", commit) for commit in commits]
+    conditions = {"quick": options.quick, "commits": names, "without": options.without}
     finish("compare", conditions, checks_of(old, new))
-
-
-def git_name(commit: str) -> str:
-    return commit if commit == "." else git("rev-parse", "--short", commit)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,6 @@ class Case:
     requests: Sequence[Request]
 
     @property
-    def name(self) -> str:
-        return f"{self.trace} on {self.fleet}, seed {self.seed}"
-
-    @property
     def group(self) -> tuple[str, str]:
         """Cases with the same trace and cluster."""
         return self.trace, self.fleet

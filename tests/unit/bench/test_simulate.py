@@ -1,4 +1,4 @@
-"""The fronts and bounds of the simulation's bench, and the rules that its ablation leaves out."""
+"""The fronts and bounds of the simulation's bench, and the rules that can be left out."""
 
 from __future__ import annotations
 
