@@ -44,7 +44,7 @@ from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.core import ModelShape, Version
-from torchrelay.gateway.edge.http_server import http_server
+from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import uvloop
 
-from torchrelay.gateway.edge.http_server import http_server
+from torchrelay.gateway.http.server import http_server
 
 EVENT = (
     b'data: {"id":"req-0000000000000000000000","object":"text_completion","created":1700000000,"model":"bench/echo",'

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import re
-import shutil
 import socket
 import ssl
 import time
@@ -14,26 +12,26 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 import httpx
 import openai
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from starlette.types import Receive, Scope, Send
 
-from tests.support.brokers import free_port, running
 from tests.support.certificates import Authority
 from tests.support.completions import headers
-from tests.support.deploy import DEPLOY
+from tests.support.ingress import running_ingress
 from tests.support.platform import Platform, running_platform
 from tests.support.raw_http import head
 from tests.support.wait import HANG_S, wait_until
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.upload import ModelUpload
+from torchrelay.gateway.http.server import http_server
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.e2e
-CONFIGURATION = DEPLOY / "chart" / "files" / "haproxy.cfg"
 MODEL = Path(__file__).parents[2] / "examples" / "glossary" / "model"
 NAME = "api.example.com"
 QUESTION = "What is a relay?"
@@ -66,31 +64,14 @@ class Ingress:
 
 @pytest.fixture(scope="module")
 def ingress(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ingress]:
-    program = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
-    assert program is not None, "haproxy is not installed: `make test` installs it"
     folder = tmp_path_factory.mktemp("ingress")
     files = Authority(folder / "ca").node("ingress", dns=(NAME, "localhost"))
     pem = folder / "certificate.pem"
     pem.write_bytes(files.cert.read_bytes() + files.key.read_bytes())
-    told = CONFIGURATION.read_text()
-    for setting, number in SMALL.items():
-        told, count = re.subn(rf"({setting} )\d+", rf"\g<1>{number}", told)
-        assert count == 1, setting
-    configuration = folder / "haproxy.cfg"
-    configuration.write_text(told)
-    with ExitStack() as stack:
-        platform = stack.enter_context(running_platform(folder / "platform", ["--arena-mb", "64"]))
-        port = free_port()
-        variables = {
-            "INGRESS_CERTIFICATE": str(pem),
-            "INGRESS_PORT": str(port),
-            "GATEWAY_REST": urlsplit(platform.http).netloc,
-            "GATEWAY_GRPC": platform.endpoints["grpc"],
-        }
-        with pytest.MonkeyPatch.context() as environment:
-            for name, value in variables.items():
-                environment.setenv(name, value)
-            stack.enter_context(running([program, "-f", str(configuration)], folder / "haproxy.log", port))
+    with (
+        running_platform(folder / "platform", ["--arena-mb", "64"]) as platform,
+        running_ingress(platform.endpoints, folder, SMALL, pem) as port,
+    ):
         key = platform.tenant("acme")
         platform.upload(key, MODEL, "glossary")
         yield Ingress(platform, port, files.ca, key)
@@ -179,7 +160,7 @@ def test_body_that_stops_ends_the_request(ingress: Ingress) -> None:
 
 def test_body_that_is_too_long_is_refused_before_it_is_read(ingress: Ingress) -> None:
     with ingress.connection() as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n")
+        sock.sendall(head("POST", "/v1/completions", authorization="Bearer tr-x", content_length=10**8))
         assert status_of(answer_of(sock, HANG_S)) == 413
 
 
@@ -207,3 +188,61 @@ def test_both_versions_of_http_are_offered(ingress: Ingress) -> None:
     for protocol in ("h2", "http/1.1"):
         with ingress.connection("127.0.0.1", protocol) as sock:
             assert sock.selected_alpn_protocol() == protocol
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer tr-nobody"])
+def test_address_without_a_valid_key_sends_a_bounded_number_of_requests(
+    ingress: Ingress, authorization: str | None
+) -> None:
+    """Another address is answered meanwhile."""
+    given = {} if authorization is None else {"authorization": authorization}
+    address = f"127.0.0.{5 + len(given)}"
+    with ingress.connection(address) as sock:
+        sock.sendall(head("GET", "/v1/models", **given) * 110)
+        answered = b""
+        while b"HTTP/1.1 429 " not in answered:
+            piece = sock.recv(1 << 16)
+            assert piece, "the connection ended before the limit"
+            answered += piece
+        assert answered.count(b"HTTP/1.1 401 ") <= 101
+    with ingress.connection("127.0.0.8") as other:
+        other.sendall(head("GET", "/health", connection="close"))
+        assert b"HTTP/1.1 200 " in answer_of(other, HANG_S)
+
+
+def test_watch_of_health_is_refused(ingress: Ingress) -> None:
+    credentials = grpc.ssl_channel_credentials(ingress.ca.read_bytes())
+    options = [("grpc.ssl_target_name_override", NAME), ("grpc.enable_http_proxy", 0)]
+    with grpc.secure_channel(f"127.0.0.1:{ingress.port}", credentials, options) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        health = stub.Check(health_pb2.HealthCheckRequest(), timeout=HANG_S)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.Watch(health_pb2.HealthCheckRequest(), timeout=HANG_S))
+        assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_client_that_reads_nothing_is_disconnected(tmp_path: Path) -> None:
+    ended = asyncio.Event()
+
+    async def endless(_scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        ended.set()
+
+    async with http_server(endless, "127.0.0.1", 0, drain_s=1) as server:
+        endpoints = {"http": f"http://127.0.0.1:{server.port}", "grpc": "127.0.0.1:1"}
+        with (
+            running_ingress(endpoints, tmp_path, {"timeout client": 1}) as port,
+            socket.create_connection(("127.0.0.1", port)) as client,
+        ):
+            client.sendall(head("GET", "/"))
+            await asyncio.wait_for(ended.wait(), HANG_S)

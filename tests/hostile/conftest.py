@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.hostile.neighbour import Neighbour, neighbour_process
+from tests.support.ingress import running_ingress
 from tests.support.platform import Platform, running_platform
-from tests.support.wait import wait_until
+from tests.support.wait import HANG_S, wait_until
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "glossary" / "model"
 OPTIONS = ("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1", "--idle-timeout-s", "3600")
 # Shorter than the defaults, so that what is closed for its silence is closed within a test.
 SILENCE_S = 2
-MAX_CONNECTIONS = 2200  # half may be keyless: more than the 1,024 that are accepted in one go
-LIMITS = {
-    "TORCHRELAY_HEAD_TIMEOUT_S": "2",
-    "TORCHRELAY_BODY_SILENCE_S": "3",
-    "TORCHRELAY_IDLE_CONNECTION_S": "5",
-    "TORCHRELAY_ANSWER_SILENCE_S": str(SILENCE_S),
-    "TORCHRELAY_MAX_CONNECTIONS": str(MAX_CONNECTIONS),
-}
+LIMITS = {"TORCHRELAY_MESSAGE_TIMEOUT_S": "3", "TORCHRELAY_ANSWER_SILENCE_S": str(SILENCE_S)}
+INGRESS_LIMITS = {"timeout http-request": 2, "timeout client": 3, "timeout http-keep-alive": 5}
+CONNECTIONS_PER_ADDRESS = 100  # that the ingress accepts of an attacker in a second
 MB = 10**6
 MAX_GROWTH_BYTES = 100 * MB  # of the gateway during an attack
 MAX_LEFT_BYTES = 20 * MB  # of it, a while after
@@ -52,8 +49,14 @@ RECORDED: dict[str, Chats] = {}
 
 @pytest.fixture(scope="package")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("platform"), OPTIONS, LIMITS) as running:
-        yield running
+    """The platform behind its ingress, which is the only way to it for all tests."""
+    folder = tmp_path_factory.mktemp("platform")
+    with (
+        running_platform(folder, OPTIONS, LIMITS) as behind,
+        running_ingress(behind.endpoints, tmp_path_factory.mktemp("ingress"), INGRESS_LIMITS) as port,
+    ):
+        public = {"http": f"http://127.0.0.1:{port}", "grpc": f"127.0.0.1:{port}"}
+        yield replace(behind, endpoints={**behind.endpoints, **public})
 
 
 @pytest.fixture(scope="package")
@@ -84,8 +87,24 @@ def glossary(platform: Platform, mallory: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Address:
+    """The ingress, as attackers reach it: from addresses of loopback other than the neighbour's."""
+
     host: str
     port: int
+
+    def connect(self, number: int = 0, receive_bytes: int = 0) -> socket.socket:
+        """A connection of the attacker with this number. ``receive_bytes``: its receive buffer; 0: the default."""
+        sock = socket.socket()
+        try:
+            if receive_bytes:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+            sock.settimeout(HANG_S)
+            sock.bind((f"127.0.{1 + number // 250}.{1 + number % 250}", 0))
+            sock.connect((self.host, self.port))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
 
 @pytest.fixture(scope="package")

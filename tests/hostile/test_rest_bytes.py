@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,8 +14,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import httpx
 import pytest
 
-from tests.hostile.conftest import MAX_CONNECTIONS, SILENCE_S, Address
+from tests.hostile.conftest import CONNECTIONS_PER_ADDRESS, Address
 from tests.support.completions import headers
+from tests.support.http import http
 from tests.support.platform import Platform
 from tests.support.raw_http import head
 from tests.support.wait import HANG_S, wait_until
@@ -24,24 +25,25 @@ from torchrelay.cli.api.client import GatewayClient
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("watch")]
 
 TOKENS, KEYS = "/v1/chat/completions", "/v1/keys"
-HUGE = 100 << 20
+HUGE = 50 << 20  # less than the ingress refuses
+ATTACKERS = itertools.count(1)  # an address each
 KEYED = head("POST", KEYS, authorization="KEY", transfer_encoding="chunked")
 MB_20 = b"a" * 20_000_000
-# What takes memory before it is refused; the unit tests of gateway/edge and gateway/http have the rest.
+# What takes memory before it is refused; the unit tests of gateway/http have the rest.
 CASES = {
     "body without a key": (head("POST", KEYS, content_length=HUGE) + MB_20, 401),
     "file without a key": (head("PUT", "/v1/uploads/upl-1/files/w", content_length=HUGE) + MB_20, 401),
     "chunks without a key": (head("POST", TOKENS, transfer_encoding="chunked") + b"1312d00\r\n" + MB_20, 401),
     "too long a body": (head("POST", TOKENS, authorization="KEY", content_length=HUGE) + MB_20, 413),
-    "key of a megabyte": (head("POST", KEYS, authorization="Bearer " + "a" * (1 << 20)), 431),
+    "key of a megabyte": (head("POST", KEYS, authorization="Bearer " + "a" * (1 << 20)), 400),
     "chunk extension without end": (KEYED + b"5;" + b"x" * 200_000, 400),
-    "trailers without end": (KEYED + b"0\r\n" + b"x: y\r\n" * 20_000, 431),
+    "trailers without end": (KEYED + b"0\r\n" + b"x: y\r\n" * 20_000, 400),
     "trailer without end": (KEYED + b"0\r\nx: " + b"y" * 200_000, 400),
-    "header of 20 MB": (b"GET / HTTP/1.1\r\nx: " + MB_20, 431),
-    "name of a header of 20 MB": (b"GET / HTTP/1.1\r\n" + MB_20, 431),
-    "empty headers": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 200_000, 431),
-    "URL of 20 MB": (b"GET /" + MB_20, 414),
-    "query of 20 MB": (b"GET /?" + b"a=b&" * 5_000_000, 414),
+    "header of 20 MB": (b"GET / HTTP/1.1\r\nx: " + MB_20, 400),
+    "name of a header of 20 MB": (b"GET / HTTP/1.1\r\n" + MB_20, 400),
+    "empty headers": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 200_000, 400),
+    "URL of 20 MB": (b"GET /" + MB_20, 400),
+    "query of 20 MB": (b"GET /?" + b"a=b&" * 5_000_000, 400),
     "method of 20 MB": (MB_20, 400),
 }
 ENDLESS = (
@@ -59,9 +61,8 @@ async def exchange(rest: Address, sent: bytes) -> bytes:
     """
     loop, answer = asyncio.get_running_loop(), bytearray()
     async with asyncio.timeout(HANG_S):
-        with socket.socket() as sock:
+        with rest.connect() as sock:
             sock.setblocking(False)
-            await loop.sock_connect(sock, (rest.host, rest.port))
             with suppress(ConnectionError):
                 await loop.sock_sendall(sock, sent)
             with suppress(ConnectionError):
@@ -75,10 +76,11 @@ def with_key(sent: bytes, key: str) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """The status of an answer, whose error must have OpenAI's format."""
+    """The status of an answer, whose error must have OpenAI's format unless it is about a malformed or late head."""
     lines, _, body = answer.partition(b"\r\n\r\n")
-    assert json.loads(body)["error"]["message"]
-    return int(lines.split()[1])
+    status = int(lines.split()[1])
+    assert (status in (400, 408) and b"html" in lines) or json.loads(body)["error"]["message"]
+    return status
 
 
 async def test_malformed_request_is_refused(rest: Address, mallory: str, subtests: pytest.Subtests) -> None:
@@ -93,22 +95,21 @@ async def test_request_that_does_not_end_is_refused(rest: Address, mallory: str)
 
 
 async def test_silent_connection_is_closed(rest: Address) -> None:
-    assert await asyncio.gather(*(exchange(rest, sent) for sent in (b"", b"\r\n" * 20, b"\n"))) == [b""] * 3
+    answers = await asyncio.gather(*(exchange(rest, sent) for sent in (b"", b"\r\n" * 20, b"\n")))
+    assert answers[0] == b"" and {status_of(answer) for answer in answers[1:]} <= {400, 408}
 
 
 @contextmanager
 def crowd(rest: Address, size: int, receive_bytes: int = 0) -> Iterator[list[socket.socket]]:
-    """Connections of one client. ``receive_bytes``: the receive buffer of each, instead of the default."""
+    """Connections from as few new addresses as may open them at once. ``receive_bytes``: the receive buffer of each."""
     with ExitStack() as stack:
         sockets: list[socket.socket] = []
-        for _ in range(size):
-            each = stack.enter_context(socket.socket())
-            if receive_bytes:
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-            each.settimeout(HANG_S)
-            each.connect((rest.host, rest.port))
+        for index in range(size):
+            if index % CONNECTIONS_PER_ADDRESS == 0:
+                number = next(ATTACKERS)
+            sockets.append(stack.enter_context(rest.connect(number, receive_bytes)))
+        for each in sockets:
             each.setblocking(False)
-            sockets.append(each)
         yield sockets
 
 
@@ -138,14 +139,23 @@ def read_to_end(sock: socket.socket) -> bytes:
     return bytes(answer)
 
 
+def begin_of_answer(sock: socket.socket) -> bytes:
+    """The first bytes of the answer; none if the server has ended the connection."""
+    sock.settimeout(HANG_S)
+    try:
+        return sock.recv(1 << 16)
+    except ConnectionError:
+        return b""
+
+
 def await_closed(sockets: list[socket.socket]) -> None:
     """Until the server has ended all connections."""
     for each in sockets:
         read_to_end(each)
 
 
-def test_idle_connections_beyond_the_limit_end(rest: Address) -> None:
-    with crowd(rest, MAX_CONNECTIONS + 800) as sockets:
+def test_idle_connections_end(rest: Address) -> None:
+    with crowd(rest, 3000) as sockets:
         await_closed(sockets)
 
 
@@ -189,38 +199,36 @@ async def test_bodies_of_a_tenant_are_bounded_together(rest: Address, mallory: s
 
 
 def test_open_requests_of_a_tenant_are_bounded(rest: Address, mallory: str) -> None:
-    """A thousand requests whose bodies do not arrive: those above the share are refused, the others time out."""
+    """A thousand requests whose bodies stop: those above the share are refused, the others time out."""
+    begun = head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=40_000) + bytes(30_000)
     with crowd(rest, 1000) as sockets:
-        send_all(sockets, head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=9))
-        statuses = Counter(read_to_end(each)[9:12] for each in sockets)
+        send_all(sockets, begun)
+        statuses = Counter(begin_of_answer(each)[9:12] for each in sockets)
     assert statuses[b"429"] and set(statuses) <= {b"429", b"408", b""}, statuses
 
 
-def test_idle_connections_of_a_tenant_give_way_to_new_ones(rest: Address, mallory: str) -> None:
-    """The gateway's connections are all idle and have shown a key; each further connection closes the oldest."""
-    with ExitStack() as stack:
-        for _ in range(MAX_CONNECTIONS + 100):
-            each = stack.enter_context(socket.create_connection((rest.host, rest.port), HANG_S))
-            each.sendall(head("GET", "/v1/none", authorization=f"Bearer {mallory}"))
-            assert each.recv(1 << 16).startswith(b"HTTP/1.1 404")
-
-
-def test_streams_that_nobody_reads_end(rest: Address, mallory: str, glossary: str) -> None:
+def test_streams_that_nobody_reads_end(platform: Platform, rest: Address, mallory: str, glossary: str) -> None:
     """Twenty streams with many bytes, whose client reads none; a hundred would fill the worker that all share."""
     asked = {"model": glossary, "messages": [{"role": "user", "content": "?"}], "stream": True, "max_tokens": 320}
     body = json.dumps({**asked, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}).encode()
     sent = head("POST", TOKENS, authorization=f"Bearer {mallory}", content_length=len(body)) + body
+
+    def num_settled() -> int:
+        reply = http.get(f"{platform.http}/v1/usage", headers=headers(mallory), timeout=HANG_S)
+        return int(reply.json()["total"]["requests"])
+
+    before = num_settled()
     with crowd(rest, 20, receive_bytes=4096) as sockets:
         assert send_all(sockets, sent) == 20
-        time.sleep(4 * SILENCE_S)  # the attack itself: nothing is read for longer than the gateway waits
-        answers = [read_to_end(each) for each in sockets]
-    assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
-    assert not any(b"[DONE]" in answer for answer in answers), "their requests ended before they were answered"
+        wait_until(lambda: num_settled() - before == 20, "the end of all generations")
 
 
 async def test_queries_of_a_tenant_are_bounded(platform: Platform, mallory: str) -> None:
     paths = ("/v1/usage?group_by=day", "/v1/models", "/v1/keys", "/v1/bill", "/v1/prices")
-    async with httpx.AsyncClient(base_url=platform.http, headers=headers(mallory), timeout=HANG_S) as client:
+    limits = httpx.Limits(max_connections=CONNECTIONS_PER_ADDRESS // 2)
+    async with httpx.AsyncClient(
+        base_url=platform.http, headers=headers(mallory), timeout=HANG_S, limits=limits
+    ) as client:
         replies = await asyncio.gather(*(client.get(path) for path in paths * 20))
     statuses = Counter(reply.status_code for reply in replies)
     assert statuses.keys() <= {200, 429} and statuses[200] >= 8, statuses

@@ -6,22 +6,19 @@ import json
 import os
 import secrets
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.http2_client import Http2Client, http2_client
 from tests.support.wait import wait_until
 
 ADMIN_KEY = f"tra-{'0' * 32}"
@@ -114,39 +111,6 @@ def test_keys_survive_sigkill_and_sigterm_ends_cleanly(home: Path, nats_url: str
         assert not (home / "ready.json").exists()
     errors = [line for line in (home / "gateway.log").read_text().splitlines() if "Traceback" in line]
     assert errors == []
-
-
-def test_idle_keyless_connections_do_not_block_a_tenant(home: Path, nats_url: str, redis_url: str) -> None:
-    """Both ports get more connections than the process may have open files. Connections with a key stay open."""
-    with gateway(home, nats_url, redis_url, num_descriptors=512) as (process, addresses), ExitStack() as stack:
-        admin = {"authorization": f"Bearer {ADMIN_KEY}"}
-        with httpx.Client(base_url=addresses["http"], headers=admin, trust_env=False) as client:
-            assert client.post("/v1/tenants", json={"name": "acme"}).status_code == 201
-            key = client.post("/v1/keys", json={"tenant": "acme"}).json()["key"]
-        early = stack.enter_context(http2_client(addresses["grpc"]))
-        early.greet()
-        assert lists_models(early, 1, key)
-        ports = [urlsplit(addresses["http"]).netloc, addresses["grpc"]]
-        for number in range(900):
-            host, _, port = ports[number % 2].partition(":")
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
-        for _ in range(40):  # each over a new connection
-            assert httpx.get(f"{addresses['http']}/v1/tenants", headers=admin, verify=False).status_code == 200
-            with http2_client(addresses["grpc"]) as late:
-                late.greet()
-                assert lists_models(late, 1, key)
-        assert lists_models(early, 3, key)
-        assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 500
-
-
-def lists_models(client: Http2Client, stream: int, key: str) -> bool:
-    """Whether the call is answered with an empty list; otherwise the connection has been closed."""
-    try:
-        client.open_call(stream, "/torchrelay.inference.v1.Inference/ListModels", ("authorization", f"Bearer {key}"))
-        client.send_message(stream, b"")
-    except OSError:
-        return False
-    return bytes(5) in client.end_of(stream)
 
 
 _PROGRAM = """

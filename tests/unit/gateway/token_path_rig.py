@@ -23,10 +23,9 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.health import Faults, no_fault
 from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.core import EmbeddingSpec
-from torchrelay.gateway.edge.grpc_server import PublicGrpcServer
-from torchrelay.gateway.edge.http_server import HttpLimits, http_server
+from torchrelay.gateway.grpc.server import public_grpc_server
+from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
-from torchrelay.gateway.main import edge_limits
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import TokenPath, open_token_path
@@ -145,13 +144,13 @@ async def _make(
             meter=meter,
         )
     )
-    grpc_server = PublicGrpcServer("127.0.0.1", 0, edge_limits(gateway_settings, 10_000)[1])
+    grpc_server = public_grpc_server(gateway_settings, no_fault)
     for servicer in token_path.servicers:
         servicer.add_to(grpc_server.server)
     await grpc_server.start()
     stack.push_async_callback(grpc_server.stop, 0)
-    http_limits = HttpLimits(stall_s=gateway_settings.answer_silence_s)
-    serving = http_server(token_path.asgi, "127.0.0.1", 0, gateway_settings.grace_s, http_limits)
+    stall_s = gateway_settings.answer_silence_s
+    serving = http_server(token_path.asgi, "127.0.0.1", 0, gateway_settings.grace_s, stall_s=stall_s)
     url = f"http://127.0.0.1:{(await stack.enter_async_context(serving)).port}"
     headers = {"authorization": f"Bearer {KEY}"}
     # Without TLS's authorities, whose certificates take 0.03 s to load.

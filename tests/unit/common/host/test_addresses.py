@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.host.addresses import client_network, join_address, listening_socket, plain_host, split_address
+from torchrelay.common.host.addresses import join_address, listening_socket, plain_host, split_address
 from torchrelay.common.host.machine import (
     Machine,
     available_cores,
@@ -60,14 +60,6 @@ def test_socket_listens_on_both_families_where_asked(host: str, reached_at: list
         for address in ("127.0.0.1", "::1"):
             with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as client:
                 assert (client.connect_ex((address, port)) == 0) is (address in reached_at)
-
-
-def test_clients_of_one_ipv6_network_count_together() -> None:
-    assert client_network("192.0.2.7") == client_network("::ffff:192.0.2.7") == "192.0.2.7"
-    assert client_network("2001:db8:1:2:3::4") == client_network("2001:db8:1:2::5") == "2001:db8:1:2::"
-    assert client_network("2001:db8:1:3::4") != "2001:db8:1:2::"
-    assert client_network("fe80::1%eth0") == "fe80::"
-    assert client_network("") == ""
 
 
 GIB = 1 << 30

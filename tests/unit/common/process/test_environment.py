@@ -22,8 +22,7 @@ def test_service_environment_omits_secrets() -> None:
 
 def test_secret_settings_are_listed() -> None:
     """A new setting that is named like a secret is one, or is named here."""
-    public = {"tls_key_file", "remote_url", "cached_keys", "max_url_bytes"}
-    public |= {"max_keyless_connections"}
+    public = {"tls_key_file", "remote_url", "cached_keys"}
     settings = (GatewaySettings, SchedulerSettings, StoreSettings, WorkerSettings)
     fields = {name for each in settings for name in each.model_fields}
     named = {name for name in fields if any(word in name for word in ("key", "token", "pepper", "_url", "secret"))}

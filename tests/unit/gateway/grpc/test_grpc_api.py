@@ -206,7 +206,7 @@ async def test_key_is_checked_before_the_message_arrives(rig: TokenPathRig) -> N
 
 async def test_wait_for_a_message_is_bounded(make_rig: MakeRig) -> None:
     """Also the wait for the tenant's other messages: its silent calls would otherwise delay it without end."""
-    rig = await make_rig(body_silence_s=0.1)
+    rig = await make_rig(message_timeout_s=0.1)
     for method in (GENERATE, LIST):
         end = await end_of_call_without_message(rig, method, *METADATA)
         assert b"the message did not arrive within 0.1 s" in end

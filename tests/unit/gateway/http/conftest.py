@@ -23,10 +23,10 @@ from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
-from torchrelay.gateway.edge.http_server import http_server
 from torchrelay.gateway.http import rest_app
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.router import AsgiRouter
+from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.settings import GatewaySettings
@@ -117,9 +117,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         rest = rest_app.make_app(services)
         pages = rest_app.public_pages(rest, services.health)
         app = AsgiRouter(_tokens, pages, rest, parts.keys, shares)
-        http = await stack.enter_async_context(
-            http_server(app, "127.0.0.1", 0, drain_s=1, group_of=app.group_of, group_of_key=app.group_of_key)
-        )
+        http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
         admin = await stack.enter_async_context(client(url, "tra-test"))

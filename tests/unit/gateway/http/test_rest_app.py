@@ -15,10 +15,10 @@ from tests.support.cpu_steps import MAX_STEP_S, without_collections
 from tests.support.wait import eventually
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
-from torchrelay.gateway.edge.http_server import http_server
 from torchrelay.gateway.http.cors import CorsApp
 from torchrelay.gateway.http.openapi import TOKEN_PATHS
 from torchrelay.gateway.http.router import _TOKEN_PATHS
+from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.openai.requests import ChatBody
 from torchrelay.gateway.settings import GatewaySettings
 
@@ -261,7 +261,7 @@ def allowing(rig: RestRig) -> Allowing:
     async def allow(cors_origins: str) -> AsyncIterator[httpx.AsyncClient]:
         app = CorsApp(rig.router, GatewaySettings(cors_origins=cors_origins).allowed_origins)
         async with (
-            http_server(app, "127.0.0.1", 0, 1, group_of=rig.router.group_of) as server,
+            http_server(app, "127.0.0.1", 0, 1) as server,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client,
         ):
             yield client

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from torchrelay.common.errors import AtCapacity, Overloaded, RateLimited
 from torchrelay.gateway.limits.change_rate import BURST, PER_S, ChangeRate
-from torchrelay.gateway.limits.connection_shares import messages_at_once
 from torchrelay.gateway.limits.shares import ShareLimits, Shares
 from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
-from torchrelay.gateway.settings import GatewaySettings
 
 LIMITS = ShareLimits("open requests", 5, "max_open_requests", 3, "max_open_requests_per_tenant")
 
@@ -59,11 +57,6 @@ def test_shares_are_exact_and_never_exceeded(takes: list[tuple[str, int]]) -> No
         for each in "abc":
             assert shares.held_by(each) == sum(amount for tenant, amount in held if tenant == each) <= 3
         assert shares.num_held == sum(amount for _, amount in held) <= 5
-
-
-@pytest.mark.parametrize(("max_bytes", "expected"), [(64 << 20, 8), (16 << 20, 2), (100, 1)])
-def test_messages_that_arrive_fit_in_the_bytes_of_bodies(max_bytes: int, expected: int) -> None:
-    assert messages_at_once(max_bytes, GatewaySettings().max_body_bytes) == expected
 
 
 def semaphore_of(*, per_tenant: int = 8, at_once: int = 1, total_at_once: int = 1) -> TenantSemaphore:

@@ -218,8 +218,8 @@ async def test_server_is_described_without_a_key(make_rig: MakeRig) -> None:
 
 
 async def test_silent_streams_hold_no_turns(make_rig: MakeRig) -> None:
-    """There are turns for eight messages, and for two of each tenant; they last longer than this test may take."""
-    rig = await make_rig(body_silence_s=4 * HANG_S)
+    """Nor do two silent calls of each tenant hold all places of messages."""
+    rig = await make_rig(message_timeout_s=4 * HANG_S)
     for index in range(6):
         rig.ports.principals[f"tr-{index}"] = Principal(f"t-{index}", f"tenant{index}", f"k-{index}")
         rig.ports.published[f"tenant{index}/echo"] = rig.ports.published["acme/echo"]
@@ -235,7 +235,8 @@ async def test_silent_streams_hold_no_turns(make_rig: MakeRig) -> None:
             silent.greet()
             for index in range(10):
                 silent.open_call(1 + 2 * index, "/inference.GRPCInferenceService/ModelInfer", *metadata(index // 2))
-            await eventually(lambda: rig.shares.requests.num_held == 25)
+            await eventually(lambda: rig.shares.requests.num_held == 10)
+            assert rig.shares.streams.num_held == 15
 
             assert outputs_of(await stub.ModelInfer(request(), metadata=metadata(5)))["num_output_tokens"] == [12]
             for stream in streams[::-1]:
@@ -274,7 +275,7 @@ async def test_stream_that_stays_silent_ends(make_rig: MakeRig) -> None:
         await asyncio.Event().wait()
 
     responses: list[pb.ModelStreamInferResponse] = []
-    async with open_inference_stub(await make_rig(body_silence_s=2.0)) as stub:
+    async with open_inference_stub(await make_rig(message_timeout_s=2.0)) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for response in stub.ModelStreamInfer(requests(), metadata=METADATA):
                 responses.append(response)

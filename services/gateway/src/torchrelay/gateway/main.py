@@ -17,7 +17,6 @@ from torchrelay.common.identity.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.probes import GrpcProbe, RedisProbe
 from torchrelay.common.net.rpc.channels import open_channel
-from torchrelay.common.process.descriptors import raise_descriptor_limit
 from torchrelay.common.process.heap import keep_heap_small, return_free_memory
 from torchrelay.common.process.service import Serving, run_service
 from torchrelay.common.process.settings import load_settings
@@ -37,16 +36,12 @@ from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.console.asgi_app import ConsoleApp
 from torchrelay.gateway.console.live_feed import EVERY_S, LiveFeed
 from torchrelay.gateway.core import PublishedModel
-from torchrelay.gateway.edge.connection_table import ConnectionLimits, divide_descriptors
-from torchrelay.gateway.edge.grpc_limits import GrpcLimits
-from torchrelay.gateway.edge.grpc_server import PublicGrpcServer
-from torchrelay.gateway.edge.http_protocol import LAST_REQUEST_S
-from torchrelay.gateway.edge.http_server import HttpLimits, http_server
-from torchrelay.gateway.edge.read_limits import ReadLimits
+from torchrelay.gateway.grpc.server import public_grpc_server
 from torchrelay.gateway.http.cors import CorsApp
 from torchrelay.gateway.http.dependencies import ModelChanged, Services
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
+from torchrelay.gateway.http.server import LAST_REQUEST_S, http_server
 from torchrelay.gateway.inference.execution.minimums import announce_minimums
 from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
@@ -138,14 +133,18 @@ async def _servers(
     )
     console = ConsoleApp(router, feed, services.keys, shares)
     app = CorsApp(console, settings.allowed_origins) if settings.allowed_origins else console
-    http_limits, grpc_limits = edge_limits(settings, raise_descriptor_limit())
     async with (
         background(repeat("console", feed.refresh, EVERY_S)),
         http_server(
-            app, settings.host, settings.http_port, settings.grace_s, http_limits, router.group_of, router.group_of_key
+            app,
+            settings.host,
+            settings.http_port,
+            settings.grace_s,
+            settings.idle_connection_s,
+            settings.answer_silence_s,
         ) as http,
     ):
-        rpc = PublicGrpcServer(settings.host, settings.grpc_port, grpc_limits, services.health.fault)
+        rpc = public_grpc_server(settings, services.health.fault)
         for servicer in token_path.servicers:
             servicer.add_to(rpc.server)
         await rpc.start()
@@ -168,31 +167,6 @@ async def _servers(
             feed.close()
             http.stop_accepting()
             await all_ended(rpc.stop(END_S), token_path.pipeline.stop_all(END_S))
-
-
-def edge_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLimits, GrpcLimits]:
-    """The limits of the REST and the gRPC server that fit ``num_descriptors`` open files."""
-    wanted = ConnectionLimits(settings.max_connections, settings.max_keyless_connections)
-    connections, num_grpc = divide_descriptors(num_descriptors, wanted, settings.max_grpc_connections)
-    read = ReadLimits(
-        head_bytes=settings.max_head_bytes,
-        num_headers=settings.max_headers,
-        url_bytes=settings.max_url_bytes,
-        head_s=settings.head_timeout_s,
-        silence_s=settings.body_silence_s,
-        min_bytes_per_s=settings.min_body_bytes_per_s,
-    )
-    return (
-        HttpLimits(connections, read, settings.idle_connection_s, settings.answer_silence_s),
-        GrpcLimits(
-            connections=num_grpc,
-            streams=settings.max_grpc_streams,
-            message_bytes=settings.max_body_bytes,
-            head_s=settings.head_timeout_s,
-            idle_s=settings.idle_connection_s,
-            silence_s=settings.answer_silence_s,
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class GatewaySettings(ServiceSettings):
     )
     keep_alive_s: float = Field(5.0, gt=0, description="Interval of keep-alive comments on a waiting stream.")
     max_attempts: int = Field(5, ge=1, description="Placements tried before a request fails.")
-    max_body_bytes: int = Field(8 << 20, ge=1 << 10, description="Largest body of a prompt, or gRPC message, accepted.")
+    max_body_bytes: int = Field(8 << 20, ge=1 << 10, description="Largest body of a prompt accepted.")
     tokenizer_cache_bytes: int = Field(
         96 << 20, description="Memory for recently used tokenizers, in the gateway and in each of its text processes."
     )
@@ -95,26 +95,9 @@ class GatewaySettings(ServiceSettings):
     max_queries_per_tenant: int = Field(
         8, ge=1, description="Lists, usage and bills of one tenant at once: one runs, the others wait in line."
     )
-    max_connections: int = Field(
-        8192, ge=8, description="REST connections at once; fewer if the limit of open files is low."
-    )
-    max_keyless_connections: int = Field(
-        2048,
-        ge=1,
-        description="REST connections at once without a valid key; above it the address with most loses its oldest.",
-    )
-    max_grpc_connections: int = Field(1024, ge=1, description="gRPC connections at once.")
-    max_grpc_streams: int = Field(256, ge=1, description="Calls at once on one gRPC connection; further ones wait.")
-    max_head_bytes: int = Field(16 << 10, ge=1 << 10, description="Largest request line with all headers.")
-    max_headers: int = Field(100, ge=10, description="Most headers of a request.")
-    max_url_bytes: int = Field(8 << 10, ge=256, description="Longest URL of a request.")
-    head_timeout_s: float = Field(
-        10.0, gt=0, description="Time from the connection or the first byte to the end of the headers."
-    )
-    body_silence_s: float = Field(30.0, gt=0, description="Longest pause while a body arrives.")
-    min_body_bytes_per_s: int = Field(
-        1024, ge=1, description="Lowest average rate of a body, after a grace of body_silence_s."
-    )
+    max_open_streams: int = Field(256, ge=1, description="gRPC calls with several messages at once.")
+    max_open_streams_per_tenant: int = Field(16, ge=1, description="The share of one tenant in them.")
+    message_timeout_s: float = Field(30.0, gt=0, description="Time for a message of a gRPC call to arrive.")
     idle_connection_s: int = Field(
         75, ge=1, description="A REST or gRPC connection without a request is closed after this time."
     )

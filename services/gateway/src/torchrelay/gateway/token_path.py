@@ -117,7 +117,7 @@ async def open_token_path(
         apps: dict[str, ASGIApp] = {}
         for App, paths in _APPS.items():
             apps |= dict.fromkeys(paths, App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s))
-        calls = PublicCalls(keys, shares, settings.body_silence_s, settings.answer_silence_s)
+        calls = PublicCalls(keys, shares, settings.message_timeout_s, settings.answer_silence_s)
         servicers = (
             GatewayServicer(calls, catalog, pipeline),
             OpenInferenceServicer(calls, catalog, pipeline, fault),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from ipaddress import IPv6Address
 
 REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # for all addresses of a machine: the address for itself
 
@@ -35,13 +34,3 @@ def listening_socket(host: str, port: int, backlog: int | None = None) -> socket
     host = plain_host(host)
     is_dual = host == "::" and socket.has_dualstack_ipv6()
     return socket.create_server((host, port), family=family_of(host), backlog=backlog, dualstack_ipv6=is_dual)
-
-
-def client_network(address: str) -> str:
-    """The part of a client's address that counts: all of IPv4, of IPv6 the 64 bits of the client's network."""
-    if ":" not in address:
-        return address
-    parsed = IPv6Address(address.partition("%")[0])
-    if parsed.ipv4_mapped is not None:  # a client of IPv4 at a socket for both
-        return str(parsed.ipv4_mapped)
-    return str(IPv6Address(int(parsed) >> 64 << 64))

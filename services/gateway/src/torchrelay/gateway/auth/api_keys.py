@@ -96,17 +96,6 @@ class ApiKeys:
             raise _unknown()
         return entry[1]
 
-    def last_known(self, authorization: str) -> Principal | None:
-        """The principal of the key when SQL was last asked about it: a hint at the caller, and no permission."""
-        token = _token(authorization)
-        if not token:
-            return None
-        mac = mac_of(self._pepper, token)
-        if self._admin_mac and hmac.compare_digest(mac, self._admin_mac):
-            return ADMIN
-        entry = self._cache.last(key_id_of(token) or "")
-        return entry[1] if entry is not None and hmac.compare_digest(entry[0], mac) else None
-
     async def _look_up(self, key_id: str, version: int) -> tuple[str, Principal] | None:
         query = _joined().where(api_keys.c.key_id == key_id, api_keys.c.revoked_unix_us.is_(None))
         async with self._database.read() as connection:

@@ -15,7 +15,6 @@ import grpc
 from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
 from torchrelay.common.net.rpc.errors import status_of
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.edge.grpc_server import message_begun, note_message, show_key
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
@@ -40,36 +39,35 @@ class PublicCalls:
     async def authenticate(self, context: Context) -> Principal:
         metadata = context.invocation_metadata() or ()
         key = next((value for name, value in metadata if name == "authorization"), None)
-        principal = await self._keys.authenticate(key.decode("latin-1") if isinstance(key, bytes) else key)
-        show_key(principal.tenant_id)
-        return principal
+        return await self._keys.authenticate(key.decode("latin-1") if isinstance(key, bytes) else key)
 
     async def receive(self, context: Context, principal: Principal) -> bytes:
         """The encoded request. gRPC buffers 64 KiB of it; a longer message arrives in the tenant's turn."""
-        message = await self.receive_next(context, principal)
+        # A message first waits for the tenant's other messages, then has a time limit of its own.
+        try:
+            async with (
+                asyncio.timeout(_MESSAGES_AWAITED * self._message_timeout_s),
+                self.shares.messages.turn(principal.tenant_id),
+            ):
+                message = await self.receive_next(context)
+        except TimeoutError:
+            raise self._late() from None
         if message is None:
             raise InvalidRequest("the call has no message")
         return message
 
-    async def receive_next(self, context: Context, principal: Principal) -> bytes | None:
-        """The next message of a call, or None. Its turn begins with its first byte."""
-        limit_s = self._message_timeout_s
+    async def receive_next(self, context: Context) -> bytes | None:
+        """The next message of a call, or None. A call with several holds a stream of its tenant's share."""
         try:
-            async with asyncio.timeout(limit_s):
-                await message_begun()
-            # A message first waits for the tenant's other messages, then has a time limit of its own.
-            async with (
-                asyncio.timeout(_MESSAGES_AWAITED * limit_s),
-                self.shares.messages.turn(principal.tenant_id),
-                asyncio.timeout(limit_s),
-            ):
+            async with asyncio.timeout(self._message_timeout_s):
                 # By the iterator, grpcio would keep it to the end of the call, and beyond.
                 message: bytes | object = await context.read()
         except TimeoutError:
-            # Also when it waited for the tenant's other messages all that time.
-            raise DeadlineExceeded(f"the message did not arrive within {limit_s:g} s") from None
-        note_message()
+            raise self._late() from None
         return message if isinstance(message, bytes) else None  # grpc.aio.EOF
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s")
 
     async def write(self, context: Context, message: Any) -> None:
         """Raises ``ClientDisconnected`` if the client takes nothing."""

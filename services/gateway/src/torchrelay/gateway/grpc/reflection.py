@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME, aio
 
-from torchrelay.gateway.core import Principal
 from torchrelay.gateway.grpc.message_decoder import decode
 from torchrelay.gateway.grpc.public_calls import Context, PublicCalls
 from torchrelay.gateway.inference.core import ClientDisconnected
@@ -45,10 +44,10 @@ class ReflectionServicer:
 
     async def reflect(self, _messages: object, context: Context) -> None:
         principal = await self._calls.authenticate(context)
-        with self._calls.shares.requests.held(principal.tenant_id):
+        with self._calls.shares.streams.held(principal.tenant_id):
             await context.send_initial_metadata(())
             try:
-                replies: Any = self._reflection.ServerReflectionInfo(self._requests(context, principal), context)
+                replies: Any = self._reflection.ServerReflectionInfo(self._requests(context), context)
                 async for reply in replies:
                     await self._calls.write(context, reply)
                 return
@@ -56,8 +55,8 @@ class ReflectionServicer:
                 pass
             await self._calls.abort_untaken(context)
 
-    async def _requests(self, context: Context, principal: Principal) -> AsyncIterator[pb.ServerReflectionRequest]:
-        while (encoded := await self._calls.receive_next(context, principal)) is not None:
+    async def _requests(self, context: Context) -> AsyncIterator[pb.ServerReflectionRequest]:
+        while (encoded := await self._calls.receive_next(context)) is not None:
             await self._calls.authenticate(context)  # the stream may be older than the key's revocation
             yield decode(pb.ServerReflectionRequest, encoded)
 

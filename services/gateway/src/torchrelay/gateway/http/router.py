@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -18,13 +17,12 @@ from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
 from torchrelay.gateway.auth.api_keys import ApiKeys
-from torchrelay.gateway.edge.turns import ClientGroup
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS, encoded_headers
 from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
 from torchrelay.gateway.openai.errors import body, error_body, error_headers
-from torchrelay.gateway.openai.http_request import HttpRequest, authorization_of
+from torchrelay.gateway.openai.http_request import HttpRequest
 from torchrelay.gateway.openai.unusable_text import check_text
 from torchrelay.gateway.responses.asgi_app import PATHS as RESPONSES_PATHS
 
@@ -82,7 +80,7 @@ class AsgiRouter:
             with self._shares.requests.held(caller.tenant_id):
                 if scope["method"] == "PUT" and _UPLOAD_OF_FILE.match(scope["path"]):
                     with self._shares.uploads.held(caller.tenant_id):
-                        await self._rest(scope, _streamed(request), answering)
+                        await self._rest(scope, request.receive_part, answering)
                 elif scope["method"] == "POST" and _COMMIT.fullmatch(scope["path"]):
                     with self._shares.uploads.held(caller.tenant_id):
                         await self._with_body(request, caller.tenant_id, scope, answering)
@@ -92,19 +90,6 @@ class AsgiRouter:
             return
         except TorchrelayError as error:
             await _refuse(error, answering)
-
-    def group_of(self, scope: Mapping[str, Any]) -> ClientGroup | None:
-        """The group that takes the turn of a request; None: a known caller's on the token path, which never waits."""
-        group = self.group_of_key(authorization_of(scope) or "")
-        if group is None:
-            client = scope["client"]
-            return ClientGroup(client[0] if client else "", is_authenticated=False)
-        return None if scope["path"] in _TOKEN_PATHS else group
-
-    def group_of_key(self, authorization: str) -> ClientGroup | None:
-        """The tenant that the key belonged to at its last authentication."""
-        caller = self._keys.last_known(authorization)
-        return None if caller is None else ClientGroup(caller.tenant_id, is_authenticated=True)
 
     async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
         is_declaration = scope["method"] == "POST" and scope["path"] == "/v1/uploads"
@@ -136,17 +121,6 @@ def _replayed(encoded: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replayed
-
-
-def _streamed(request: HttpRequest) -> Receive:
-    """Notes the end of a body that the application reads itself."""
-
-    async def streamed() -> Message:
-        message = await request.receive()
-        request.has_unread_body = message.get("more_body", False)
-        return message
-
-    return streamed
 
 
 def _answering(request: HttpRequest, request_id: str, send: Send) -> Callable[[Message], Awaitable[None]]:

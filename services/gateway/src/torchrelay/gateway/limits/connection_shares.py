@@ -9,6 +9,9 @@ from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
 from torchrelay.gateway.settings import GatewaySettings
 
 _LINES = 32  # tenants that can have a full line of queries at once
+# gRPC messages that arrive at once, each of up to 4 MiB. A tenant has a place for each call that HAProxy allows on a
+# connection: there a call that waits for its place would block the others.
+_MESSAGES, _MESSAGES_PER_TENANT = 256, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +23,8 @@ class ConnectionShares:
     queries: TenantSemaphore  # sums over tables, and searches in them
     lists: TenantSemaphore  # of what an index answers, so that they do not wait for long queries
     explanations: TenantSemaphore  # that the scheduler answers
-    messages: TenantSemaphore  # of gRPC, while they arrive
-
-
-def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
-    """The number of gRPC messages that may arrive at once; a message's length is unknown until it has arrived."""
-    return max(1, max_bytes // max_body_bytes)
+    messages: TenantSemaphore  # of gRPC calls with a single message, while they arrive
+    streams: Shares  # gRPC calls with several messages
 
 
 def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> ConnectionShares:
@@ -38,7 +37,9 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
         _line(settings, "queries under way", queries_at_once),
         _line(settings, "lists under way", queries_at_once),
         _line(settings, "explanations under way", _LINES),
-        _messages(settings),
+        # Each message belongs to a request, whose share is held.
+        TenantSemaphore(None, at_once=_MESSAGES_PER_TENANT, total_at_once=_MESSAGES),
+        _shares(settings, "open gRPC streams", "max_open_streams"),
     )
 
 
@@ -47,14 +48,6 @@ def _line(settings: GatewaySettings, noun: str, total_at_once: int) -> TenantSem
     most, setting = settings.max_queries_per_tenant, "max_queries_per_tenant"
     limits = ShareLimits(noun, most * _LINES, f"{setting}, times {_LINES}", most, setting)
     return TenantSemaphore(Shares(limits), at_once=1, total_at_once=total_at_once)
-
-
-def _messages(settings: GatewaySettings) -> TenantSemaphore:
-    return TenantSemaphore(
-        None,  # each message belongs to a request, whose share is held
-        at_once=messages_at_once(settings.max_buffered_body_bytes_per_tenant, settings.max_body_bytes),
-        total_at_once=messages_at_once(settings.max_buffered_body_bytes, settings.max_body_bytes),
-    )
 
 
 def _shares(settings: GatewaySettings, noun: str, setting: str) -> Shares:

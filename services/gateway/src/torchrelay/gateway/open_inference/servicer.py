@@ -102,7 +102,7 @@ class OpenInferenceServicer:
 
     async def model_stream_infer(self, _messages: object, context: Context) -> None:
         principal = await self._calls.authenticate(context)
-        with self._calls.shares.requests.held(principal.tenant_id):
+        with self._calls.shares.streams.held(principal.tenant_id):
             await context.send_initial_metadata(())  # else abort would send it again, beside a write that waits
             try:
                 while await self._answer_next(context, principal):
@@ -114,7 +114,7 @@ class OpenInferenceServicer:
 
     async def _answer_next(self, context: Context, principal: Principal) -> bool:
         """Answers the next request of a stream, which goes on if the request fails; whether there was one."""
-        encoded = await self._calls.receive_next(context, principal)
+        encoded = await self._calls.receive_next(context)
         if encoded is None:
             return False
         principal = await self._calls.authenticate(context)  # the stream may be older than the key's revocation

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.validation import quote_value
@@ -17,6 +17,7 @@ from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.limits.shares import ShareAccount
 
+BODY_SILENCE_S: Final = 30.0  # between two parts of a body
 _CALLERS_ID: Final = re.compile(rb"[!-~]{1,128}")
 
 
@@ -28,6 +29,15 @@ class BodyTooLarge(InvalidRequest):
     def __init__(self, max_bytes: int, setting: str) -> None:
         source = f" (the gateway's {setting} setting)" if setting else ""
         super().__init__(f"the body is larger than {max_bytes:,} bytes{source}")
+
+
+class BodyLate(InvalidRequest):
+    """A body that stops."""
+
+    http_status = 408
+
+    def __init__(self) -> None:
+        super().__init__(f"nothing of the body arrived for {BODY_SILENCE_S:g} s")
 
 
 class EncodedBody(InvalidRequest):
@@ -65,13 +75,12 @@ class HttpRequest:
     """An HTTP request. Nothing of its body is read before ``read`` or ``receive`` is called."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._state = scope.get("state", {})
         self.receive = receive
         self._declared_bytes = 0
         self._encoding = "identity"
+        self._expects_continue = False  # the client sends the body once it is asked for it
         self._content_type = ""  # empty: the client does not say
         self.has_unread_body = False
-        self._has_key = True  # until ``authenticate`` fails
         self.authorization = authorization_of(scope)
         self.callers_id = b""
         for name, value in scope["headers"]:
@@ -80,6 +89,8 @@ class HttpRequest:
                 self.has_unread_body = self._declared_bytes > 0
             elif name == b"transfer-encoding":
                 self.has_unread_body = True
+            elif name == b"expect":
+                self._expects_continue = True
             elif name == b"content-encoding":
                 self._encoding = value.decode("latin-1").strip().lower()
             elif name in (b"x-request-id", b"x-client-request-id") and _CALLERS_ID.fullmatch(value):
@@ -94,22 +105,20 @@ class HttpRequest:
 
     @property
     def must_close(self) -> bool:
-        """Whether an answer now ends the connection, since the body stays unread or the client has no key."""
-        return self.has_unread_body or not self._has_key
+        """Whether an answer now ends the connection, since the client may leave out the unread body.
+
+        Otherwise the server discards the rest of a body, as a reset could overtake the answer.
+        """
+        return self.has_unread_body and self._expects_continue
 
     async def authenticate(self, keys: Authenticator) -> Principal:
-        """The caller; its connection counts as one of a tenant from now on. Raises as ``Authenticator`` does."""
-        self._has_key = False
-        principal = await keys.authenticate(self.authorization)
-        self._has_key = True
-        if (show_key := self._state.get("show_key")) is not None:
-            show_key(principal.tenant_id)
-        return principal
+        """The caller. Raises as ``Authenticator`` does."""
+        return await keys.authenticate(self.authorization)
 
     async def read(self, max_bytes: int, account: ShareAccount, setting: str = "max_body_bytes") -> bytearray:
         """The whole body, counted in ``account`` as it arrives. ``setting`` gives the limit; empty: it is fixed.
 
-        Raises ``EncodedBody``; ``OtherThanJson``; ``BodyTooLarge``, at once if that much is declared;
+        Raises ``EncodedBody``; ``OtherThanJson``; ``BodyTooLarge``, at once if that much is declared; ``BodyLate``;
         ``ClientDisconnected`` before the end of the body, and as ``ShareAccount.take``.
         """
         if self._encoding not in ("identity", "") and self.has_unread_body:
@@ -120,7 +129,7 @@ class HttpRequest:
             raise BodyTooLarge(max_bytes, setting)
         received = bytearray()
         while self.has_unread_body:
-            message = await self.receive()
+            message = await self.receive_part()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
             part = message.get("body", b"")
@@ -128,8 +137,17 @@ class HttpRequest:
                 raise BodyTooLarge(max_bytes, setting)
             account.take(len(part))
             received += part
-            self.has_unread_body = message.get("more_body", False)
         return received
+
+    async def receive_part(self) -> Message:
+        """The next part of the body, or the end of the connection. Raises ``BodyLate``."""
+        try:
+            async with asyncio.timeout(BODY_SILENCE_S):
+                message = await self.receive()
+        except TimeoutError:
+            raise BodyLate from None
+        self.has_unread_body = message.get("more_body", False)
+        return message
 
     @asynccontextmanager
     async def until_disconnect(self) -> AsyncIterator[None]:

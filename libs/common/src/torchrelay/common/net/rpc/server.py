@@ -6,16 +6,16 @@ A server with a ``CallCheck`` serves each method to those alone who may call it;
 from __future__ import annotations
 
 import inspect
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from torchrelay.common.errors import Conflict, TorchrelayError
-from torchrelay.common.host.addresses import join_address, listening_socket
+from torchrelay.common.host.addresses import join_address
 from torchrelay.common.identity.callers import CallCheck, MethodCallers
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import TOKEN
@@ -79,24 +79,11 @@ def _mapped_stream(call: Callable[..., Any], check: _Check) -> Callable[..., Asy
     return mapped
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to the address. Raises ``Conflict``."""
-    try:
-        return listening_socket(host, port)
-    except OSError as error:
-        raise _cannot_listen(join_address(host, port)) from error
-
-
-def _cannot_listen(address: str) -> Conflict:
-    message = f"cannot listen on {address}: another process does, or it is not an address of this machine"
-    return Conflict(message, field="port")
-
-
 class RpcServer:
     """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster.
 
     ``node_key``: of a node that checks who calls; None: it serves everybody. ``fault`` is asked at each health check:
-    why the service cannot serve, empty if it can.
+    why the service cannot serve, empty if it can. ``options``: of grpcio, in place of those of ``OPTIONS``.
     """
 
     def __init__(
@@ -106,10 +93,12 @@ class RpcServer:
         tls: Tls | None = None,
         node_key: bytes | None = None,
         fault: Faults = no_fault,
+        options: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._call_check = None if node_key is None else CallCheck(node_key, is_tls=tls is not None)
         self._health = HealthServicer(fault)
-        self.server = grpc.aio.server(interceptors=(CallInterceptor(self._check_caller),), options=OPTIONS)
+        every_option = list((dict(OPTIONS) | dict(options)).items())
+        self.server = grpc.aio.server(interceptors=(CallInterceptor(self._check_caller),), options=every_option)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self.port = self._bind(join_address(host, port), tls)
 
@@ -126,7 +115,8 @@ class RpcServer:
                 return self.server.add_insecure_port(address)
             return self.server.add_secure_port(address, tls.server_credentials())
         except RuntimeError as error:  # which does not say why
-            raise _cannot_listen(address) from error
+            message = f"cannot listen on {address}: another process does, or it is not an address of this machine"
+            raise Conflict(message, field="port") from error
 
     def allow(self, methods: MethodCallers) -> None:
         """Lets these callers call these methods; without it, a node that checks serves nobody."""
