@@ -60,8 +60,8 @@ def test_relay_below_half_of_plan_gets_other_source() -> None:
     assert set(command.hop.sources) == {"store-1", "store-2", REMOTE}
     (event,) = scene.told("reroute")
     assert event.topic == "relay.slow" and "20 MB/s instead of the 100 planned" in event.reason
-    (transfer,) = scene.policy.state.transfers.with_rates()
-    assert transfer.holder_ids[0] == "store-2"
+    (transfer,) = scene.policy.state.transfers.into("store-3")
+    assert next(iter(transfer.sources)) == "store-2"
 
 
 def test_lack_of_better_source_is_recorded_once() -> None:
@@ -165,4 +165,4 @@ def test_upstream_of_urgent_load_is_urgent() -> None:
     assert [(each.hop.store_id, each.urgent) for each in reroutes(scene)] == [("store-2", True)]
     assert plan(scene, MODEL, "store-4").upstream == "store-3"
     assert len(reroutes(scene)) == 1
-    assert all(transfer.urgent for transfer in scene.policy.state.transfers.with_rates())
+    assert all(transfer.urgent for transfer in scene.policy.state.transfers.shown(scene.now))

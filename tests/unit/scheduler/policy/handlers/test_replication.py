@@ -49,7 +49,7 @@ def test_used_model_gets_retained_copies_in_two_racks() -> None:
     assert why.model == MODEL.name and "only on store-1" in why.reason and why.topic == "copy.replicate"
     assert why.fields["store_id"] == "store-3" and why.fields["source"] == "store-1"
     assert len(of_kind(scene, "copied")) == 1
-    assert not scene.policy.state.transfers.with_rates() and scene.policy.state.replication_state.num_short == 0
+    assert not scene.policy.state.transfers.num_running and scene.policy.state.replication_state.num_short == 0
 
 
 def test_no_copy_is_ordered_before_stores_report() -> None:
@@ -112,7 +112,7 @@ def test_failed_copy_is_tried_elsewhere_then_again() -> None:
     assert len(copies(scene)) == 1
     scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
     assert "the arena is full" in of_kind(scene, "copy_failed")[0].reason
-    assert not scene.policy.state.transfers.with_rates()
+    assert not scene.policy.state.transfers.num_running
     scene.pass_time(0.9)
     assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
     scene.apply(CopyAccepted(MODEL.pack_id, "store-2"))

@@ -1,4 +1,4 @@
-"""The capacity of links and what they have left; transfers that fall short get other sources."""
+"""The capacity of links and what they have left."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.relay.links import Links, RateMeter
-from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S, Node, ReceiveProgress
-from torchrelay.scheduler.policy.relay.replan import (
-    REPLAN_COOLDOWN_S,
-    SLOW_AFTER_S,
-    is_replan_due,
-    replanned_edge,
-    with_slowness,
-)
-from torchrelay.scheduler.policy.relay.source_changes import sources_dropped, sources_joined
-from torchrelay.scheduler.policy.relay.transfers import PlannedSource, Transfer, TransferEventKind, Transfers
-from torchrelay.scheduler.policy.types import REMOTE, NicCounters, PackCopy, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S, Node
+from torchrelay.scheduler.policy.relay.transfers import Transfer, TransferEventKind, Transfers
+from torchrelay.scheduler.policy.types import REMOTE, NicCounters, SourceShare, StoreStatus
 
 MODEL = a_model()
 MB = 1e6
@@ -33,7 +26,7 @@ class Reports:
     """Reports of stores, and what links learn from them."""
 
     def __init__(self, *stores: StoreStatus, now: float = 100.0) -> None:
-        self.transfers = Transfers()
+        self.transfers = Transfers(Membership(fence_s=1.0))
         self.links = Links()
         self.last: dict[str, StoreStatus] = {}
         for store in stores:
@@ -160,12 +153,12 @@ FAST_1, FAST_2 = (replace(store, nic=NicCounters(0, 0, 100 * MB)) for store in (
 
 def test_running_relays_take_planned_rates_and_share_when_full() -> None:
     report = Reports(FAST_1, FAST_2)
-    transfer = Transfer("p", "s2", 1, 100.0, (PlannedSource("s1", 60 * MB),), 60 * MB)
+    transfer = Transfer("p", "s2", 1, 100.0, {"s1": 60 * MB}, 60 * MB)
     nodes = report.links.nodes([S1, S2], [transfer], 100.0)
     assert nodes["s1"].residual_out == nodes["s2"].residual_in == 50 * MB
     assert nodes["s1"].busy_out and not nodes["s2"].busy_out
     assert nodes["s1"].residual_in == 100 * MB
-    small = replace(transfer, sources=(PlannedSource("s1", 20 * MB),), planned_bytes_per_s=20 * MB)
+    small = replace(transfer, sources={"s1": 20 * MB}, planned_bytes_per_s=20 * MB)
     assert report.node(S1, 100.0, small).residual_out == 80 * MB
 
 
@@ -193,55 +186,3 @@ def test_repeatedly_short_link_is_tried_less_often() -> None:
     assert tried_at == [1000, 1030, 1090, 1210, 1450, 1930, 2890, 3850], "and not every 30 s"
     report(receiving(S2, SourceShare("s1", 0, 80 * MB, True)), 4600.0)
     assert report.node(S1, 4600.0).residual_out == pytest.approx(80 * MB), "it has become faster"
-
-
-TRANSFER = Transfer("p", "s2", 1000, 10.0, (PlannedSource("s1", 100.0),), 100.0)
-
-
-def test_half_the_planned_rate_is_not_slow() -> None:
-    assert with_slowness(TRANSFER, 50.0, ["s1"], {}, now=20.0) is TRANSFER
-    slow = with_slowness(TRANSFER, 49.0, ["s1"], {}, now=20.0)
-    assert slow.slow_since == 20.0
-    assert with_slowness(slow, 10.0, ["s1"], {}, now=21.0) is slow
-    assert with_slowness(slow, 80.0, ["s1"], {}, now=21.0).slow_since == 0.0
-
-
-def test_replan_is_due_after_delay_then_cools_down() -> None:
-    slow = with_slowness(TRANSFER, 10.0, ["s1"], {}, now=20.0)
-    assert (
-        not is_replan_due(TRANSFER, 30.0) and not is_replan_due(slow, 20.0) and is_replan_due(slow, 20.0 + SLOW_AFTER_S)
-    )
-    again = replace(TRANSFER, slow_since=22.0, replan_checked_at=21.0)
-    assert not is_replan_due(again, 21.0 + REPLAN_COOLDOWN_S - 0.1) and is_replan_due(again, 21.0 + REPLAN_COOLDOWN_S)
-
-
-def test_follower_of_slow_copy_is_not_slow() -> None:
-    assert with_slowness(TRANSFER, 20.0, [], {"s1": ReceiveProgress(0.5, 21.0)}, now=20.0) is TRANSFER
-    assert with_slowness(TRANSFER, 20.0, [], {"s1": ReceiveProgress(0.5, 90.0)}, now=20.0).slow_since
-    assert with_slowness(
-        TRANSFER, 20.0, ["s1"], {"s1": ReceiveProgress(0.5, 21.0)}, now=20.0
-    ).slow_since  # it has all there is
-
-
-def test_replan_names_better_source_before_target() -> None:
-    nodes = {"s0": Node(90.0), "s1": Node(10.0), "s3": Node(1000.0), "s2": Node(residual_in=100.0)}
-    edge = replanned_edge(TRANSFER, 10.0, ["s0"], ["s1", "s2", "s3"], nodes, {}, missing_bytes=1000.0)
-    assert edge is not None and edge.target == "s2"
-    assert edge.striped == ("s0", "s1") and "s3" not in edge.sources
-    assert edge.bytes_per_s == 100.0
-
-
-def copy_with(num_verified: int, *shares: SourceShare) -> PackCopy:
-    return replace(a_copy(MODEL, num_verified), shares=shares)
-
-
-def test_joined_and_dropped_sources() -> None:
-    before = copy_with(1, SourceShare("a", 1, 1.0, True), SourceShare("b", 1, 1.0, False, "slow"))
-    after = copy_with(
-        2,
-        SourceShare("a", 1, 0.0, False, "gone"),
-        SourceShare("b", 1, 1.0, True, "slow"),
-        SourceShare("c", 0, 0.0, True),
-    )
-    assert sources_joined(before, after) == ("b", "c") and sources_dropped(before, after) == {"a": "gone"}
-    assert sources_joined(None, before) == () and sources_dropped(None, before) == {"b": "slow"}

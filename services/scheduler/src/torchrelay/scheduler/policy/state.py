@@ -82,7 +82,7 @@ class State:
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)
     prefix_index: PrefixIndex = field(default_factory=PrefixIndex)
     shared_versions: SharedVersions = field(default_factory=SharedVersions)
-    transfers: Transfers = field(default_factory=Transfers)
+    transfers: Transfers = field(init=False)
     replication_state: ReplicationState = field(default_factory=ReplicationState)
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
@@ -130,6 +130,7 @@ class State:
         return state
 
     def __post_init__(self) -> None:
+        self.transfers = Transfers(self.membership)
         self.tenant_slots = TenantSlots(self._slots_of)
 
     def _slots_of(self, version_id: str) -> VersionSlots:

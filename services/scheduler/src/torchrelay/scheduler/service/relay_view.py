@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
-from torchrelay.scheduler.policy.relay.replan import is_slow
-from torchrelay.scheduler.policy.relay.transfers import Transfer, TransferState
+from torchrelay.scheduler.policy.relay.transfers import Transfer
 from torchrelay.scheduler.policy.state import State
-
-_STATES = {
-    TransferState.PLANNED: RelayView.STATE_PLANNED,
-    TransferState.ACCEPTED: RelayView.STATE_PLANNED,
-    TransferState.RUNNING: RelayView.STATE_RUNNING,
-    TransferState.MISSING: RelayView.STATE_FAILED,
-    TransferState.FINISHED: RelayView.STATE_FINISHED,
-    TransferState.FAILED: RelayView.STATE_FAILED,
-}
 
 
 def relay_views(state: State, now: float) -> list[RelayView]:
@@ -26,12 +16,11 @@ def relay_views(state: State, now: float) -> list[RelayView]:
 
 def _view(transfer: Transfer, model: str, now: float) -> RelayView:
     copy = transfer.copy
-    is_running_slow = transfer.state is TransferState.RUNNING and is_slow(transfer, now)
     view = RelayView(
         pack_id=transfer.pack_id,
         model=model,
         target=transfer.target,
-        state=RelayView.STATE_SLOW if is_running_slow else _STATES[transfer.state],
+        state=_state(transfer, now),
         urgent=transfer.urgent,
         sources=_sources(transfer),
         pack_bytes=transfer.pack_bytes,
@@ -52,10 +41,18 @@ def _view(transfer: Transfer, model: str, now: float) -> RelayView:
     return view
 
 
+def _state(transfer: Transfer, now: float) -> RelayView.State.ValueType:
+    if transfer.ended_at:
+        return RelayView.STATE_FAILED if transfer.error else RelayView.STATE_FINISHED
+    if not transfer.begun_at:
+        return RelayView.STATE_PLANNED
+    return RelayView.STATE_SLOW if transfer.is_slow(now) else RelayView.STATE_RUNNING
+
+
 def _sources(transfer: Transfer) -> list[RelaySource]:
     """Sources by report, then planned ones that no report has shown yet."""
     reported_ids = {share.holder_id for share in transfer.shares}
-    unseen = [source for source in transfer.holder_ids if source not in reported_ids and not transfer.ended_at]
+    unseen = [source for source in transfer.sources if source not in reported_ids and not transfer.ended_at]
     reported = [
         RelaySource(
             holder_id=share.holder_id,

@@ -225,11 +225,11 @@ class Links:
 
         ``yielding``: transfers that leave the new one as much as it can take.
         """
-        sending = {self._host_of.get(source, source) for transfer in yielding for source in transfer.holder_ids}
+        sending = {self._host_of.get(source, source) for transfer in yielding for source in transfer.sources}
         out, into = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)  # rates, by host
         for transfer in running:
             into[self._host_of.get(transfer.target, transfer.target)].append(transfer.planned_bytes_per_s)
-            for source, rate in transfer.sources:
+            for source, rate in transfer.sources.items():
                 out[self._host_of.get(source, source)].append(rate)
 
         def node(host_id: str, leaf: str, peak: float) -> Node:

@@ -58,6 +58,11 @@ class TransferEdge:
     def striped(self) -> tuple[str, ...]:
         return self.sources[: self.num_striped]
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """The planned rates of the striped sources."""
+        return {source: share * self.bytes_per_s for source, share in zip(self.striped, self.shares, strict=True)}
+
     def __str__(self) -> str:
         """Text such as ``s3 from s1 60 % and s2 40 % at 480 MB/s, ready in 900 ms``."""
         if self.already_there:

@@ -10,8 +10,13 @@ from collections.abc import Mapping
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
-from torchrelay.scheduler.policy.relay.source_changes import sources_dropped, sources_joined
-from torchrelay.scheduler.policy.relay.transfers import Transfer, TransferEvent, TransferEventKind
+from torchrelay.scheduler.policy.relay.transfers import (
+    Transfer,
+    TransferEvent,
+    TransferEventKind,
+    sources_dropped,
+    sources_joined,
+)
 from torchrelay.scheduler.policy.types import Model, PackCopy
 
 EVENT_PREFIX = "relay."  # of every topic
@@ -49,7 +54,7 @@ def slow_event(
     transfer: Transfer, measured: float, edge: TransferEdge | None, model: Model, now: float
 ) -> SchedulerEvent:
     """A transfer has been slow for a while. ``edge``: its new plan; None if nothing better is known."""
-    sources, due = transfer.holder_ids, _millions(transfer.planned_bytes_per_s)
+    sources, due = tuple(transfer.sources), _millions(transfer.planned_bytes_per_s)
     planned = f"{transfer.target} gets {_millions(measured)} MB/s instead of the {due} planned from {sources[0]}"
     fields: Fields = {
         "pack_id": transfer.pack_id,
@@ -69,12 +74,12 @@ def current_sources(transfer: Transfer) -> tuple[str, ...]:
     """The sources that the target follows, as reported or otherwise as planned."""
     following = tuple(share.holder_id for share in transfer.shares if share.following)
     reported = (transfer.copy.source,) if transfer.copy and transfer.copy.source else ()
-    return following or transfer.holder_ids or reported
+    return following or tuple(transfer.sources) or reported
 
 
 def _started_text(transfer: Transfer) -> str:
     # The plan rather than the report, which may first show only some of the sources.
-    edge = f"{' + '.join(transfer.holder_ids or current_sources(transfer)) or '?'} -> {transfer.target}"
+    edge = f"{' + '.join(transfer.sources or current_sources(transfer)) or '?'} -> {transfer.target}"
     text = f"{edge}, {'urgent' if transfer.urgent else 'idle'}, {_millions(transfer.pack_bytes)} MB"
     return f"{text}: {transfer.reason.text}" if transfer.reason.text else text
 
@@ -98,7 +103,7 @@ def _repaired(transfer: Transfer, copy: PackCopy, before: PackCopy | None) -> tu
 
 def _lagging_source(transfer: Transfer, new: tuple[str, ...]) -> str:
     """The source that a new source joined for: among those followed before, the furthest behind its plan."""
-    planned = dict(transfer.sources)
+    planned = transfer.sources
     asked = [share for share in transfer.shares if share.following and share.holder_id not in new]
     if not asked:
         return ""

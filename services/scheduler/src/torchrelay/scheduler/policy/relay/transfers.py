@@ -20,49 +20,36 @@ history records the copy as dropped, and its return as another begin; plan and o
 
 Pack and target identify a transfer. ``relay_begin_us`` tells its runs apart, because the record of a run stays in the
 reports until the next one begins. It is a stamp by the target's clock, compared only with others of the same target.
+
+A transfer is slow while it gets less than half of its planned rate and of its sources' own rate. After ``SLOW_AFTER_S``
+it is planned again. If the new sources are expected to bring enough more, it switches to them; either way it is left
+alone for ``REPLAN_COOLDOWN_S``.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
+from typing import Any
 
+from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
-from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S, ReceiveProgress, TransferEdge
-from torchrelay.scheduler.policy.relay.source_changes import is_repair_complete
-from torchrelay.scheduler.policy.types import CopyCause, PackCopy, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.relay.planning import DEFAULT_BYTES_PER_S, Node, ReceiveProgress, TransferEdge, plan
+from torchrelay.scheduler.policy.types import REMOTE, CopyCause, PackCopy, SourceShare, StoreStatus
 
 ENDED_SHOWN_S = 6.0  # how long an ended transfer is shown
 START_TIMEOUT_S = 10.0  # a transfer that its store does not begin within this time has failed
+SLOW_FACTOR = 2.0  # planned rate over measured rate
+SLOW_AFTER_S = 1.0
+REPLAN_COOLDOWN_S = 5.0
+MIN_GAIN = 1.5  # the expected rate of new sources, as a multiple of the measured rate
 _MAX_ENDED = 64
 
 TransferKey = tuple[str, str]  # pack, target
-
-
-class PlannedSource(NamedTuple):
-    """A store, or REMOTE, and the rate at which it is planned to send."""
-
-    holder_id: str
-    bytes_per_s: float
-
-
-def planned_sources(edge: TransferEdge) -> tuple[PlannedSource, ...]:
-    """The striped sources of an edge with their planned rates."""
-    pairs = zip(edge.striped, edge.shares, strict=True)
-    return tuple(PlannedSource(source, share * edge.bytes_per_s) for source, share in pairs)
-
-
-class TransferState(enum.Enum):
-    PLANNED = "planned"
-    ACCEPTED = "accepted"
-    RUNNING = "running"
-    MISSING = "missing"
-    FINISHED = "finished"
-    FAILED = "failed"
 
 
 class TransferEventKind(enum.Enum):
@@ -74,15 +61,17 @@ class TransferEventKind(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Transfer:
-    """A store's incoming copy of a pack. Times are the scheduler's; 0 means not yet."""
+    """A store's incoming copy of a pack, which ``Transfers`` alone changes. Times are the scheduler's; 0 means not
+    yet.
+    """
 
     pack_id: str
     target: str
     pack_bytes: int
     planned_at: float  # or first reported
-    sources: tuple[PlannedSource, ...] = ()  # as planned; empty: the plan is not known
+    sources: Mapping[str, float] = field(default_factory=dict)  # their planned rates; empty: the plan is not known
     planned_bytes_per_s: float = 0.0  # 0: not predicted
     urgent: bool = True  # a request waits for it: its store runs it before idle transfers
     reason: Reason = NO_REASON
@@ -104,20 +93,17 @@ class Transfer:
     def key(self) -> TransferKey:
         return self.pack_id, self.target
 
-    @property
-    def state(self) -> TransferState:
-        if self.ended_at:
-            return TransferState.FAILED if self.error else TransferState.FINISHED
-        if self.missing:
-            return TransferState.MISSING
-        if self.begun_at:
-            return TransferState.RUNNING
-        return TransferState.ACCEPTED if self.accepted_at else TransferState.PLANNED
+    def is_young(self, now: float) -> bool:
+        return now - (self.accepted_at or self.planned_at) <= START_TIMEOUT_S
 
-    @property
-    def holder_ids(self) -> tuple[str, ...]:
-        """The planned sources."""
-        return tuple(source.holder_id for source in self.sources)
+    def is_slow(self, now: float) -> bool:
+        """Whether it has been slow for ``SLOW_AFTER_S``, or is slow again or still after it was planned again."""
+        has_lasted = now - self.slow_since >= SLOW_AFTER_S
+        return self.slow_since > 0 and (self.replan_checked_at > 0 or has_lasted)
+
+    def is_replan_due(self, now: float) -> bool:
+        has_lasted = now - self.slow_since >= SLOW_AFTER_S
+        return self.slow_since > 0 and has_lasted and now - self.replan_checked_at >= REPLAN_COOLDOWN_S
 
     def running_s(self, now: float) -> float:
         """Time since it began; once it has finished, the duration that its store measured."""
@@ -138,7 +124,7 @@ class Transfer:
 
     @property
     def mean_bytes_per_s(self) -> float:
-        """Over the whole run; 0 if it never ran."""
+        """The mean rate of the whole run; 0 if it never ran."""
         took_s = self.running_s(self.ended_at)
         return self.num_bytes_received / took_s if took_s > 0 else 0.0
 
@@ -153,27 +139,39 @@ class TransferEvent:
     in_history: bool = True  # False if no bytes had to flow, or if its end is recorded already
 
 
-def _remove(index: dict[str, dict[TransferKey, None]], names: Iterable[str], key: TransferKey) -> None:
-    for name in names:
-        del index[name][key]
-        if not index[name]:
-            del index[name]
+def sources_joined(before: PackCopy | None, copy: PackCopy) -> tuple[str, ...]:
+    """Sources followed now but not in ``before``. Without earlier shares the first source counts as the original."""
+    known = {share.holder_id for share in before.shares if share.following} if before else set()
+    following = [share.holder_id for share in copy.shares if share.following and share.holder_id not in known]
+    return tuple(following if before and before.shares else following[1:])
 
 
-def _is_young(transfer: Transfer, now: float) -> bool:
-    return now - (transfer.accepted_at or transfer.planned_at) <= START_TIMEOUT_S
+def sources_dropped(before: PackCopy | None, copy: PackCopy) -> Mapping[str, str]:
+    """Sources given up since ``before``, with the reason."""
+    known = {share.holder_id: share.error for share in before.shares} if before else {}
+    errors = {share.holder_id: share.error for share in copy.shares if share.error}
+    return {source: error for source, error in errors.items() if known.get(source) != error}
 
 
 class Transfers:
     """All transfers that have not ended, and the last that have. Owned by the state."""
 
-    def __init__(self) -> None:
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
         self._running: dict[TransferKey, Transfer] = {}
-        self._into: dict[str, dict[TransferKey, None]] = {}  # running transfers, by target
-        self._out_of: dict[str, dict[TransferKey, None]] = {}  # by planned source
-        self._of_pack: dict[str, dict[TransferKey, None]] = {}
+        self._into: dict[str, dict[str, Transfer]] = {}  # the same by target and pack
         self._ended: deque[Transfer] = deque(maxlen=_MAX_ENDED)
         self._ranks = count(1)
+
+    def _add(self, transfer: Transfer) -> None:
+        self._running[transfer.key] = transfer
+        self._into.setdefault(transfer.target, {})[transfer.pack_id] = transfer
+
+    def _remove(self, transfer: Transfer) -> None:
+        if self._running.pop(transfer.key, None) is not None:
+            del self._into[transfer.target][transfer.pack_id]
+            if not self._into[transfer.target]:
+                del self._into[transfer.target]
 
     # Plans and commands
 
@@ -182,65 +180,54 @@ class Transfers:
         pack_id: str,
         pack_bytes: int,
         edges: Iterable[TransferEdge],
-        stores: Mapping[str, StoreStatus],
         now: float,
         *,
         urgent: bool = True,
         reason: Reason = NO_REASON,
         cause: CopyCause | None = None,
-    ) -> None:
-        """Counts planned edges as started. An edge on its way already keeps its sources and takes on the new demand."""
+    ) -> tuple[TransferEdge, ...]:
+        """Counts planned edges as started. An edge on its way already keeps its sources and takes on the new demand.
+        Returns the edges as they are now.
+        """
+        planned = []
         for edge in edges:
             key = pack_id, edge.target
             running = self._running.get(key)
             if edge.already_there and running is not None:
-                self._run(replace(running, urgent=running.urgent or urgent, cause=cause or running.cause))
+                running.urgent, running.cause = running.urgent or urgent, cause or running.cause
+                edge = _with_running_sources(edge, running)
             elif not edge.already_there or cause is not None:
-                earlier = stores[edge.target].copies.get(pack_id) if edge.target in stores else None
-                planned = Transfer(
-                    *key,
-                    pack_bytes,
-                    planned_at=now,
-                    sources=() if edge.already_there else planned_sources(edge),
-                    planned_bytes_per_s=0.0 if edge.already_there else edge.bytes_per_s,
-                    urgent=urgent,
-                    reason=reason,
-                    cause=cause,
-                    rank=next(self._ranks),
-                    stale_begin_us=earlier.relay_begin_us if earlier else None,
-                )
-                self._run(planned)
+                store = self._membership.stores.get(edge.target)
+                earlier = store.copies.get(pack_id) if store is not None else None
+                transfer = Transfer(*key, pack_bytes, now, {} if edge.already_there else edge.rates, edge.bytes_per_s)
+                transfer.urgent, transfer.reason, transfer.cause = urgent, reason, cause
+                transfer.rank, transfer.stale_begin_us = next(self._ranks), earlier.relay_begin_us if earlier else None
+                self._add(transfer)
+            planned.append(edge)
+        return tuple(planned)
+
+    def hasten(self, pack_id: str, targets: Iterable[str]) -> list[Transfer]:
+        """Makes all transfers upstream of these targets urgent, and returns those that were not."""
+        hastened = []
+        running = (self._running.get((pack_id, target)) for target in targets)
+        upstream = [source for transfer in running if transfer is not None for source in transfer.sources]
+        while upstream:
+            transfer = self._running.get((pack_id, upstream.pop()))
+            if transfer is not None and not transfer.urgent:
+                transfer.urgent = True
+                hastened.append(transfer)
+                upstream += transfer.sources
+        return hastened
 
     def accepted(self, key: TransferKey, now: float) -> None:
         """Records that the store accepted the replicator's order."""
         if transfer := self._running.get(key):
-            self._run(replace(transfer, accepted_at=now))
+            transfer.accepted_at = now
 
     def refused(self, key: TransferKey, error: str, now: float) -> list[TransferEvent]:
         """Ends a transfer whose store could not be reached or refused the relay; no effect on one that has begun."""
         transfer = self._running.get(key)
         return [self._end(transfer, now, error)] if transfer is not None and not transfer.begun_at else []
-
-    def put(self, transfer: Transfer) -> None:
-        """Replaces a transfer; no effect if it has ended."""
-        if transfer.key in self._running:
-            self._run(transfer)
-
-    def _run(self, transfer: Transfer) -> None:
-        before = self._running.get(transfer.key)
-        if before is not None and before.sources != transfer.sources:
-            _remove(self._out_of, before.holder_ids, before.key)
-        self._running[transfer.key] = transfer
-        self._into.setdefault(transfer.target, {})[transfer.key] = None
-        self._of_pack.setdefault(transfer.pack_id, {})[transfer.key] = None
-        for source in transfer.holder_ids:
-            self._out_of.setdefault(source, {})[transfer.key] = None
-
-    def _stop(self, transfer: Transfer) -> None:
-        if (ended := self._running.pop(transfer.key, None)) is not None:
-            _remove(self._into, (ended.target,), ended.key)
-            _remove(self._of_pack, (ended.pack_id,), ended.key)
-            _remove(self._out_of, ended.holder_ids, ended.key)
 
     # Reports
 
@@ -250,7 +237,7 @@ class Transfers:
         for copy in store.copies.values():
             key = (copy.pack_id, store.store_id)
             if key not in self._running and (unplanned := self._unplanned(copy, store.store_id, before, now)):
-                self._run(unplanned)
+                self._add(unplanned)
             if transfer := self._running.get(key):
                 events += self._advance(transfer, copy, now)
         for transfer in self.into(store.store_id):
@@ -268,12 +255,9 @@ class Transfers:
 
     def _drop(self, transfer: Transfer, now: float) -> TransferEvent:
         """Ends a running transfer that is absent from a report; a young transfer waits for its return."""
-        returns = bool(transfer.sources) and _is_young(transfer, now)
-        event = self._end(replace(transfer, cause=None) if returns else transfer, now, "it was dropped")
-        if returns:
-            waiting = replace(transfer, missing=True, begun_at=0.0, copy=None, repair_base=None, stale_begin_us=None)
-            self._run(waiting)
-        return event
+        if not transfer.sources or not transfer.is_young(now):
+            return self._end(transfer, now, "it was dropped")
+        return self._end_run(transfer, now, "it was dropped", missing=True, stale_begin_us=None)
 
     @staticmethod
     def _is_overdue(transfer: Transfer, copy: PackCopy | None, now: float) -> bool:
@@ -289,34 +273,32 @@ class Transfers:
         if not transfer.begun_at:
             if copy.relay_begin_us in (0, transfer.stale_begin_us):
                 if copy.complete:  # it was there already
-                    self._stop(transfer)
+                    self._remove(transfer)
                     yield TransferEvent(TransferEventKind.FINISHED, transfer, in_history=False)
                 elif copy.error and copy.relay_begin_us != transfer.stale_begin_us:
-                    yield self._end(replace(transfer, copy=copy), now, copy.error)
+                    transfer.copy = copy
+                    yield self._end(transfer, now, copy.error)
                 return
-            num_bytes = copy.pack_bytes or transfer.pack_bytes
-            transfer = replace(transfer, begun_at=now, missing=False, copy=copy, pack_bytes=num_bytes)
+            transfer.begun_at, transfer.missing, transfer.copy = now, False, copy
+            transfer.pack_bytes = copy.pack_bytes or transfer.pack_bytes
             yield TransferEvent(TransferEventKind.STARTED, transfer)
-        elif copy.relay_begin_us == transfer.stale_begin_us and _is_young(transfer, now):
+        elif copy.relay_begin_us == transfer.stale_begin_us and transfer.is_young(now):
             return  # an older report, from before the begin
         elif transfer.copy is not None and copy.relay_begin_us != transfer.copy.relay_begin_us and not copy.error:
             if copy.relay_begin_us:  # one run ended and another began between two reports
-                yield self._end(replace(transfer, cause=None), now, "it was begun anew")
-                again = replace(transfer, begun_at=0.0, copy=None, repair_base=None)
-                self._run(again)
-                yield from self._advance(again, copy, now)
+                yield self._end_run(transfer, now, "it was begun anew")
+                yield from self._advance(self._running[transfer.key], copy, now)
             elif copy.complete:  # a restarted store found it whole in its arena
-                yield self._end(replace(transfer, copy=copy), now, "")
+                transfer.copy = copy
+                yield self._end(transfer, now, "")
             return
-        before, transfer = transfer.repair_base, replace(transfer, copy=copy)
+        before, transfer.copy = transfer.repair_base, copy
         is_over = copy.complete or bool(copy.error)
-        if copy.num_repairs > (before.num_repairs if before else 0):
-            if is_over or is_repair_complete(before, copy):
-                transfer = replace(transfer, repair_base=copy)
-                yield TransferEvent(TransferEventKind.REPAIRED, transfer, before)
-        else:
-            transfer = replace(transfer, repair_base=copy)
-        self._run(transfer)
+        if copy.num_repairs <= (before.num_repairs if before else 0):
+            transfer.repair_base = copy
+        elif is_over or _is_repair_complete(before, copy):
+            transfer.repair_base = copy
+            yield TransferEvent(TransferEventKind.REPAIRED, transfer, before)
         if is_over:
             yield self._end(transfer, now, copy.error)
 
@@ -329,13 +311,53 @@ class Transfers:
         transfer = Transfer(copy.pack_id, target, copy.pack_bytes, now, rank=next(self._ranks))
         return transfer if before else replace(transfer, begun_at=now, copy=copy, repair_base=copy)
 
+    def _end_run(self, transfer: Transfer, now: float, error: str, **waiting: Any) -> TransferEvent:
+        """Ends a run whose plan and order stand for the next run. ``waiting``: changes until it begins."""
+        next_run = replace(transfer, begun_at=0.0, copy=None, repair_base=None, **waiting)
+        transfer.cause = None
+        event = self._end(transfer, now, error)
+        self._add(next_run)
+        return event
+
     def _end(self, transfer: Transfer, now: float, error: str) -> TransferEvent:
-        self._stop(transfer)
-        ended = replace(transfer, ended_at=now, error=error)
+        self._remove(transfer)
+        transfer.ended_at, transfer.error = now, error
         if not transfer.missing:
-            self._ended.append(ended)
+            self._ended.append(transfer)
         kind = TransferEventKind.FAILED if error else TransferEventKind.FINISHED
-        return TransferEvent(kind, ended, in_history=not transfer.missing)
+        return TransferEvent(kind, transfer, in_history=not transfer.missing)
+
+    # Slow transfers
+
+    def note_rate(self, transfer: Transfer, bytes_per_s: float, now: float) -> None:
+        """Marks a transfer as slow or not by the measured rate from all its sources. A transfer whose sources are slow
+        themselves does not count as slow, because their sources are to be changed.
+        """
+        arriving = [self._progress(transfer.pack_id, source) for source in transfer.sources]
+        at_sources = max((copy.bytes_per_s if copy else math.inf for copy in arriving), default=math.inf)
+        is_slow = bytes_per_s * SLOW_FACTOR < min(transfer.planned_bytes_per_s, at_sources)
+        transfer.slow_since = (transfer.slow_since or now) if is_slow else 0.0
+
+    def better_edge(self, transfer: Transfer, copy: PackCopy, nodes: Mapping[str, Node]) -> TransferEdge | None:
+        """The edge that a slow transfer should have now; None if nothing better is known. Stores after the target
+        follow it and are no sources. ``nodes``: without the bandwidth that this transfer takes.
+        """
+        pack_id, target = transfer.key
+        arriving = self.arriving(pack_id)
+        whole = [store_id for store_id in self._membership.whole_holders(pack_id) if store_id != target]
+        before = list(takewhile(lambda store_id: store_id != target, arriving))
+        if not whole and not before:
+            return None
+        (edge,) = plan(whole, before, [target], nodes=nodes, arriving=arriving, num_bytes=copy.missing_bytes)
+        is_same = set(edge.striped) == set(transfer.sources)
+        return None if is_same or edge.bytes_per_s < MIN_GAIN * copy.bytes_per_s else edge
+
+    def replan(self, transfer: Transfer, edge: TransferEdge | None, now: float) -> None:
+        """Gives a slow transfer the sources of the edge, unless none better is known; for a while it is left alone."""
+        transfer.slow_since, transfer.replan_checked_at = 0.0, now
+        if edge is not None:
+            transfer.sources, transfer.planned_bytes_per_s = edge.rates, edge.bytes_per_s
+            transfer.num_replans += 1
 
     # Queries
 
@@ -353,50 +375,61 @@ class Transfers:
         return self._running.get(key)
 
     def into(self, store_id: str) -> list[Transfer]:
-        return [self._running[key] for key in self._into.get(store_id, ())]
-
-    def out_of(self, store_id: str) -> list[Transfer]:
-        """Transfers that are planned to come from the store, or from REMOTE."""
-        return [self._running[key] for key in self._out_of.get(store_id, ())]
+        return list(self._into.get(store_id, {}).values())
 
     def touching(self, store_ids: Iterable[str]) -> list[Transfer]:
-        """Transfers of our own plans on the links of these stores, oldest first."""
-        stores = dict.fromkeys(store_ids)
-        transfers = [transfer for store_id in stores for transfer in (*self.into(store_id), *self.out_of(store_id))]
-        planned = {transfer.key: transfer for transfer in transfers if transfer.sources}
-        return sorted(planned.values(), key=lambda transfer: transfer.rank)
-
-    def of_pack(self, pack_id: str) -> list[Transfer]:
-        return [self._running[key] for key in self._of_pack.get(pack_id, ())]
-
-    def with_rates(self) -> list[Transfer]:
-        """Transfers of our own plans, which have rates; other transfers show only in the links' counters."""
-        return [transfer for transfer in self._running.values() if transfer.sources]
-
-    def receiving(self, pack_id: str, stores: Iterable[StoreStatus]) -> list[str]:
-        """Stores that are receiving the pack, by transfers and by reports, oldest first.
-
-        In one plan every target comes after its sources. Transfers that have not begun and that no plan has come last.
+        """Transfers of our own plans on the links of these stores, and on the remote store's, oldest first. Other
+        transfers have no planned rates and show only in the links' counters.
         """
-        ranks = {transfer.target: transfer.rank for transfer in self.of_pack(pack_id)}
-        reported = {store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].receiving}
-        return [*sorted(ranks, key=ranks.__getitem__), *sorted(reported - ranks.keys())]
+        stores = {*store_ids, REMOTE}
+        planned = (transfer for transfer in self._running.values() if transfer.sources)
+        touching = (transfer for transfer in planned if not stores.isdisjoint((transfer.target, *transfer.sources)))
+        return sorted(touching, key=lambda transfer: transfer.rank)
 
-    def progress(self, pack_id: str, stores: Iterable[StoreStatus]) -> dict[str, ReceiveProgress]:
-        """Progress of incoming copies: as reported, at the measured rate or otherwise the planned rate."""
-        progress = {}
-        for store in stores:
-            copy = store.copies.get(pack_id)
-            transfer = self._running.get((pack_id, store.store_id))
-            if transfer is not None or (copy is not None and copy.receiving):
-                planned = transfer.planned_bytes_per_s if transfer else 0.0
-                measured = copy.bytes_per_s if copy else 0.0
-                have = copy.num_chunks_verified / copy.num_chunks if copy and copy.num_chunks else 0.0
-                progress[store.store_id] = ReceiveProgress(have, measured or planned or DEFAULT_BYTES_PER_S)
-        return progress
+    def arriving(self, pack_id: str) -> dict[str, ReceiveProgress]:
+        """Progress of the pack's incoming copies by store, oldest first: in one plan every target comes after its
+        sources. Copies that have not begun and that no plan has come last.
+        """
+
+        def age(store_id: str) -> tuple[float, str]:
+            transfer = self._running.get((pack_id, store_id))
+            return transfer.rank if transfer is not None else math.inf, store_id
+
+        holders = (store.store_id for store in self._membership.holders(pack_id))
+        targets = (transfer.target for transfer in self._running.values() if transfer.pack_id == pack_id)
+        progress = {store_id: self._progress(pack_id, store_id) for store_id in sorted({*holders, *targets}, key=age)}
+        return {store_id: copy for store_id, copy in progress.items() if copy is not None}
+
+    def _progress(self, pack_id: str, store_id: str) -> ReceiveProgress | None:
+        """Progress of an incoming copy as reported, at the measured rate or otherwise the planned rate; None if nothing
+        arrives.
+        """
+        store, transfer = self._membership.stores.get(store_id), self._running.get((pack_id, store_id))
+        copy = store.copies.get(pack_id) if store is not None else None
+        arrives = transfer is not None or (copy is not None and not copy.error)
+        if store is None or not arrives or (copy is not None and copy.complete):
+            return None
+        planned, measured = transfer.planned_bytes_per_s if transfer else 0.0, copy.bytes_per_s if copy else 0.0
+        have = copy.num_chunks_verified / copy.num_chunks if copy and copy.num_chunks else 0.0
+        return ReceiveProgress(have, measured or planned or DEFAULT_BYTES_PER_S)
 
     def shown(self, now: float) -> list[Transfer]:
         """Transfers under way and recently ended, the last of each pack and target, in the order planned."""
         ended = {transfer.key: transfer for transfer in self._ended if now - transfer.ended_at < ENDED_SHOWN_S}
         running = {key: transfer for key, transfer in self._running.items() if not transfer.missing}
         return sorted((ended | running).values(), key=lambda transfer: transfer.planned_at)
+
+
+def _with_running_sources(edge: TransferEdge, running: Transfer) -> TransferEdge:
+    """The edge with the sources of a running transfer first, for a store that is told again of a copy on its way."""
+    if not running.sources:
+        return edge
+    peers = [source for source in running.sources if source != REMOTE]
+    sources, num_striped = tuple(dict.fromkeys((*peers, *edge.sources))), max(len(peers), 1)
+    return replace(edge, sources=sources, num_striped=num_striped, shares=(1 / num_striped,) * num_striped)
+
+
+def _is_repair_complete(before: PackCopy | None, copy: PackCopy) -> bool:
+    """Whether a repair can be reported in full; otherwise the next source is still being opened."""
+    follows = any(share.following for share in copy.shares)
+    return bool(sources_joined(before, copy) or (sources_dropped(before, copy) and follows))
