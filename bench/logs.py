@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.commits import HERE, checkout, start_module
+from bench.commits import HERE, checkout, git, start_module
 from bench.report import Check, finish, progress
 from bench.scheduling.histories import histories
 from bench.simulation.cases import TRACES
@@ -38,6 +38,7 @@ from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.service.input_log import encode_effects
 
 SUFFIX = ".log.gz"
+HISTORY_PATHS = ("bench/scheduling/histories.py", "bench/simulation", "sim", "tests/unit/scheduler/policy/*_cluster.py")
 TEXTS = frozenset(("reason", "message", "by_tenant"))
 NUM_BEFORE, NUM_AFTER = 100, 200  # characters that are shown beside a difference
 
@@ -60,22 +61,19 @@ def _without_texts(value: Any) -> Any:
     return [_without_texts(each) for each in value] if isinstance(value, list) else value
 
 
-def write_log(name: str, traces: Path, folder: Path) -> int:
-    """Runs the history in this process and writes its log. Returns the number of lines."""
-    apply, num_lines = Policy.apply, 0
+def write_log(name: str, traces: Path, folder: Path) -> None:
+    """Runs the history in this process and writes its log."""
+    apply = Policy.apply
     with gzip.open(folder / f"{name}{SUFFIX}", "wt", compresslevel=3) as log:
 
         def record(policy: Policy, input_: Input, now: float) -> Effects:
-            nonlocal num_lines
             effects = apply(policy, input_, now)
             if effects:
                 log.write(f"{now!r} {type(input_).__name__} {encode_effects(effects).decode()}\n")
-                num_lines += 1
             return effects
 
         with patch.object(Policy, "apply", record):
             histories(traces)[name]()
-    return num_lines
 
 
 def write_logs(folder: Path, traces: Path, only: Sequence[str]) -> None:
@@ -129,6 +127,14 @@ def write_logs_of(commit: str, folder: Path, options: argparse.Namespace) -> Non
             sys.exit(f"logs: those of {commit} ended with status {process.returncode}")
 
 
+def tell_other_histories(old: str, new: str) -> None:
+    """Prints the files of the histories that differ between the commits: they may be the reason of a difference."""
+    commits = [old] if new == HERE else [old, new]
+    names = git("diff", "--name-only", *commits, "--", *HISTORY_PATHS).split()
+    if names:
+        progress(f"the histories differ, too: {', '.join(names)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
@@ -147,6 +153,7 @@ def main() -> None:
         if Path(options.against).is_dir():
             before = Path(options.against)
         else:
+            tell_other_histories(options.against, options.of)
             write_logs_of(options.against, before, options)
         write_logs_of(options.of, after, options)
         differing = compare(before, after, is_without_texts=options.without_texts)

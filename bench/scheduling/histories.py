@@ -16,17 +16,20 @@ from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_pai
 from tests.unit.scheduler.policy.running_cluster import CONFIG, Fault, RunningCluster
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 from torchrelay.scheduler.policy.inputs import (
+    CopyFailed,
     GatewayConnected,
     GatewayDisconnected,
     LauncherReported,
+    LoadUnanswered,
     MinimumsSet,
     ModelDeleted,
+    RetainFailed,
     StoreGone,
     WorkerStopped,
     WorkerStreamClosed,
 )
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import Model, Role, ScheduledMinimum, ServiceClass, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import Model, Role, ScheduledMinimum, ServiceClass, WorkerStatus
 from torchrelay.scheduler.service.input_log import PolicyStart
 from torchrelay.sim.policies.setup import Knobs
 
@@ -46,186 +49,202 @@ REQUESTS: Sequence[Mapping[str, object]] = (
     {"max_tokens": 200_000},  # more KV than any pool holds
 )
 
+FAILURES = (
+    "fault", "fault", "kill", "kill", "store", "stop", "stream", "broker", "load", "retain", "copy", "gateway",
+    "takeover", "deletion",
+)  # fmt: skip
+
 
 class History:
-    """A cluster with random requests. ``gateways``: each request comes by one of them; the first is the cluster's."""
+    """A cluster with random requests. Its first gateway is ``RunningCluster``'s own."""
 
-    def __init__(self, name: str, cluster: RunningCluster, gateways: Sequence[str] = ("gateway-1",)) -> None:
-        self.random, self.cluster, self.gateways = random.Random(name), cluster, gateways
-        self.num_takeovers = 0
-        for gateway in gateways[1:]:
-            cluster.apply(GatewayConnected(gateway))
+    def __init__(
+        self,
+        name: str,
+        num_hosts: int,
+        config: PolicyConfig = CONFIG,
+        num_gateways: int = 1,
+        more: Sequence[WorkerStatus] = (),
+        arena_bytes: int = 1024 * MB,
+    ) -> None:
+        self.random, self.cluster = random.Random(name), RunningCluster(config)
+        self.gateways = [f"gateway-{number + 1}" for number in range(num_gateways)]
+        for number in range(num_hosts):
+            host, copies = f"host-{number}", [a_copy(model) for model in MODELS[number::num_hosts]]
+            pair = a_pair(f"p-{number}", f"d-{number}", host)
+            self.cluster.settle(a_store(f"s-{number}", host, copies, arena_bytes), *pair, a_worker(f"w-{number}", host))
+        self.cluster.settle(*more)
+        self.workers, self.stores = dict(self.cluster.workers), dict(self.cluster.stores)
+        self.num_events = 0
+        self._connect_others()
+
+    def _connect_others(self) -> None:
+        for gateway in self.gateways[1:]:
+            self.cluster.apply(GatewayConnected(gateway))
 
     def live(
         self,
         seconds: float,
+        per_s: float,
         models: Sequence[Model] = MODELS,
-        per_s: float = 2.0,
         num_tokens: Sequence[int] = (20, 100, 400, 1500),
         decode_s: Sequence[float] = (0.1, 0.5, 4.0),
     ) -> None:
-        """Passes the time while requests come, few of whose clients leave."""
-        end = self.cluster.now + seconds
-        while self.cluster.now < end:
-            for _ in range(int(per_s * 0.1 + self.random.random())):
-                self._call(models, self.random.choice(num_tokens), self.random.choice(decode_s))
-            calls = self.cluster.open_calls
-            if calls and self.random.random() < 0.02:
-                self.cluster.leave(self.random.choice(calls))
-            self.cluster.step()
-
-    def _call(self, models: Sequence[Model], num_tokens: int, decode_s: float) -> None:
-        place = min(int(self.random.expovariate(1.0)), len(models) - 1)
-        changes = {"gateway_id": self.random.choice(self.gateways), **self.random.choice(REQUESTS)}
-        self.cluster.call(f"r{len(self.cluster.calls)}", models[place], num_tokens, decode_s, **changes)
+        """Passes the time while requests come, and now and then a client leaves."""
+        cluster, random_ = self.cluster, self.random
+        end = cluster.now + seconds
+        while cluster.now < end:
+            for _ in range(int(per_s * 0.1 + random_.random())):
+                model = models[min(int(random_.expovariate(1.0)), len(models) - 1)]
+                changes = {"gateway_id": random_.choice(self.gateways), **random_.choice(REQUESTS)}
+                tokens, answer_s = random_.choice(num_tokens), random_.choice(decode_s)
+                cluster.call(f"r{len(cluster.calls)}", model, tokens, answer_s, **changes)
+            if cluster.open_calls and random_.random() < 0.02:
+                cluster.leave(random_.choice(cluster.open_calls))
+            cluster.step()
 
     def take_over(self) -> None:
         """Another scheduler begins without knowledge; peers report to it, and gateways ask for all open requests."""
-        cluster = self.cluster
-        self.num_takeovers += 1
-        cluster.disconnect()
-        cluster.policy = PolicyStart(cluster.config, cluster.now, f"takeover-{self.num_takeovers}").policy()
-        for gateway in self.gateways[1:]:
-            cluster.apply(GatewayConnected(gateway))
-        cluster.report_all()
-        cluster.reconnect()
+        self.num_events += 1
+        self.cluster.disconnect()
+        start = PolicyStart(self.cluster.config, self.cluster.now, f"scheduler-{self.num_events}")
+        self.cluster.policy = start.policy()
+        self._connect_others()
+        self.cluster.report_all()
+        self.cluster.reconnect()
+
+    def fail(self) -> None:
+        """Something random fails."""
+        cluster, worker_id, store_id = (
+            self.cluster,
+            *(self.random.choice(sorted(all_)) for all_ in (self.workers, self.stores)),
+        )
+        match self.random.choice(FAILURES):
+            case "fault":
+                cluster.faults[worker_id] = self.random.choice(list(Fault))
+            case "kill" if worker_id in cluster.workers:
+                cluster.kill(worker_id)
+            case "store":
+                self.lose_store(store_id)
+            case "stop":
+                cluster.apply(WorkerStopped(worker_id))
+            case "stream":
+                cluster.apply(WorkerStreamClosed(worker_id))
+            case "broker":
+                cluster.pass_time_with_beats(2.0)
+            case "load" if worker_id in cluster.workers:
+                cluster.apply(LoadUnanswered(cluster.workers[worker_id].slot.instance_id))
+            case "retain":
+                cluster.apply(RetainFailed(store_id))
+            case "copy":
+                cluster.apply(CopyFailed(self.random.choice(MODELS).pack_id, store_id, "no space"))
+            case "gateway":
+                cluster.disconnect()
+            case "takeover":
+                self.take_over()
+            case "deletion":
+                cluster.apply(ModelDeleted(self.random.choice(MODELS).name))
+
+    def lose_store(self, store_id: str) -> None:
+        if self.cluster.stores.pop(store_id, None) is not None:
+            self.cluster.apply(StoreGone(store_id))
+
+    def heal(self) -> None:
+        """Everything that has failed returns, in new processes."""
+        cluster, self.num_events = self.cluster, self.num_events + 1
+        cluster.faults.clear()
+        for store_id in [store_id for store_id in self.stores if store_id not in cluster.stores]:
+            incarnation = f"{store_id} {self.num_events}"
+            cluster.stores[store_id] = replace(self.stores[store_id], incarnation=incarnation, copies={})
+        for worker_id in [worker_id for worker_id in self.workers if worker_id not in cluster.workers]:
+            cluster.restart(self.workers[worker_id], self.num_events)
+        if not cluster.is_gateway_here:
+            cluster.reconnect()
 
 
-def _peers(num_hosts: int, **store: object) -> list[WorkerStatus | StoreStatus]:
-    """Hosts with a worker for each role, and for both."""
-    peers: list[WorkerStatus | StoreStatus] = []
-    for number in range(num_hosts):
-        host = f"host-{number}"
-        copies = [a_copy(model) for model in MODELS[number::num_hosts]]
-        peers.append(replace(a_store(f"store-{number}", host, copies), **store))  # type: ignore[arg-type]
-        peers += [*a_pair(f"p-{number}", f"d-{number}", host), a_worker(f"w-{number}", host)]
-    return peers
+def _failures(seed: int) -> None:
+    """Any failures; with even seeds packs have second copies, which crowd the arenas."""
+    config = replace(CONFIG, replicate=seed % 2 == 0, recent_s=60.0)
+    history = History(f"failures {seed}", 3, config, num_gateways=2, arena_bytes=(1024 if seed % 2 else 160) * MB)
+    for _ in range(8):
+        for _ in range(3):
+            history.fail()
+            history.live(history.random.uniform(1.0, 6.0), history.random.choice((0.5, 3.0, 8.0)))
+        history.heal()
+    history.live(20.0, 0.0)
 
 
-def _failures(seed: int, config: PolicyConfig = CONFIG, num_takeovers: int = 0) -> None:
-    """Every few seconds a node fails, or all return."""
-    cluster = RunningCluster(config)
-    cluster.settle(*_peers(3))
-    history = History(f"failures {seed}", cluster)
-    workers, stores = dict(cluster.workers), dict(cluster.stores)
-    mishaps: list[Callable[[], None]] = [
-        lambda: cluster.faults.__setitem__(history.random.choice(sorted(workers)), history.random.choice(list(Fault))),
-        lambda: cluster.kill(history.random.choice(sorted(cluster.workers))) if cluster.workers else None,
-        lambda: _lose_store(cluster, history.random.choice(sorted(stores))),
-        lambda: cluster.apply(WorkerStopped(history.random.choice(sorted(workers)))),
-        lambda: cluster.apply(WorkerStreamClosed(history.random.choice(sorted(workers)))),
-        cluster.disconnect if seed % 2 else history.take_over,
-        lambda: cluster.apply(ModelDeleted(history.random.choice(MODELS).name)),
-    ]
-    for number in range(24):
-        history.random.choice(mishaps)()
-        history.live(history.random.uniform(1.0, 6.0), per_s=history.random.choice((0.5, 3.0, 8.0)))
-        if number % 3 == 2:
-            _heal(cluster, workers, stores, number)
-    history.live(20.0, per_s=0.0)
-
-
-def _lose_store(cluster: RunningCluster, store_id: str) -> None:
-    if cluster.stores.pop(store_id, None) is not None:
-        cluster.apply(StoreGone(store_id))
-
-
-def _heal(
-    cluster: RunningCluster, workers: Mapping[str, WorkerStatus], stores: Mapping[str, StoreStatus], number: int
-) -> None:
-    """Everything that has failed returns, in new processes."""
-    cluster.faults.clear()
-    for store_id, store in stores.items():
-        if store_id not in cluster.stores:
-            cluster.stores[store_id] = replace(store, incarnation=f"{store_id} {number}", copies={})
-    for worker_id, worker in workers.items():
-        if worker_id not in cluster.workers:
-            cluster.restart(worker, number)
-    if not cluster.is_gateway_here:
-        cluster.reconnect()
-
-
-def _gateways() -> None:
-    """Three gateways, the last of which leaves for good, while the first returns and asks again."""
-    cluster = RunningCluster(replace(CONFIG, gateway_grace_s=4.0))
-    cluster.settle(*_peers(2))
-    history = History("gateways", cluster, ["gateway-1", "gateway-2", "gateway-3"])
-    history.live(15.0, per_s=6.0)
-    cluster.apply(GatewayDisconnected("gateway-3"))
-    history.gateways = history.gateways[:2]
-    for away_s in (1.0, 3.0, 8.0):
-        cluster.disconnect()
-        history.live(away_s, per_s=4.0)
-        cluster.reconnect()
-        history.live(6.0, per_s=6.0)
-    history.live(20.0, per_s=0.0)
+def _broken_loads() -> None:
+    """Half of the workers refuse loads, break them, never end them, or never end drains."""
+    history, faults = History("broken loads", 2), list(Fault)[:4]
+    for _ in range(10):
+        for worker_id in history.random.sample(sorted(history.workers), 3):
+            history.cluster.faults[worker_id] = history.random.choice(faults)
+        history.live(7.0, 4.0)
+        history.heal()
+        history.live(3.0, 1.0)
 
 
 def _takeovers() -> None:
-    """A scheduler takes over every few seconds: under load, while loads run, and while slots drain."""
-    cluster = RunningCluster(replace(CONFIG, replicate=True), load_s=2.0)
-    cluster.settle(*_peers(3))
-    history = History("takeovers", cluster, ["gateway-1", "gateway-2"])
-    for seconds in (12.0, 1.0, 5.0, 9.0, 3.0, 14.0):
-        history.live(seconds, per_s=5.0)
+    """Schedulers take over under load, while loads run, and while slots drain. Of three gateways the last leaves for
+    good, and the first returns and asks again.
+    """
+    history = History("takeovers", 3, replace(CONFIG, replicate=True, gateway_grace_s=4.0), num_gateways=3)
+    history.cluster.load_s = 2.0
+    for seconds in (12.0, 1.0, 5.0, 9.0, 3.0):
+        history.live(seconds, 5.0)
         history.take_over()
-    history.live(40.0, per_s=1.0)
+    history.live(5.0, 6.0)
+    history.cluster.apply(GatewayDisconnected(history.gateways.pop()))
+    for away_s in (1.0, 3.0, 8.0):
+        history.cluster.disconnect()
+        history.live(away_s, 4.0)
+        history.cluster.reconnect()
+        history.live(6.0, 6.0)
+    history.live(20.0, 0.0)
 
 
 def _minimums() -> None:
     """Minimums come, grow, follow a schedule and go, while other models wait for their slots."""
-    cluster = RunningCluster(CONFIG)
-    cluster.settle(*_peers(2))
-    history = History("minimums", cluster)
+    history = History("minimums", 2)
     kept = [replace(MODELS[1], min_instances=1), replace(MODELS[3], min_instances=1)]
-    scheduled = ScheduledMinimum(cluster.now + 30.0, cluster.now + 45.0, 3, "daily")
+    scheduled = ScheduledMinimum(history.cluster.now + 30.0, history.cluster.now + 45.0, 3, "daily")
     for models in (kept[:1], kept, [replace(kept[0], scheduled=(scheduled,)), kept[1]], [], kept[1:]):
-        cluster.models |= {model.version_id: model for model in models}
-        cluster.apply(MinimumsSet(tuple(models)))
-        history.live(12.0, per_s=5.0)
-    cluster.kill("w-0")
-    history.live(10.0, per_s=1.0)
+        history.cluster.models |= {model.version_id: model for model in models}
+        history.cluster.apply(MinimumsSet(tuple(models)))
+        history.live(12.0, 5.0)
+    history.cluster.kill("w-0")
+    history.live(10.0, 1.0)
 
 
 def _roles() -> None:
     """Workers of one role each, beside some with another engine or two devices, under prompts and answers in turn."""
-    cluster = RunningCluster(CONFIG)
-    peers = _peers(3)
-    peers += [a_worker(f"only-{role.name}-{n}", f"host-{n}", frozenset((role,))) for n in range(2) for role in Role]
-    peers += [a_worker("vllm", "host-2", engine="vllm", hands_over=False), a_worker("pair", "host-2", num_devices=2)]
-    cluster.settle(*peers)
-    history = History("roles", cluster)
+    more = [a_worker(f"{role.name}-{n}", f"host-{n}", frozenset((role,))) for n in range(2) for role in Role]
+    more += [a_worker("vllm", "host-2", engine="vllm", hands_over=False), a_worker("pair", "host-2", num_devices=2)]
+    history = History("roles", 3, more=more)
     models = [MODELS[0], MODELS[2], replace(MODELS[3], engine="vllm"), replace(MODELS[4], num_devices=2)]
     for turn in range(6):
         num_tokens, decode_s, per_s = ([3000], [0.1], 3.0) if turn % 2 else ([20], [6.0], 12.0)
-        history.live(12.0, models, per_s, num_tokens=num_tokens, decode_s=decode_s)
-    history.live(15.0, models, per_s=0.3)
+        history.live(12.0, per_s, models, num_tokens, decode_s)
+    history.live(15.0, 0.3, models)
 
 
 def _pools(mode: PoolMode, scaling: ScalingMode) -> None:
     """The targets of pools, and scaling that only advises."""
     config = replace(CONFIG, pool_mode=mode, scaling=scaling, pool_max_slots=6, pool_spare_slots=1)
-    cluster = RunningCluster(config)
-    cluster.settle(*_peers(1))
-    history = History("pools", cluster)
-    cluster.apply(MinimumsSet((replace(MODELS[0], min_instances=1),)))
+    history = History("pools", 1, config)
+    history.cluster.apply(MinimumsSet((replace(MODELS[0], min_instances=1),)))
     for per_s in (0.3, 8.0, 0.0, 3.0):
-        cluster.apply(LauncherReported("no node" if per_s > 5 else ""))
-        history.live(12.0, per_s=per_s)
+        history.cluster.apply(LauncherReported("no node" if per_s > 5 else ""))
+        history.live(12.0, per_s)
 
 
-def _copies() -> None:
-    """Copies are made, lost with their hosts, and do not fit."""
-    cluster = RunningCluster(replace(CONFIG, replicate=True, recent_s=60.0))
-    cluster.settle(*_peers(4, arena_target_bytes=160 * MB))
-    history = History("copies", cluster)
-    stores, workers = dict(cluster.stores), dict(cluster.workers)
-    for number in range(5):
-        history.live(10.0, per_s=2.0)
-        _lose_store(cluster, f"store-{number % 4}")
-        history.live(6.0, per_s=2.0)
-        _heal(cluster, workers, stores, number)
-    history.live(70.0, per_s=0.05)
+def _many_instances() -> None:
+    """A model with so many instances that placements look at some of them only."""
+    config = replace(CONFIG, max_instances=48, queue_limit=1000, queue_limit_total=1000)
+    history = History("many instances", 16, config)
+    history.live(15.0, 60.0, MODELS[:1], [1500], [4.0])
+    history.live(10.0, 2.0)
 
 
 def _scenario(name: str) -> None:
@@ -246,9 +265,13 @@ def histories(traces: Path) -> dict[str, Callable[[], None]]:
     }
     scenarios = {f"scenario_{name}": partial(_scenario, name) for name in SCENARIOS}
     failures = {f"failures_{seed}": partial(_failures, seed) for seed in range(1, 7)}
-    pools = {
+    others: dict[str, Callable[[], None]] = {
+        "broken_loads": _broken_loads,
+        "takeovers": _takeovers,
+        "minimums": _minimums,
+        "roles": _roles,
+        "many_instances": _many_instances,
         "pools": partial(_pools, PoolMode.FOLLOW, ScalingMode.ACT),
         "advice": partial(_pools, PoolMode.ADVISE, ScalingMode.ADVISE),
     }
-    others = {"gateways": _gateways, "takeovers": _takeovers, "minimums": _minimums, "roles": _roles, "copies": _copies}
-    return {**cases, **scenarios, **failures, **pools, **others}
+    return {**cases, **scenarios, **failures, **others}
