@@ -1,10 +1,9 @@
 """Whether the scheduler's policy of one commit costs more than that of another, with the same requests.
 
     python bench/compare.py OLD NEW [--quick]
-    python bench/compare.py --without RULE [--quick]
 
 Each commit runs in processes of its own, with its own simulator; ``.`` is the repository as it is, with what is not
-committed. ``--without`` compares that with itself without a rule (bench/simulation/rules.py).
+committed. To measure what a rule earns, compare with a commit that lacks it.
 
 J = device seconds + 60 x late requests; 60 is the default price (``idle_timeout_s``). dJ is the mean, over cases of
 bench/simulate.py, of the relative change of J, with the 95% interval of the paired differences. A scenario's figure
@@ -24,7 +23,7 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -32,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.commits import HERE, checkout, git, start_module
 from bench.report import Check, finish, parser_of, progress
-from bench.simulation.cases import FLEETS, MODELS, TRACES, Case, cases_of, outcome_of
-from bench.simulation.rules import RULES, without
+from bench.simulation.cases import TRACES, Case, cases_of, run
 from bench.simulation.scenarios import SCENARIOS
-from torchrelay.sim.policies.setup import Knobs, ours
+from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.sim.policies.setup import Knobs
 from torchrelay.sim.scenario import Request
 
 LATE_S = 60.0
@@ -63,27 +62,24 @@ def digest_of(requests: Sequence[Request]) -> int:
     return zlib.crc32(repr([[getattr(each, name) for name in fields] for each in requests]).encode())
 
 
-def run_case(case: Case, rule: str) -> Run:
-    with without(rule) as strategies:
-        setup = replace(ours(FLEETS[case.fleet], MODELS, Knobs(LATE_S), case.requests), strategies=strategies)
-        outcome = outcome_of(case, setup)
+def run_case(case: Case) -> Run:
+    outcome = run(case, "ours", Knobs(LATE_S))
     name = f"{case.trace} on {case.fleet}, seed {case.seed}"
     return Run(name, True, digest_of(case.requests), outcome.device_s + LATE_S * outcome.num_late)
 
 
-def run_scenario(name: str, seed: int, rule: str) -> Run:
+def run_scenario(name: str, seed: int) -> Run:
     scenario = SCENARIOS[name](seed)
-    with without(rule) as strategies:
-        return Run(name, False, digest_of(scenario.requests), scenario.run(strategies))
+    return Run(name, False, digest_of(scenario.requests), scenario.run(Strategies()))
 
 
-def measure(traces: Path, rule: str, *, is_quick: bool) -> None:
+def measure(traces: Path, *, is_quick: bool) -> None:
     """Runs cases and scenarios with the present code, and prints all runs as JSON."""
     cases = cases_of(traces, QUICK_SEEDS if is_quick else SEEDS, QUICK_SECONDS if is_quick else SECONDS)
     names, seeds = (QUICK_SCENARIOS, SCENARIO_SEEDS[:1]) if is_quick else (tuple(SCENARIOS), SCENARIO_SEEDS)
     with ProcessPoolExecutor(max((os.cpu_count() or 1) // 2, 1)) as pool:  # the other commit runs at the same time
-        futures = [pool.submit(run_case, case, rule) for case in cases]
-        futures += [pool.submit(run_scenario, name, seed, rule) for name in names for seed in seeds]
+        futures = [pool.submit(run_case, case) for case in cases]
+        futures += [pool.submit(run_scenario, name, seed) for name in names for seed in seeds]
         print(json.dumps([vars(future.result()) for future in futures]))
 
 
@@ -132,28 +128,21 @@ def checks_of(old: Sequence[Run], new: Sequence[Run]) -> list[Check]:
 def main() -> None:
     parser = parser_of(__doc__, "two cases of 10 s and the shortest scenarios, with one seed; under 50 s")
     parser.add_argument("commits", nargs="*", metavar="OLD NEW")
-    parser.add_argument("--without", default="", metavar="RULE", choices=RULES, help=f"one of {', '.join(RULES)}")
     parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of CSV files (%(default)s)")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        measure(options.traces, options.without, is_quick=options.quick)
+        measure(options.traces, is_quick=options.quick)
         return
-    commits = [HERE, HERE] if options.without and not options.commits else options.commits
-    if len(commits) != 2:
+    if len(options.commits) != 2:
         parser.error("name two commits: OLD NEW")
     arguments = ["--measure", "--traces", options.traces, *(["--quick"] if options.quick else [])]
-    rule = ["--without", options.without] if options.without else []
     with ExitStack() as stack:
-        before, after = (stack.enter_context(checkout(commit)) for commit in commits)
-        processes = [
-            start_module(before, "bench.compare", *arguments),
-            start_module(after, "bench.compare", *arguments, *rule),
-        ]
+        trees = [stack.enter_context(checkout(commit)) for commit in options.commits]
+        processes = [start_module(tree, "bench.compare", *arguments) for tree in trees]
         old, new = map(runs_of, processes)
-    names = [commit if commit == HERE else git("rev-parse", "--short", commit) for commit in commits]
-    conditions = {"quick": options.quick, "commits": names, "without": options.without}
-    finish("compare", conditions, checks_of(old, new))
+    names = [commit if commit == HERE else git("rev-parse", "--short", commit) for commit in options.commits]
+    finish("compare", {"quick": options.quick, "commits": names}, checks_of(old, new))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.simulation.load import ZIPF, copies_for
 from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
-from torchrelay.sim.policies.setup import Knobs, Setup
+from torchrelay.sim.policies.setup import Knobs
 from torchrelay.sim.policies.systems import SYSTEMS
 from torchrelay.sim.scenario import Fleet, Request
 from torchrelay.sim.traces import Arrival, read_trace, requests_of
@@ -93,11 +93,7 @@ def cases_of(folder: Path, seeds: Mapping[str, Sequence[int]], seconds: float) -
 
 def run(case: Case, system: str, knobs: Knobs) -> Outcome:
     """Simulates the system. Systems with fixed numbers of instances are sized by the case's own requests."""
-    return outcome_of(case, SYSTEMS[system](FLEETS[case.fleet], MODELS, knobs, case.requests))
-
-
-def outcome_of(case: Case, setup: Setup) -> Outcome:
-    plant = setup.plant(MODELS)
+    plant = SYSTEMS[system](FLEETS[case.fleet], MODELS, knobs, case.requests).plant(MODELS)
     outcomes = plant.run(case.requests, SETTLE_S, warm_up_s=WARM_UP_S, given_up_s=GIVEN_UP_S)
     num_late = sum(not outcome.attains(plant.served[outcome.request.model]) for outcome in outcomes)
     last = outcomes[-1].arrived_at

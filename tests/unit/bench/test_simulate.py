@@ -1,4 +1,4 @@
-"""The fronts and bounds of the simulation's bench, and the rules that can be left out."""
+"""The fronts and bounds of the simulation's bench."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from bench.simulation.bounds import hindsight_device_s, pooled_share_in_time
 from bench.simulation.cases import FLEETS, MODELS, WARM_UP_S, Case, generated, run
 from bench.simulation.cases import case_of as bench_case_of
 from bench.simulation.fronts import Front, Point, device_ratio, value_ratio
-from bench.simulation.rules import RULES, without
-from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.sim.policies.setup import Knobs
 from torchrelay.sim.scenario import Request
 
@@ -83,12 +81,3 @@ def test_bound_in_hindsight_is_below_every_system() -> None:
         outcome = run(case, system, Knobs(10.0, 4))
         assert 0 < hindsight_device_s(case, outcome.num_late, outcome.num_open) < outcome.device_s
         assert outcome.num_requests == len(case.counted)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_can_be_left_out(rule: str) -> None:
-    """The name that is replaced exists, and is back afterwards."""
-    with without(rule) as strategies:
-        assert isinstance(strategies, Strategies)
-    with without("") as strategies:
-        assert strategies == Strategies()
