@@ -5,7 +5,7 @@
 Each commit runs in processes of its own, with its own simulator; ``.`` is the repository as it is, with what is not
 committed. To measure what a rule earns, compare with a commit that lacks it.
 
-J = device seconds + 60 x late requests; 60 is the default price (``idle_timeout_s``). dJ is the mean, over cases of
+J = device seconds + 60 x late requests; 60 is the default of ``late_cost_s``. dJ is the mean, over cases of
 bench/simulate.py, of the relative change of J, with the 95% interval of the paired differences. A scenario's figure
 (bench/simulation/scenarios.py) is the mean of three seeds; less is better. The same code has no difference at all.
 """
@@ -63,7 +63,7 @@ def digest_of(requests: Sequence[Request]) -> int:
 
 
 def run_case(case: Case) -> Run:
-    outcome = run(case, "ours", Knobs(LATE_S))
+    outcome = run(case, "ours", Knobs(late_cost_s=LATE_S))
     name = f"{case.trace} on {case.fleet}, seed {case.seed}"
     return Run(name, True, digest_of(case.requests), outcome.device_s + LATE_S * outcome.num_late)
 

@@ -44,7 +44,7 @@ from torchrelay.sim.traces import halves
 
 SEEDS = {"A": (1, 2), "B": (4, 5, 6)}  # by cluster
 SETTINGS: Mapping[str, Sequence[Knobs]] = {
-    "ours": (Knobs(3.0, late_cost=10.0), Knobs(10.0), Knobs(60.0)),
+    "ours": (Knobs(late_cost_s=10.0), Knobs(late_cost_s=30.0), Knobs(late_cost_s=60.0)),
     "serverlessllm": (Knobs(2.0, 4), Knobs(10.0, 4)),
     "blitzscale_min0": (Knobs(2.0, 4), Knobs(10.0, 4)),
     "blitzscale_min1": (Knobs(10.0, 4),),
@@ -157,7 +157,7 @@ def measure(options: argparse.Namespace, seconds: float) -> list[Group]:
 def show(group: Group) -> None:
     progress(f"{group.name}: {sum(len(case.counted) for case in group.cases)} requests that count")
     for (system, knobs), outcomes in group.outcomes.items():
-        detail = f"late {knobs.late_cost:g}" if system == "ours" else f"{knobs.requests_per_instance} each"
+        detail = f"late {knobs.late_cost_s:g} s" if system == "ours" else f"{knobs.requests_per_instance} each"
         progress(
             f"  {system:<16} {knobs.idle_timeout_s:>5g} s, {detail:>8}: late {late_share(outcomes):.3f}, "
             f"P95 {p95_s(outcomes):7.2f} s, {_device_s(outcomes):6.0f} device s"

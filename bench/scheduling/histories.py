@@ -252,7 +252,7 @@ def _scenario(name: str) -> None:
 
 
 def _case(traces: Path, trace: str, fleet: str, seed: int) -> None:
-    run(case_of(trace, read_traces(traces)[trace], fleet, seed, CASE_S), "ours", Knobs(60.0))
+    run(case_of(trace, read_traces(traces)[trace], fleet, seed, CASE_S), "ours", Knobs())
 
 
 def histories(traces: Path) -> dict[str, Callable[[], None]]:

@@ -17,7 +17,7 @@ from torchrelay.sim.policies.setup import one_copy_each
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome
 from torchrelay.sim.summary import percentile
 
-_LATE_S = 60.0  # device seconds that a late request costs; the default of ``idle_timeout_s``
+_LATE_S = 60.0  # device seconds that a late request costs; the default of ``late_cost_s``
 _TWO_SLOTS = replace(CLUSTER_B, num_hosts=1, groups=(1, 1))
 _SMALL = tuple(model for model in twelve_models() if model.num_devices == 1)  # six models of 8B
 

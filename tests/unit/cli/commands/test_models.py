@@ -45,7 +45,7 @@ def test_lists_of_long_names_keep_the_other_columns() -> None:
     numbers = {name: 12_345_678 for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")}
     usage = {"data": [{"model": LONG, "cost": "12.000015000", **numbers}], "total": numbers | {"cost": "1.000000000"}}
     for table, whole in (
-        (models_table([MODEL | {"id": LONG}]), ("60 (default)", "1.5 MB", "2026-09-2")),
+        (models_table([MODEL | {"id": LONG}]), ("computed", "1.5 MB", "2026-09-2")),
         (keys_table([key], is_small=True), ("8x2kq0v3m1c9d7fz", "no limit", "2026-09-2", "active")),
         (uploads_table([upload], is_small=True), ("upl-0v3m1c9d7fz8x2kq", "1 GB", "2026-09-2")),
         (usage_table(usage, "model"), ("12,345,678", "$12.000015000")),
@@ -68,7 +68,7 @@ WEEK, SATURDAY = "mon-fri 08:00-18:00 Europe/Berlin = 2", "sat 10:00-16:00 UTC =
 TARGETS = {"interactive_ttft_s": 0.2, "standard_ttft_s": 0.5, "batch_ttft_s": 60, "tbt_target_s": 0.05}
 DEFAULTS = "back to the platform's default targets: first token (standard), between tokens"
 SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("--idle-timeout-s|5", {"idle_timeout_s": 5}, ["idle s 60, max instances per role 2"]),
+    ("--idle-timeout-s|5", {"idle_timeout_s": 5}, ["idle s computed, max instances per role 2"]),
     ("--engine|vllm", {"engine": "vllm"}, ["engine vllm"]),
     ("--engine|vllm:2", {"engine": "vllm:2"}, ["engine vllm:2"]),
     (f"--schedule|{WEEK}|--schedule|{SATURDAY}", {"schedule": [WEEK, SATURDAY]}, [f"min {WEEK}", f"min {SATURDAY}"]),
@@ -182,7 +182,7 @@ def test_model_is_rolled_back(run: Run, home: Home, gateway: FakeGateway) -> Non
 def test_model_is_shown_with_settings_and_price(run: Run, home: Home, gateway: FakeGateway) -> None:
     gateway.published, gateway.prices = {"tiny"}, [PRICE, OWN]
     shown = run("models", "show", "acme/tiny").stdout
-    for words in ("0123456789ab", "1.5 MB", "512 tokens", "60 s (default)", "2 per role", "prompt $0.001", "to zero"):
+    for words in ("0123456789ab", "1.5 MB", "512 tokens", "computed", "2 per role", "prompt $0.001", "to zero"):
         assert words in shown
     assert json.loads(run("models", "show", "tiny", "--json").stdout)["price"] == OWN
     settings = run("models", "settings", "tiny")

@@ -110,7 +110,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             lists=shares.lists,
             explanations=shares.explanations,
             changes=ChangeRate(),
-            default_scaling=ScalingSettings(60.0, 8),
+            default_scaling=ScalingSettings(0.0, 8),
             health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,
         )

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
     PaperCluster,
+    a_copy,
     a_model,
     a_store,
     a_worker,
@@ -25,7 +26,7 @@ from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import REMOTE, AttemptKey, InstancePhase
+from torchrelay.scheduler.policy.types import REMOTE, AttemptKey, InstancePhase, Model
 
 MODEL = a_model()
 
@@ -71,17 +72,42 @@ def test_request_that_no_slot_can_hold_is_refused(model: dict[str, Any], admitte
     assert told in refusal.message, refusal
 
 
-@pytest.mark.parametrize(("num_devices", "own_s", "kept_s"), [(1, 0.0, 8.0), (4, 0.0, 2.0), (4, 8.0, 8.0)])
-def test_price_is_per_device_and_own_timeout_per_slot(num_devices: int, own_s: float, kept_s: float) -> None:
-    workers = a_worker("w-a", num_devices=num_devices), a_worker("w-b", num_devices=num_devices)
-    scene = PaperCluster(PolicyConfig(idle_timeout_s=8.0)).settle(a_store("store-1", "host-1"), *workers)
-    scene.admit(a_model(idle_timeout_s=own_s, num_devices=num_devices), "r1")
+def kept_s(scene: PaperCluster, model: Model, load_s: float = 0.0) -> float:
+    """How long the slot of an unused model is kept that was loaded in ``load_s``."""
+    scene.admit(model, "r1")
+    scene.pass_time(load_s)
     scene.finish_loads()
     scene.release("r1")
-    scene.pass_time(kept_s - 0.5)
-    assert list(scene.policy.state.instances)
-    scene.pass_time(1.0)
-    assert not list(scene.policy.state.instances)
+    begin = scene.now
+    while list(scene.policy.state.instances):
+        scene.pass_time(0.25, step_s=0.25)
+        assert scene.now - begin < 200.0
+    return scene.now - begin
+
+
+@pytest.mark.parametrize(("num_devices", "own_s", "expected"), [(1, 0.0, 8.0), (4, 0.0, 8.0), (4, 5.0, 5.0)])
+def test_slot_is_kept_for_the_timeout_of_the_scheduler_or_of_the_model(
+    num_devices: int, own_s: float, expected: float
+) -> None:
+    workers = a_worker("w-a", num_devices=num_devices), a_worker("w-b", num_devices=num_devices)
+    scene = PaperCluster(PolicyConfig(idle_timeout_s=8.0)).settle(a_store("store-1", "host-1"), *workers)
+    assert kept_s(scene, a_model(idle_timeout_s=own_s, num_devices=num_devices)) == pytest.approx(expected, abs=0.6)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "late_cost_s", "num_devices", "expected"),
+    [(0.5, 60.0, 1, 10.0), (8.0, 60.0, 1, 169.0), (8.0, 10.0, 1, 37.5), (8.0, 40.0, 4, 37.5)],
+    ids=["a load that nobody notices", "a long load", "cheap lateness", "four devices"],
+)
+def test_slot_is_kept_for_as_long_as_the_next_load_costs(
+    load_s: float, late_cost_s: float, num_devices: int, expected: float
+) -> None:
+    """The load, the request that waits for it, of 2 s and so late with the weight 1 + log(1 + 8 / 2), and some more."""
+    worker = a_worker("w-a", num_devices=num_devices)
+    model = a_model(num_devices=num_devices)
+    store = a_store("store-1", "host-1", [a_copy(model)])
+    scene = PaperCluster(PolicyConfig(late_cost_s=late_cost_s)).settle(store, worker)
+    assert kept_s(scene, model, load_s) == pytest.approx(expected, abs=1.0)
 
 
 def test_idle_models_go_back_to_zero_after_their_own_timeout() -> None:

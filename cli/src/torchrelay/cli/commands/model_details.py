@@ -86,7 +86,8 @@ def _facts(model: dict[str, Any]) -> dict[str, str]:
 
 def settings_texts(model: dict[str, Any]) -> dict[str, str]:
     """Settings in words; defaults of the platform are marked."""
-    idle = f"{model['effective_idle_timeout_s']:g} s{'' if model['idle_timeout_s'] else ' (default)'}"
+    idle_s = model["effective_idle_timeout_s"]
+    idle = f"{idle_s:g} s{'' if model['idle_timeout_s'] else ' (default)'}" if idle_s else "computed"
     most = f"{model['effective_max_instances']} per role{'' if model['max_instances'] else ' (default)'}"
     least = f"{model['min_instances']} per role" if model["min_instances"] else "none: it scales to zero"
     targets = {

@@ -116,7 +116,7 @@ def _scaling(model: dict[str, Any]) -> tuple[str, str]:
     """Idle timeout and maximum instances; marked if they are the platform's defaults."""
     idle_s, most = model["effective_idle_timeout_s"], model["effective_max_instances"]
     return (
-        f"{idle_s:g}" if model["idle_timeout_s"] else f"{idle_s:g} (default)",
+        f"{idle_s:g}{'' if model['idle_timeout_s'] else ' (default)'}" if idle_s else "computed",
         f"{most}" if model["max_instances"] else f"{most} (default)",
     )
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchrelay.sim.scenario import Fleet, Request, ServedModel
     from torchrelay.sim.summary import Prices, Summary
 
+_RIVALS_IDLE_S = 60.0
 EXAMPLE = "Example:  torchrelay sim --trace arrivals.csv --fleet a --slo 0.5,0.1 --policy ours --policy serverlessllm"
 _FLEET_HELP = (
     "a: 4 hosts of 8 devices on NVLink; b: 2 hosts of 8 devices on PCIe; 100 Gbit/s between hosts. Or a JSON file with "
@@ -51,7 +52,7 @@ IdleOption = Annotated[
     typer.Option(
         "--idle-timeout-s",
         min=0.1,
-        help="Idle timeout of models without their own; in ours, of a device. Without it, 60 or as recorded.",
+        help="Idle timeout of models without their own. Without it, as recorded, or computed by ours and 60 of others.",
     ),
 ]
 EachOption = Annotated[
@@ -106,11 +107,11 @@ def sim(
         requests = _requests(trace, models, copies, zipf, seconds, seed)
     source = trace or replay
     assert source is not None
-    knobs = Knobs(idle_timeout_s or 60.0, requests_per_instance)
     runs = []
     for system in systems:
         if len(systems) > 1:
             console.err().print(f"simulating {system}")
+        knobs = Knobs(idle_timeout_s or (0.0 if system == "ours" else _RIVALS_IDLE_S), requests_per_instance)
         runs.append(run_system(system, cluster, models, knobs, requests, requests))
     if plots is not None:
         plot_runs(plots, runs, f"{source.name}, {cluster.num_devices} devices, {len(requests):,} requests")

@@ -109,7 +109,7 @@ ArenaMb: TypeAlias = Annotated[int, typer.Option(min=0, help="Memory for paramet
 KvPoolMb: TypeAlias = Annotated[int, typer.Option(min=0, help="KV memory per worker, in MiB; 0: the default.")]
 IdleTimeoutS: TypeAlias = Annotated[
     float,
-    typer.Option(envvar="TORCHRELAY_IDLE_TIMEOUT_S", min=0, help="Idle seconds before scaling to 0; 0: default."),
+    typer.Option(envvar="TORCHRELAY_IDLE_TIMEOUT_S", min=0, help="Idle seconds before scaling to 0; 0: computed."),
 ]
 Threads: TypeAlias = Annotated[
     int, typer.Option(envvar="TORCHRELAY_THREADS", min=0, help="Compute threads per worker; 0: one per core.")

@@ -48,7 +48,7 @@ class GatewaySettings(ServiceSettings):
     )
 
     idle_timeout_s: float = Field(
-        60.0, gt=0, description="The scheduler's default for models that set none; shown to tenants."
+        0.0, ge=0, description="The scheduler's setting for models that set none, shown to tenants; 0: computed."
     )
     max_instances: int = Field(8, ge=1, description="The scheduler's default maximum of instances per role.")
     default_max_tokens: int = Field(

@@ -46,16 +46,17 @@ class SchedulerSettings(ServiceSettings):
         description="advise: only the minimums of models are loaded; torchrelay explain and events show all other "
         "decisions, which change nothing. Requests for a model without an instance are refused.",
     )
-    idle_timeout_s: float = Field(
+    late_cost_s: float = Field(
         60.0,
         gt=0,
-        description="A cold start is worth as much as so many seconds of a device: a model unused for this long scales "
-        "to zero, or sooner if its requests come later anyway; models may override it.",
+        description="Device seconds that a late request costs: with a higher value, models get more instances and keep "
+        "unused ones for longer.",
     )
-    late_cost: float = Field(
-        1.0,
-        gt=0,
-        description="Cost of a late request, in cold starts: with a higher value, busy models get more instances.",
+    idle_timeout_s: float = Field(
+        0.0,
+        ge=0,
+        description="How long an unused model keeps its instance; models may override it. 0: as long as its next load "
+        "would cost, with the requests that it makes late.",
     )
     max_instances: int = Field(8, ge=1, description="Maximum instances of a model per role; models may override it.")
     pool_mode: PoolMode = Field(

@@ -16,16 +16,16 @@ from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """Parameters that are tuned: of ours, what keeping and what lateness costs; of the others, how long an idle
-    instance stays and how many requests justify another.
+    """Parameters that are tuned: of ours, what a late request costs; of the others, how long an idle instance stays and
+    how many requests justify another.
     """
 
-    idle_timeout_s: float
+    idle_timeout_s: float = 0.0  # of ours: 0, computed
     requests_per_instance: int = 16
-    late_cost: float = 1.0  # ours only
+    late_cost_s: float = 60.0
 
     def config(self) -> PolicyConfig:
-        return PolicyConfig(idle_timeout_s=self.idle_timeout_s, late_cost=self.late_cost)
+        return PolicyConfig(idle_timeout_s=self.idle_timeout_s, late_cost_s=self.late_cost_s)
 
 
 @dataclass(frozen=True)

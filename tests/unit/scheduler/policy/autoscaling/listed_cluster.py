@@ -130,7 +130,7 @@ def a_situation(
         ListedLoad(loads),
         {w.worker_id: w for w in seated},
         by_host,
-        prices_s={},
+        keep_s={},
         free_workers=FreeWorkers(w for w in seated if w.slot.phase is InstancePhase.FREE),
         holder_index=ListedStores(by_host),
         waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
@@ -152,7 +152,6 @@ def answers(num_answers: int, arrivals_per_s: float, **changes: object) -> Decod
         answer_s=10.0,
         arrivals_per_s=arrivals_per_s,
         target_s=2.0,
-        price_s=60.0,
         late_s=60.0,
     )
     return replace(demand, **changes)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def full_host(
         else ListedLoad(loads),
         by_id | {worker.worker_id: worker for worker in free},
         {"host-1": STORE},
-        prices_s={load.instance.version_id: 1e6 for load in loads},
+        keep_s={load.instance.version_id: 1e6 for load in loads},
         free_workers=FreeWorkers(free),
         holder_index=ListedStores({"host-1": STORE}),
         waited_for=frozenset(demand.model.version_id for demand in demands),
@@ -295,7 +295,7 @@ def test_tenant_with_a_free_slot_takes_no_slot_of_another_tenant() -> None:
 
 
 def grown(model: str, load: float, **changes: Any) -> Demand:
-    fields: dict[str, Any] = {"arrivals_per_s": 1000.0, "price_s": 3600.0, "late_s": 3600.0, "target_s": 2.0}
+    fields: dict[str, Any] = {"arrivals_per_s": 1000.0, "late_s": 3600.0, "target_s": 2.0}
     return Demand(a_model(model, max_instances=8), 0, 0, 0.0, load=load, **(fields | changes))
 
 
@@ -311,7 +311,7 @@ def test_short_models_do_not_swap_slots(load: float, grows: bool) -> None:
 
 @pytest.mark.parametrize(("loads", "num_left"), [((3.05, 2.2), 3), ((29.0, 28.0), 5), ((5.0, 4.9), 5), ((9.0, 0.5), 1)])
 def test_growth_slots_are_not_reclaimed_by_other_model(loads: tuple[float, float], num_left: int) -> None:
-    demands = [grown(f"acme/{number}", load, keep_s=3600.0) for number, load in enumerate(loads)]
+    demands = [grown(f"acme/{number}", load) for number, load in enumerate(loads)]
     owners = [0, 1, 1, 1, 1, 1]
 
     def taken(taker: int) -> list[int]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
-from torchrelay.scheduler.policy.autoscaling.arrivals import MEAN_S, WINDOW_S, ArrivalRate, Arrivals
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark, LoadProgress
 from torchrelay.scheduler.policy.autoscaling.pool_target import (
@@ -23,18 +21,15 @@ from torchrelay.scheduler.policy.autoscaling.pool_target import (
     pool_target,
 )
 from torchrelay.scheduler.policy.autoscaling.price import (
-    IdleGaps,
-    IdlePlan,
     held_s,
     lateness,
-    least_keep_s,
-    least_plan,
     least_saved,
     num_gained,
     num_lost,
     num_saved,
 )
 from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
+from torchrelay.scheduler.policy.autoscaling.usage import MEAN_S, NEVER, WINDOW_S, ArrivalRate, Gaps, Usages
 from torchrelay.scheduler.policy.autoscaling.version_rotation import MOST_PER_S, VersionTurns
 from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
 from torchrelay.scheduler.policy.types import ROLES, Role
@@ -72,7 +67,7 @@ def test_wanted_instances_save_more_than_they_cost() -> None:
 
 def test_queue_of_minutes_outweighs_any_cold_start() -> None:
     """Only one second of it was looked at, in which one more instance computes a quarter of a prompt."""
-    flood = Demand(a_model(max_instances=3), 60, 0, 0.0, backlog_s=240.0, price_s=1.0, late_s=1.0, target_s=2.0)
+    flood = Demand(a_model(max_instances=3), 60, 0, 0.0, backlog_s=240.0, late_s=1.0, target_s=2.0)
     assert wanted(flood, 1, 0.1) == 3
     assert wanted(flood, 1, 2.0) == 3  # though the load takes longer than it is worth alone
 
@@ -108,59 +103,56 @@ def test_the_worked_example_of_the_docs() -> None:
     assert num_gained(0.5, 12, 10.0) == 17
 
 
-def test_periodic_model_is_loaded_before_its_request() -> None:
-    about_ten_minutes = [600.0 + number % 5 for number in range(16)]
-    plan = least_plan(about_ten_minutes, 60.0, 10.0)
-    assert plan == IdlePlan(0.0, 590.0, 604.0)  # a cold start of 10 s, and 4 s more at most
-    assert plan.cost(602.0, 60.0) == 12.0
-    assert plan.cost(605.0, 60.0) == plan.cost(700.0, 60.0) == 14.0 + 60.0
-    bursts = [2.0] * 16 + about_ten_minutes
-    assert least_plan(bursts, 60.0, 10.0) == IdlePlan(2.0, 590.0, 604.0)
-    unlike = [100.0 * number for number in range(1, 17)]
-    assert least_plan(unlike, 60.0, 10.0) == IdlePlan(0.0), "to load 16 times too early costs more than a cold start"
-
-
-@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=24), st.floats(1, 100), st.floats(0.1, 20))
-def test_plan_costs_at_most_best_keep_time(gaps: list[float], break_even_s: float, load_s: float) -> None:
-    plan = least_plan(gaps, break_even_s, load_s)
-    kept = IdlePlan(least_keep_s(gaps, break_even_s))
-    paid, of_kept = (sum(item.cost(gap, break_even_s) for gap in gaps) for item in (plan, kept))
-    assert paid <= of_kept + 1e-6
-    assert math.isinf(plan.wake_s) or plan.keep_s < plan.wake_s <= plan.until_s <= plan.wake_s + break_even_s + 1e-6
-
-
 def test_next_use_is_expected_by_longer_gaps() -> None:
-    gaps = IdleGaps()
-    assert gaps.return_s(40.0) == 40.0, "nothing is known: as long again"
-    assert gaps.return_s(0.0) == 1.0
+    gaps = Gaps()
+    assert gaps.next_use_s(40.0) == 40.0, "nothing is known: as long again"
+    assert gaps.next_use_s(0.0) == 1.0
     for gap_s in (5.0, 600.0, 600.0, 600.0):
-        gaps.add(gap_s, 60.0, 2.0)
-    assert gaps.return_s(540.0) == pytest.approx((540.0 + 3 * 60.0) / 4)
-    assert gaps.return_s(700.0) == 700.0, "longer than all gaps: as long again"
-    assert gaps.return_s(2.0) == pytest.approx((2.0 + 3.0 + 3 * 598.0) / 5)
+        gaps.add(gap_s, 60.0)
+    assert gaps.next_use_s(540.0) == pytest.approx((540.0 + 3 * 60.0) / 4)
+    assert gaps.next_use_s(700.0) == 700.0, "longer than all gaps: as long again"
+    assert gaps.next_use_s(2.0) == pytest.approx((2.0 + 3.0 + 3 * 598.0) / 5)
 
 
-@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=64), st.floats(1, 100))
-def test_plan_costs_at_most_twice_optimum_and_two_loads(gaps: list[float], break_even_s: float) -> None:
-    """A model that flaps on purpose: each gap is just longer than its slot was kept, as often as it likes."""
-    for flaps, misses in product((False, True), repeat=2):
-        history, paid_s, known_s = IdleGaps(), 0.0, 0.0
-        for gap in gaps:
-            plan = history.plan(break_even_s, 1.0)
-            gap = plan.keep_s + 0.01 if flaps else gap
-            if misses and not math.isinf(plan.until_s):
-                gap = plan.until_s + 0.01
-            paid_s += plan.cost(gap, break_even_s)
-            known_s += min(gap, break_even_s)
-            history.add(gap, break_even_s, 1.0)
-            assert paid_s <= 2 * known_s + 2 * break_even_s + 1e-6
+def test_periodic_model_is_loaded_before_its_request() -> None:
+    gaps = Gaps()
+    for number in range(16):
+        assert (gaps.window(10.0, 60.0) == NEVER) is (number < 8)
+        gaps.add(600.0 + number % 5, 60.0)
+    assert gaps.window(10.0, 60.0) == (585.0, 604.0)
+    assert gaps.window(10.0, 3.0) == NEVER, "the gaps differ by more than the slot is kept for"
+    for number in range(16):
+        gaps.add(2.0 + 100.0 * number, 60.0)
+    assert gaps.window(10.0, 60.0) == NEVER
+
+
+@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=64), st.floats(1, 100), st.booleans())
+def test_kept_slot_costs_at_most_twice_optimum_and_two_loads(gaps: list[float], cold_s: float, flaps: bool) -> None:
+    """``flaps``: each gap is just longer than the slot was kept, as often as a model likes."""
+    history, paid_s, optimum_s = Gaps(), 0.0, 0.0
+    for gap_s in gaps:
+        keep_s = history.keep_s(cold_s)
+        if flaps:
+            gap_s = keep_s + 0.01
+        paid_s += gap_s if gap_s <= keep_s else keep_s + cold_s
+        optimum_s += min(gap_s, cold_s)
+        history.add(gap_s, cold_s)
+    assert paid_s <= 2 * optimum_s + 2 * cold_s + 1e-6
+
+
+def test_model_whose_gaps_are_short_or_long_is_kept_for_less_than_the_break_even() -> None:
+    history = Gaps()
+    for _ in range(3):
+        for gap_s in [1.0, 2.0] * 4 + [500.0] * 8:
+            history.add(gap_s, 64.0)
+    assert history.keep_s(64.0) <= 8.0
 
 
 def test_rate_covers_last_seconds() -> None:
-    history = Arrivals().of("v")
+    history = Usages().of("v")
     assert history.rate(0.0) == ArrivalRate()
     for number in range(20):
-        history.arrive(100, 0.5, 60.0, 1.0, number * 0.5, is_unused=False)
+        history.arrive(100, 0.5, 60.0, number * 0.5, is_unused=False)
     assert history.rate(9.9) == ArrivalRate(20 / WINDOW_S, 2000 / WINDOW_S)
     assert history.rate(14.5) == ArrivalRate(10 / WINDOW_S, 1000 / WINDOW_S)
     assert history.rate(40.0) == ArrivalRate()
@@ -168,11 +160,11 @@ def test_rate_covers_last_seconds() -> None:
 
 def test_long_run_rate_is_expected_between_bursts() -> None:
     """The most popular model, idle between two bursts, gave its slot to the first request of any other."""
-    history = Arrivals().of("v")
+    history = Usages().of("v")
     assert history.expected_per_s(0.0) == 0.0
     for burst in range(10):
         for number in range(50):
-            history.arrive(10, 0.5, 60.0, 1.0, burst * 50.0 + number * 0.1, is_unused=False)
+            history.arrive(10, 0.5, 60.0, burst * 50.0 + number * 0.1, is_unused=False)
     assert history.expected_per_s(455.0) == 5.0  # of late
     assert history.rate(499.0) == ArrivalRate() and 0.9 < history.expected_per_s(499.0) < 1.2
     assert history.expected_per_s(499.0 + 5 * MEAN_S) < 0.01
@@ -180,15 +172,15 @@ def test_long_run_rate_is_expected_between_bursts() -> None:
 
 
 def test_gaps_are_times_without_requests() -> None:
-    arrivals = Arrivals()
+    arrivals = Usages()
     history = arrivals.of("v")
-    history.arrive(100, 0.5, 60.0, 1.0, 0.0, is_unused=True)
+    history.arrive(100, 0.5, 60.0, 0.0, is_unused=True)
     for number in range(1, 17):
-        history.arrive(100, 0.5, 60.0, 1.0, 1000.0 * number - 995.0, is_unused=False)
+        history.arrive(100, 0.5, 60.0, 1000.0 * number - 995.0, is_unused=False)
         gap_s = 2.0 if number % 2 else 500.0
         arrivals.used("v", 1000.0 * number - gap_s)  # an answer ends so long before the next request
-        history.arrive(100, 0.5, 60.0, 1.0, 1000.0 * number, is_unused=True)
-    assert history.idle_gaps.plan(60.0, 1.0).keep_s == 2.0
+        history.arrive(100, 0.5, 64.0, 1000.0 * number, is_unused=True)
+    assert history.gaps.keep_s(64.0) == 2.0
     arrivals.used("unknown", 1.0)
 
 

@@ -179,7 +179,7 @@ def test_deleted_model_is_unnamed_and_leaves_others_running() -> None:
     assert names.of(version_id) == (ACME.name, BIRCH.name)
     scene.apply(ModelDeleted(BIRCH.name))
     assert names.of(version_id) == (ACME.name,)
-    assert scene.policy.state.idle_timeout_s(version_id, scene.now + 100.0) == 1.0
+    assert names.idle_timeout_s(version_id, scene.now + 100.0)[0] == 1.0
     scene.apply(ModelDeleted(ACME.name))
     scene.apply(ModelDeleted("acme/unknown"))
     assert names.of(version_id) == () and list(names) == []
@@ -202,7 +202,7 @@ def test_idle_instances_of_deleted_model_are_drained() -> None:
     scene.pass_time(1.0)
     assert not is_at_zero(scene)
     scene.apply(ModelDeleted(ACME.name))
-    assert scene.policy.state.idle_timeout_s(ACME.version_id, scene.now) == 5.0
+    assert scene.policy.state.aliases.idle_timeout_s(ACME.version_id, scene.now)[0] == 5.0
     scene.pass_time(0.3)
     assert is_at_zero(scene)
     drained = [event.reason for event in scene.told("idle")]
@@ -261,11 +261,11 @@ def test_settings_of_deleted_model_do_not_bind_others() -> None:
     state = hosts(1).policy.state
     state.note_model(replace(BIRCH, idle_timeout_s=5.0), 10.0)
     state.note_model(replace(ACME, idle_timeout_s=20.0), 10.0)
-    assert state.idle_timeout_s(ACME.version_id, 11.0) == 20.0
+    assert state.aliases.idle_timeout_s(ACME.version_id, 11.0) == (20.0, False)
     assert state.aliases.deleted(ACME.name) == []
     state.note_model(replace(ACME, idle_timeout_s=20.0), 12.0, is_new_call=False)
     assert state.aliases.of(ACME.version_id) == (BIRCH.name,)
-    assert [state.idle_timeout_s(ACME.version_id, now) for now in (12.0, 100.0)] == [5.0, 5.0]
+    assert [state.aliases.idle_timeout_s(ACME.version_id, now) for now in (12.0, 100.0)] == [(5.0, False)] * 2
 
 
 def test_names_are_bounded() -> None:

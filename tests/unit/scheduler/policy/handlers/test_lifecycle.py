@@ -209,7 +209,7 @@ def test_outage_of_scheduler_makes_no_request_late(age_s: float) -> None:
     scene.admit(MODEL, "r", age_s=age_s)
     scene.pass_time(0.1)
     scene.apply(FirstToken(AttemptKey("r", 1)))
-    assert scene.policy.state.arrivals.of(MODEL.version_id).num_late(0.0) == 0
+    assert scene.policy.state.usages.of(MODEL.version_id).num_late(0.0) == 0
 
 
 @pytest.mark.parametrize("num_short", [1, 3])

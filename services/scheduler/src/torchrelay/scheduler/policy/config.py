@@ -43,8 +43,8 @@ class PolicyConfig:
 
     # Scaling
     scaling: ScalingMode = ScalingMode.ACT
-    idle_timeout_s: float = 60.0  # worth of a cold start, in seconds of a device; a model's own, in seconds of its slot
-    late_cost: float = 1.0  # cost of a late request, in cold starts
+    late_cost_s: float = 60.0  # device seconds that a late request costs
+    idle_timeout_s: float = 0.0  # how long to keep an unused slot, for models without a setting; 0: computed
     max_instances: int = 8  # per model and role, for models without a setting of their own
     preempt_spare_after_s: float = 1.0  # wait without a slot before a model may get another's second slot
     time_slice_s: float = 10.0  # least time that a model keeps its slot while others have none

@@ -10,17 +10,19 @@ from torchrelay.scheduler.policy.admission.due_times import DueTimes
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.admission.retry_times import RetryTimes
-from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
+from torchrelay.scheduler.policy.autoscaling.price import load_cost
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
+from torchrelay.scheduler.policy.autoscaling.usage import Usage, Usages
 from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases, tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
@@ -65,7 +67,7 @@ class State:
     least_losses: LeastLosses
     strategies: Strategies = field(default_factory=Strategies)
     idle_deadlines: DueTimes = field(default_factory=DueTimes)  # when versions may have been idle for their timeouts
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    usages: Usages = field(default_factory=Usages)
     load_times: LoadTimes = field(default_factory=LoadTimes)
     retry_times: RetryTimes = field(default_factory=RetryTimes)
     instances: Instances = field(default_factory=Instances)
@@ -167,7 +169,7 @@ class State:
         """Stores the newest settings of a version; if there are too many, an unused version is evicted.
         ``is_new_call``: see ``VersionAliases.note``.
         """
-        timeout_s = model.idle_timeout_s or self.config.idle_timeout_s / model.num_devices
+        timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
         tbt_target_s = model.targets.tbt_target_s or self.config.tbt_target_s
         self.aliases.note(model, timeout_s, tbt_target_s, now, is_new_call=is_new_call)
         max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
@@ -196,15 +198,34 @@ class State:
             self.membership.nearest_tier(model.pack_id, model.num_devices)
         ]
 
-    def idle_timeout_s(self, version_id: str, now: float) -> float:
-        """The worth of a cold start of the version, in seconds of a slot: the longest that any of its models asks for.
-        The default for a version that is known only by its instances, without a request since the start.
+    def keep_s(self, version_id: str, now: float) -> float:
+        """How long to keep the last instance of the version unused; 0 if all its models are deleted. The longest that
+        any of its models asks for; for those that do not, as long as the next load costs.
         """
-        return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
+        if self.aliases.is_deleted(version_id):
+            return 0.0
+        own_s, is_computed = self.aliases.idle_timeout_s(version_id, now)
+        return max(own_s, self._computed_keep_s(version_id, now)) if is_computed else own_s
 
-    def longest_idle_s(self, version_id: str, now: float) -> float:
-        """Longest idle time before an instance of the version is drained; 0 if all its models are deleted."""
-        return 0.0 if self.aliases.is_deleted(version_id) else self.idle_timeout_s(version_id, now)
+    def _computed_keep_s(self, version_id: str, now: float) -> float:
+        model = self.models.get(version_id)
+        if model is None:
+            return self.config.idle_timeout_s or self.config.late_cost_s
+        usage = self.usages.of(version_id)
+        return max(usage.gaps.keep_s(self.cold_s(model, usage, now)), self.config.time_slice_s)
+
+    def late_s(self, model: Model) -> float:
+        """Cost of a late request, in seconds of the model's slot."""
+        return self.config.late_cost_s / model.num_devices
+
+    def cold_s(self, model: Model, usage: Usage, now: float) -> float:
+        """Cost of the next load of a model without an instance, in seconds of its slot."""
+        load_s = self.load_times.by_tier(model, self.config)[Tier.HOST]
+        return load_cost(load_s, usage.expected_per_s(now), self.ttft_target_s(usage), self.late_s(model))
+
+    def ttft_target_s(self, usage: Usage) -> float:
+        """Recent mean target for the first token."""
+        return usage.target_s or self.config.standard_ttft_s
 
     def tbt_target_s(self, version_id: str, now: float) -> float:
         """Target for the time between tokens of the version's answers: the shortest target of its models."""

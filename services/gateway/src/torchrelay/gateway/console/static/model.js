@@ -41,7 +41,7 @@ function Settings({ model, isAdmin, onChange }) {
     ${isAdmin && html`<label>Least instances at times, an entry per line
       <textarea name="schedule" rows="2" placeholder="mon-fri 08:00-18:00 Europe/Berlin = 2" defaultValue=${model.schedule.join("\n")}></textarea></label>`}
     <div class="row"><button>Save</button> <span role="status">${note}</span></div>
-    <span class="dim">0 is the platform's default. In force: idle for ${seconds(model.effective_idle_timeout_s)}, at most ${count(model.effective_max_instances)} instances per role.</span>
+    <span class="dim">0 is the platform's default. In force: idle for ${model.effective_idle_timeout_s ? seconds(model.effective_idle_timeout_s) : "as long as the next load would cost"}, at most ${count(model.effective_max_instances)} instances per role.</span>
     ${error && html`<${Alert}>${error}<//>`}</form>`;
 }
 

@@ -264,6 +264,6 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "schedule": model.schedule,
         "aliases": model.aliases,
         **msgspec.to_builtins(model.targets),
-        "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s,
+        "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s or None,
         "effective_max_instances": model.max_instances or default.max_instances,
     }

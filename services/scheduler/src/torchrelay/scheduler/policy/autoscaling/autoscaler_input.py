@@ -53,9 +53,7 @@ class Demand:
     num_late_before: int = 0  # recent late requests whose instances were loaded when they came
     load: float = 0.0  # seconds of prompts that arrive per second
     target_s: float = 2.0  # for the first token
-    price_s: float = 60.0  # worth of a cold start, in seconds of its slot
     late_s: float = 60.0  # cost of a late request, in seconds of its slot
-    keep_s: float = 60.0  # how long to keep an unused slot
     is_deleted: bool = False  # no longer callable
     forecast: tuple[float, float] = (math.inf, math.inf)  # begin and end of the next expected use; see ``price``
     last_full_at: float = 0.0  # when it last needed all its instances
@@ -82,7 +80,7 @@ class Demand:
         return price.least_saved(load_s, self.held_s(num_instances, load_s), self.late_s)
 
     def held_s(self, num_instances: int, load_s: float) -> float:
-        return price.held_s(num_instances, self.backlog_s, load_s, self.price_s)
+        return price.held_s(num_instances, self.backlog_s, load_s, self.late_s)
 
     def is_expected(self, now: float) -> bool:
         """Whether the model should be loaded for the next expected request."""
@@ -201,7 +199,7 @@ class AutoscalerInput:
     cluster_load: ClusterLoad
     workers: Mapping[str, WorkerStatus]
     stores: Mapping[str, StoreStatus]  # by host
-    prices_s: Mapping[str, float]  # by version: worth of a cold start, in seconds of a slot; absent: the default
+    keep_s: Mapping[str, float]  # by version: how long to keep an unused slot; absent: the default
     free_workers: FreeWorkers  # workers that report a free slot
     holder_index: HolderIndex
     version_ids: Sequence[str] = ()  # versions to evaluate that may be unknown, and so have no demand

@@ -379,8 +379,7 @@ def _scale_down(
         demand = demands.get(version_id)
         if demand is not None and demand.is_expected(autoscaler_input.now):
             continue
-        price_s = autoscaler_input.prices_s.get(version_id) or config.idle_timeout_s
-        keep_s = demand.keep_s if demand is not None else price_s
+        keep_s = autoscaler_input.keep_s.get(version_id, config.late_cost_s)
         abandoned_since = autoscaler_input.now - config.cancel_after_s
         if all(load.instance.phase is InstancePhase.LOADING and load.is_idle_since(abandoned_since) for load in loads):
             cancelled = Reason("cancel", "no request waits for it any more")
@@ -390,7 +389,7 @@ def _scale_down(
         is_deleted = demand is not None and demand.is_deleted
         reasons = {
             load.instance.instance_id: _idle_reason(
-                autoscaler_input.now - load.unused_since, keep_s, price_s, is_deleted=is_deleted
+                autoscaler_input.now - load.unused_since, keep_s, is_deleted=is_deleted
             )
             for load in idle
         }
@@ -418,7 +417,7 @@ def can_spare(load: InstanceLoad, loads: Sequence[InstanceLoad]) -> bool:
 def _uncrowded(
     demand: Demand, loads: Sequence[InstanceLoad], reserved: Sequence[InstanceLoad], now: float
 ) -> list[Drain]:
-    """Drains the least busy instance if one fewer was enough for as long as a cold start is worth. Needed because
+    """Drains the least busy instance if one fewer was enough for as long as a late request is worth. Needed because
     dispatch spreads requests over all instances, so that none is ever idle. If roles are sized apart, one per role.
     """
     if demand.num_cold:
@@ -438,20 +437,16 @@ def _spare(
     """Drains an instance that plays only the sizing's roles, unless all that play them were needed recently."""
     playing = [load for load in loads if load.instance.target_roles & sizing.roles]
     spare_s = now - max(sizing.work.last_full_at, *(load.instance.changed_at for load in playing))
-    if spare_s < demand.price_s:
+    if spare_s < demand.late_s:
         return []
     for load in sorted(playing, key=lambda load: (load.num_open, load.instance.instance_id)):
         if load not in reserved and load.instance.target_roles <= sizing.roles and can_spare(load, loads):
-            text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.price_s)})"
-            figures = {"idle_s": spare_s, "idle_timeout_s": demand.price_s}
+            text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.late_s)})"
+            figures = {"idle_s": spare_s, "idle_timeout_s": demand.late_s}
             return [Drain(load.instance.instance_id, Reason("idle", text, figures))]
     return []
 
 
-def _idle_reason(idle_s: float, keep_s: float, price_s: float, *, is_deleted: bool) -> Reason:
-    limit = f"limit {format_duration(keep_s)}"
-    if is_deleted:
-        limit = "its model is deleted"
-    elif keep_s < price_s:
-        limit += f": of late its next request came before that, or after {format_duration(price_s)}"
+def _idle_reason(idle_s: float, keep_s: float, *, is_deleted: bool) -> Reason:
+    limit = "its model is deleted" if is_deleted else f"limit {format_duration(keep_s)}"
     return Reason("idle", f"idle for {format_duration(idle_s)} ({limit})", {"idle_s": idle_s, "idle_timeout_s": keep_s})

@@ -21,7 +21,6 @@ class DecodeDemand:
     answer_s: float  # from placement, before the prompt is computed, to the last token, in a batch of ``num_held``
     arrivals_per_s: float
     target_s: float  # for the first token; an answer that waits longer for a place is late
-    price_s: float  # worth of a cold start, in seconds of a slot
     late_s: float  # cost of a late request, in seconds of a slot
     last_full_at: float = 0.0  # when all decode instances were last needed
     num_waiting: int = 0  # of ``num_answers``, those of waiting requests
@@ -60,7 +59,7 @@ class DecodeDemand:
         return (without - with_it) / (self.request_s * self.target_s)
 
     def held_s(self, num_instances: int, load_s: float) -> float:
-        return price.held_s(num_instances, max(self.backlog_s(num_instances), 0.0), load_s, self.price_s)
+        return price.held_s(num_instances, max(self.backlog_s(num_instances), 0.0), load_s, self.late_s)
 
     def least_saved(self, num_instances: int, load_s: float) -> float:
         """Cost of one more instance, in late requests."""

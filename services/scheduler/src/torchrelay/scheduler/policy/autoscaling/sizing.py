@@ -70,7 +70,7 @@ def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, conf
     wanted: Counter[Role] = Counter()
     for sizing in sizings:
         work, number = sizing.work, sizing.number
-        num_late = demand.num_late_before if late_role in sizing.roles and load_s < demand.price_s else 0
+        num_late = demand.num_late_before if late_role in sizing.roles and load_s < demand.late_s else 0
         if number < most and num_late >= work.least_saved(number, load_s):
             number += 1
         while number < most and work.num_saved(number, load_s) >= work.least_saved(number, load_s):

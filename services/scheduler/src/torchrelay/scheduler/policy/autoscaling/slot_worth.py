@@ -109,7 +109,8 @@ def _ask(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig
     is_idle = not cheapest.busy and cheapest.instance.accepted and not demand.num_waiting
     if is_idle and not demand.by_tenant:  # it would tell when the other tenants used it
         idle_s = autoscaler_input.now - cheapest.unused_since
-        yield WorthLine("idle", f"for {format_duration(idle_s)}; kept for {format_duration(demand.keep_s)}")
+        keep_s = autoscaler_input.keep_s[demand.model.version_id]
+        yield WorthLine("idle", f"for {format_duration(idle_s)}; kept for {format_duration(keep_s)}")
 
 
 def _turn_left_s(load: InstanceLoad, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> float:

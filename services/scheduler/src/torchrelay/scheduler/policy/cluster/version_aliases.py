@@ -12,6 +12,7 @@ from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.types import MAX_VERSIONS, Model, SlotClass
 
 _MAX_NAMES = 64  # per version
+_IN_USE_S = 60.0  # after its last request, for a model without an idle timeout of its own
 
 
 def tenant_of(model: str) -> str:
@@ -21,7 +22,7 @@ def tenant_of(model: str) -> str:
 
 @dataclass(slots=True)
 class _AliasUse:
-    idle_timeout_s: float
+    idle_timeout_s: float  # 0: computed
     max_instances: int  # 0: the scheduler's default
     tbt_target_s: float
     slot_class: SlotClass
@@ -56,7 +57,8 @@ class VersionAliases:
     def note(
         self, model: Model, idle_timeout_s: float, tbt_target_s: float, now: float, *, is_new_call: bool = True
     ) -> None:
-        """Records a use of the model's name for its version; ``idle_timeout_s``, ``tbt_target_s``: its own or default.
+        """Records a use of the model's name for its version; ``idle_timeout_s``, ``tbt_target_s``: its own or default,
+        0 for a timeout that is computed.
 
         ``is_new_call``: the request was not known before. Only such a request shows that a deleted model exists again:
         others may have come before its deletion.
@@ -98,16 +100,15 @@ class VersionAliases:
         if shared and name in shared.uses:
             shared.uses[name].at = now
 
-    def idle_timeout_s(self, version_id: str, now: float) -> float | None:
-        """The longest idle timeout of the models in use: a model is in use for its own timeout after its last request.
+    def idle_timeout_s(self, version_id: str, now: float) -> tuple[float, bool]:
+        """The longest idle timeout of the models in use, and whether that of any is computed: a model is in use for its
+        own timeout after its last request, or for ``_IN_USE_S``.
 
-        If none is in use, the timeout of the last requested model; None before the first request. Deleted models count
-        only if all are deleted.
+        If none is in use, the timeout of the last requested model. Deleted models count only if all are deleted.
         """
         shared = self._versions.get(version_id)
-        if shared is None:
-            return None
-        return max(use.idle_timeout_s for use in _in_use(shared, now))
+        timeouts_s = [use.idle_timeout_s for use in _in_use(shared, now)] if shared is not None else [0.0]
+        return max(timeouts_s), 0.0 in timeouts_s
 
     def tbt_target_s(self, version_id: str, now: float) -> float | None:
         """The shortest target of the models in use; None before the first request."""
@@ -140,8 +141,8 @@ class VersionAliases:
 
 
 def _in_use(shared: _Aliases, now: float) -> list[_AliasUse]:
-    """Uses within their idle timeouts; the last use if there is none."""
+    """Uses within their idle timeouts, or ``_IN_USE_S``; the last use if there is none."""
     if len(shared.uses) == 1:
         return list(shared.uses.values())
     counted = [use for use in shared.uses.values() if not use.is_deleted] or list(shared.uses.values())
-    return [use for use in counted if now - use.at < use.idle_timeout_s] or counted[-1:]
+    return [use for use in counted if now - use.at < (use.idle_timeout_s or _IN_USE_S)] or counted[-1:]

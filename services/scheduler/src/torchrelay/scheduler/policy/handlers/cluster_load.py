@@ -40,11 +40,8 @@ def present_input(state: State, now: float, version_ids: Iterable[str]) -> Autos
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     version_ids = list(version_ids)
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
-    prices_s = {version_id: state.idle_timeout_s(version_id, now) for version_id in version_ids}
     settled_models = models if settled else ()
-    by_version = {
-        model.version_id: demands.demand_of(state, model, prices_s[model.version_id], now) for model in settled_models
-    }
+    by_version = {model.version_id: demands.demand_of(state, model, now) for model in settled_models}
     return AutoscalerInput(
         now=now,
         demands=tuple(by_version.values()),
@@ -52,7 +49,7 @@ def present_input(state: State, now: float, version_ids: Iterable[str]) -> Autos
         workers=membership.workers,
         free_workers=membership.free_workers,
         stores=membership.stores_by_host,
-        prices_s=prices_s,
+        keep_s={version_id: state.keep_s(version_id, now) for version_id in version_ids},
         version_ids=version_ids,
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
@@ -99,9 +96,7 @@ class _StateLoad(ClusterLoad):
     def demand_of(self, version_id: str) -> Demand | None:
         if version_id not in self._demands:
             state, now, model = self._state, self._now, self._state.models.get(version_id)
-            price_s = state.idle_timeout_s(version_id, now)
-            demand = None if model is None else demands.demand_of(state, model, price_s, now)
-            self._demands[version_id] = demand
+            self._demands[version_id] = None if model is None else demands.demand_of(state, model, now)
         return self._demands[version_id]
 
     def of_version(self, version_id: str) -> tuple[InstanceLoad, ...]:
@@ -190,10 +185,10 @@ class _Version(NamedTuple):
 
 
 def _version(state: State, version_id: str, now: float) -> _Version:
-    model, history = state.models.get(version_id), state.arrivals.of(version_id)
+    model, usage = state.models.get(version_id), state.usages.of(version_id)
     return _Version(
         frozenset(map(tenant_of, state.aliases.of(version_id))),
         state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0,
-        history.expected_per_s(now),
-        history.target_s or state.config.standard_ttft_s,
+        usage.expected_per_s(now),
+        state.ttft_target_s(usage),
     )

@@ -21,19 +21,18 @@ from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Model,
 _STUCK_S = 0.5  # an instance whose prompt is overdue by more may compute nothing
 
 
-def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
-    """The current demand for the model. ``price_s``: the worth of a cold start of the model, in seconds of its slot."""
+def demand_of(state: State, model: Model, now: float) -> Demand:
+    """The current demand for the model."""
     version_id = model.version_id
     instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
     loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
     cold = state.attempts.attempts_at(loading)
     waiting = waiting_of(state, model, now)
-    history = state.arrivals.of(version_id)
-    rate, late_since = history.rate(now), max([now - price_s, *(instance.changed_at for instance in instances)])
+    usage, late_s = state.usages.of(version_id), state.late_s(model)
+    rate, late_since = usage.rate(now), max([now - late_s, *(instance.changed_at for instance in instances)])
     load_s = state.load_times.by_tier(model, state.config)
-    idle_plan = history.idle_gaps.plan(price_s, state.expected_load_s(model))
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
-    answers = _answer_demand(state, model, waiting.number, price_s, now)
+    answers = _answer_demand(state, model, waiting.number, now)
     num_both = sum(instance.target_roles >= BOTH for instance in instances)
     decode = answers if not num_both else None
     if decode is not None and waiting.number:
@@ -53,16 +52,14 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
         least_kv_bytes=waiting.least_kv_bytes,
         by_tenant=_of_tenants(state, version_id, cold),
         arrivals_per_s=rate.requests_per_s,
-        num_late_before=0 if loading else history.num_late(late_since),
+        num_late_before=0 if loading else usage.num_late(late_since),
         load=backlogs.prompts_s(state, model, rate.tokens_per_s, now),
-        target_s=history.target_s or state.config.standard_ttft_s,
-        price_s=price_s,
-        late_s=price_s * state.config.late_cost,
-        keep_s=min(idle_plan.keep_s, state.longest_idle_s(version_id, now)),
+        target_s=state.ttft_target_s(usage),
+        late_s=late_s,
         is_deleted=state.aliases.is_deleted(version_id),
-        forecast=history.forecast(idle_plan),
+        forecast=usage.window(state.expected_load_s(model), state.keep_s(version_id, now)),
         load_s=load_s,
-        last_full_at=history.last_full_at,
+        last_full_at=usage.last_full_at,
         decode=decode,
         answers=answers.without_excess(len(instances)) if answers and 0 < num_both == len(instances) else None,
     )
@@ -86,13 +83,13 @@ def note_demand(state: State, demand: Demand, now: float) -> None:
     version_id = demand.model.version_id
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
-    history = state.arrivals.of(version_id)
+    usage = state.usages.of(version_id)
     if instances := state.instances.of_version(version_id):
-        least_per_s, target_s = history.mean_per_s(now + VALID_S), history.target_s or state.config.standard_ttft_s
-        state.least_losses.note(version_id, instances, least_per_s, target_s, now)
-    history.last_full_at = demand.last_full_at
+        least_per_s = usage.mean_per_s(now + VALID_S)
+        state.least_losses.note(version_id, instances, least_per_s, state.ttft_target_s(usage), now)
+    usage.last_full_at = demand.last_full_at
     if demand.decode is not None:
-        history.decode_last_full_at = demand.decode.last_full_at
+        usage.decode_last_full_at = demand.decode.last_full_at
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ def tenants_of(state: State, version_id: str) -> list[str]:
     return tenants if len(tenants) > 1 else []
 
 
-def _answer_demand(state: State, model: Model, num_waiting: int, price_s: float, now: float) -> DecodeDemand | None:
+def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> DecodeDemand | None:
     """The demand for instances that decode; None if the length of answers or their KV is unknown."""
     num_tokens = state.answer_lengths.mean(model.version_id)
     if not num_tokens:
@@ -155,7 +152,7 @@ def _answer_demand(state: State, model: Model, num_waiting: int, price_s: float,
     works = [state.attempts.at(entry.instance_id) for entry in entries]
     if not (num_open := sum(work.num_choices for work in works)) or not prefills:
         return None
-    first, history = entries[0], state.arrivals.of(model.version_id)
+    first, usage = entries[0], state.usages.of(model.version_id)
     correction, cost = state.token_times.of(first.instance_id, now).correction, first.latency.decode
     base_s = correction * cost.base_s
     attended_s = cost.per_attended_s * sum(work.num_attended for work in works) / num_open
@@ -171,11 +168,10 @@ def _answer_demand(state: State, model: Model, num_waiting: int, price_s: float,
         num_held=num_held,
         num_most=num_most,
         answer_s=prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),
-        arrivals_per_s=history.rate(now).requests_per_s,
-        target_s=history.target_s or state.config.standard_ttft_s,
-        price_s=price_s,
-        late_s=price_s * state.config.late_cost,
-        last_full_at=history.decode_last_full_at,
+        arrivals_per_s=usage.rate(now).requests_per_s,
+        target_s=state.ttft_target_s(usage),
+        late_s=state.late_s(model),
+        last_full_at=usage.decode_last_full_at,
     )
 
 

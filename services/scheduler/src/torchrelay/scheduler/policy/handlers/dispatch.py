@@ -320,7 +320,7 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
         admission.key.attempt == 1 or admission.was_recalled  # without an outage of its worker or of the scheduler
     )
     if is_measured and instance is not None and admission.admitted_at > instance.since and is_late:
-        state.arrivals.of(admission.version_id).late(admission.admitted_at)
+        state.usages.of(admission.version_id).late(admission.admitted_at)
     model, worker = state.models.get(admission.version_id), state.membership.workers.get(worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)

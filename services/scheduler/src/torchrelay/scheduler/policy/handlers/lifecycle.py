@@ -93,10 +93,9 @@ def _note_arrival(state: State, admission: Admission, now: float) -> None:
     is_unused = not state.queues.num_waiting(version_id) and not any(
         instance.instance_id in bound for instance in state.instances.of_version(version_id)
     )
-    price_s = state.idle_timeout_s(version_id, now)
-    history = state.arrivals.of(version_id)
-    load_s = state.expected_load_s(state.models[version_id])
-    history.arrive(admission.num_prefill_tokens, admission.ttft_target_s, price_s, load_s, now, is_unused=is_unused)
+    usage = state.usages.of(version_id)
+    cold_s = state.cold_s(state.models[version_id], usage, now) if is_unused else 0.0
+    usage.arrive(admission.num_prefill_tokens, admission.ttft_target_s, cold_s, now, is_unused=is_unused)
     state.forecasts.pop(version_id, None)
 
 
@@ -189,11 +188,11 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     if attempt is not None:
         state.endpoint_cache.unblock(attempt.admission.version_id)
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
-        state.arrivals.used(attempt.admission.version_id, now)
+        state.usages.used(attempt.admission.version_id, now)
         for instance_id in attempt.instance_ids:
             state.instances.touch(instance_id, now)
         if (version_id := attempt.admission.version_id) not in state.idle_deadlines:
-            state.idle_deadlines.note(version_id, now + state.longest_idle_s(version_id, now))
+            state.idle_deadlines.note(version_id, now + state.keep_s(version_id, now))
     return attempt
 
 

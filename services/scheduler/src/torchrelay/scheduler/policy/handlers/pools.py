@@ -129,7 +129,7 @@ def _shortages(state: State, version_ids: Iterable[str], now: float) -> Mapping[
         model = state.models.get(version_id)
         if model is None or not _has_engine(state, model, now):
             continue
-        demand = demands.demand_of(state, model, state.idle_timeout_s(version_id, now), now)
+        demand = demands.demand_of(state, model, now)
         missing = _missing(state, model, demand)
         if number := num_missing_slots(demand, missing):
             shortages[model.num_devices, None].append(SlotShortage(model.name, number))

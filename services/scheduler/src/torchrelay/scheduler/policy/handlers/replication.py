@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
-from torchrelay.scheduler.policy.autoscaling.arrivals import ArrivalHistory
 from torchrelay.scheduler.policy.autoscaling.price import load_cost
+from torchrelay.scheduler.policy.autoscaling.usage import Usage
 from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand
 from torchrelay.scheduler.policy.handlers import relay_plans
 from torchrelay.scheduler.policy.reasons import Reason
@@ -95,14 +95,13 @@ def _replication_input(state: State, present: Mapping[str, StoreStatus], now: fl
 def _worth(state: State, use: PackUse, now: float) -> PackWorth:
     """Worth of a copy of the pack."""
     model = use.model
-    history = state.arrivals.known(model.version_id) or ArrivalHistory(last_used=use.last_used)
-    arrivals_per_s, target_s = history.expected_per_s(now), history.target_s or state.config.standard_ttft_s
-    late_s = state.idle_timeout_s(model.version_id, now) * state.config.late_cost
+    usage = state.usages.known(model.version_id) or Usage(last_used=use.last_used)
+    rate_per_s, target_s = usage.expected_per_s(now), state.ttft_target_s(usage)
     load_costs = {
-        tier: load_cost(load_s, arrivals_per_s, target_s, late_s)
+        tier: load_cost(load_s, rate_per_s, target_s, state.late_s(model))
         for tier, load_s in state.load_times.by_tier(model, state.config).items()
     }
-    return pack_worth(model, load_costs, history.return_s(now), state.membership.is_on_disk(model.pack_id))
+    return pack_worth(model, load_costs, usage.next_use_s(now), state.membership.is_on_disk(model.pack_id))
 
 
 def _order_copy(state: State, order: CopyOrder, now: float) -> None:

@@ -126,7 +126,7 @@ def idle_versions(state: State, now: float) -> list[str]:
         instances = state.instances.of_version(version_id)
         last_active = (state.instances.last_active(instance.instance_id) for instance in instances)
         used_at = max(last_active, default=-math.inf)
-        if (deadline := used_at + state.longest_idle_s(version_id, now)) > now:
+        if (deadline := used_at + state.keep_s(version_id, now)) > now:
             state.idle_deadlines.note(version_id, deadline)
         elif instances:
             idle.append(version_id)
@@ -175,7 +175,7 @@ def model_deleted(state: State, name: str, now: float) -> None:
     """Forgets the demand for versions that no other model shares; their instances are drained once they are idle."""
     for version_id in state.aliases.deleted(name):
         state.forecasts.pop(version_id, None)
-        state.arrivals.forget(version_id)
+        state.usages.forget(version_id)
         state.idle_deadlines.note(version_id, now)
 
 
@@ -277,7 +277,7 @@ def _note_role_lost(state: State, version_id: str, roles: Roles, now: float) -> 
     """Records that the version gives up an instance with this role: the next needs another full period without
     demand.
     """
-    history = state.arrivals.of(version_id)
+    history = state.usages.of(version_id)
     if Role.DECODE in roles:
         history.decode_last_full_at = now
     else:
