@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt
+from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import Admission, AttemptKey
 

@@ -78,9 +78,9 @@ class Policy:
             case inputs.LauncherReported(waits):
                 state.launcher_waits = waits
             case inputs.GatewayConnected(gateway_id):
-                lifecycle.park(state, state.gateways.connected(gateway_id, now))
+                lifecycle.park(state, state.gateways.changed(gateway_id, True, now))
             case inputs.GatewayDisconnected(gateway_id):
-                lifecycle.park(state, state.gateways.disconnected(gateway_id, now))
+                lifecycle.park(state, state.gateways.changed(gateway_id, False, now))
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
             case inputs.WorkerBeat(worker_id, incarnation, progress):
@@ -277,7 +277,6 @@ class Policy:
             state.effects.commands.append(DisconnectCommand(store.grpc_address))
         for key in state.gateways.overdue(now):
             lifecycle.release(state, key, now)
-        state.queues.forget_debts(now)
         for version_id in state.slot_lost_at.keys() - set(state.queues.versions):
             del state.slot_lost_at[version_id]
         for version_id in state.too_large.keys() - set(state.queues.versions):

@@ -6,10 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.admission.due_times import DueTimes
-from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
-from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
-from torchrelay.scheduler.policy.admission.retry_times import RetryTimes
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
@@ -40,6 +36,9 @@ from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTim
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
 from torchrelay.scheduler.policy.estimates.token_time import TokenTimes
+from torchrelay.scheduler.policy.queue.due_times import DueTimes
+from torchrelay.scheduler.policy.queue.gateway_sessions import GatewaySessions
+from torchrelay.scheduler.policy.queue.model_queue import ModelQueues
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
 from torchrelay.scheduler.policy.relay.transfers import Transfers
@@ -58,7 +57,7 @@ class State:
     config: PolicyConfig
     new_id: Callable[[], str]  # a fresh instance id
     started_at: float
-    queues: AdmissionQueues
+    queues: ModelQueues
     load_failures: LoadFailures
     load_progress: LoadProgress
     gateways: GatewaySessions
@@ -69,7 +68,6 @@ class State:
     idle_deadlines: DueTimes = field(default_factory=DueTimes)  # when versions may have been idle for their timeouts
     usages: Usages = field(default_factory=Usages)
     load_times: LoadTimes = field(default_factory=LoadTimes)
-    retry_times: RetryTimes = field(default_factory=RetryTimes)
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
     endpoint_cache: EndpointCache = field(default_factory=EndpointCache)
@@ -121,7 +119,7 @@ class State:
 
     @classmethod
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:
-        queues = AdmissionQueues(config.queue_limit, config.queue_limit_total)
+        queues = ModelQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
         losses = LeastLosses(config.time_slice_s)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
 
-from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.relay.planning import Node, ReceiveProgress, TransferEdge, plan
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps, repair
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement
@@ -63,7 +63,7 @@ class Plan(Protocol):
 
 
 class ChooseLate(Protocol):
-    """Chooses which requests are late if not all can be in time; see ``admission/late_requests.py``."""
+    """Chooses which requests are late if not all can be in time; see ``queue/late_requests.py``."""
 
     def __call__(
         self, prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0
@@ -72,7 +72,7 @@ class ChooseLate(Protocol):
 
 # Decides which copies are kept and made; see ``replication/repair.py``.
 Repair: TypeAlias = Callable[[ReplicationInput, PolicyConfig], Steps[ReplicationPlan]]
-# Rank of a late request, with its prompt time, in their order of service; see ``admission/late_requests.py``.
+# Rank of a late request, with its prompt time, in their order of service; see ``queue/late_requests.py``.
 LateRank: TypeAlias = Callable[[Admission, float], float]
 
 

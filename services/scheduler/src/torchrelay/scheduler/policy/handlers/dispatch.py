@@ -11,7 +11,6 @@ from types import MappingProxyType
 from msgspec import structs
 
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt
 from torchrelay.scheduler.policy.dispatch.candidate_index import CandidateIndex
 from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
@@ -19,6 +18,7 @@ from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
 from torchrelay.scheduler.policy.handlers import backlogs, endpoints, live_scaling
+from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement, ServiceClass
 

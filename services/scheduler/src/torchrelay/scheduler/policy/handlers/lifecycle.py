@@ -9,13 +9,13 @@ from msgspec import structs
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.admission.retry_times import MAX_S, MIN_S
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.handlers import backlogs, dispatch, scaling
 from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.queue.model_queue import MAX_RETRY_S, MIN_RETRY_S
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import (
     BOTH,
@@ -71,7 +71,7 @@ def admit(
         recalled = structs.replace(
             admission, admitted_at=earlier.admitted_at, age_s=earlier.age_s, was_recalled=True, prompt_source=source
         )
-        state.queues.push(recalled)
+        state.queues.push(recalled, now)
         state.returning.admitted(recalled)
         return True
     displaced = state.queues.displaced_by(admission)
@@ -83,7 +83,7 @@ def admit(
         return False
     if not admission.num_forced_tokens:
         _note_arrival(state, admission, now)
-    state.queues.push(admission)
+    state.queues.push(admission, now)
     return True
 
 
@@ -122,9 +122,9 @@ def _ttft_s(targets: LatencyTargets | PolicyConfig, service_class: ServiceClass)
 def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
     cold_s = backlogs.cold_wait_s(state, model, now)
     if cold_s is None:
-        retry_s = state.retry_times.retry_s(model.version_id, _places_per_s(state, model, now), 0.0, now)
+        retry_s = state.queues.retry_s(model.version_id, _places_per_s(state, model, now), now)
     else:
-        retry_s = min(max(cold_s, MIN_S), MAX_S)  # as the streams of requests that wait are told
+        retry_s = min(max(cold_s, MIN_RETRY_S), MAX_RETRY_S)  # as the streams of requests that wait are told
     num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
     own = f"your waiting requests: {num_own}"
     message = f"the queue for {admission.model} is full ({own}); retry in {format_duration(retry_s)}"

@@ -1,13 +1,11 @@
-"""Queues: the next request, the request that must leave, late requests, and when refused clients come back."""
+"""Queues: the next request, the request that must leave, and when refused clients come back."""
 
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections.abc import Callable
-from itertools import combinations, count
-from random import Random
+from itertools import count
 from statistics import median
 
 import pytest
@@ -16,10 +14,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
-from torchrelay.scheduler.policy.admission.due_times import DueTimes
-from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, fewest_late, late_rank
-from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
-from torchrelay.scheduler.policy.admission.retry_times import MAX_S, MIN_S, RetryTimes
+from torchrelay.scheduler.policy.queue.late_requests import late_rank
+from torchrelay.scheduler.policy.queue.model_queue import MAX_RETRY_S, MIN_RETRY_S, ModelQueues
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, ServiceClass
 
 MODEL = a_model()
@@ -31,14 +27,14 @@ def of(tenant: str, request_id: str, **changes: object) -> Admission:
     return structs.replace(an_admission(MODEL, request_id), **changes)
 
 
-def queues_with(*admissions: Admission, limit: int = 100) -> AdmissionQueues:
-    queues = AdmissionQueues(limit, limit_total=1000)
+def queues_with(*admissions: Admission, limit: int = 100) -> ModelQueues:
+    queues = ModelQueues(limit, limit_total=1000)
     for admission in admissions:
-        queues.push(admission)
+        queues.push(admission, NOW)
     return queues
 
 
-def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
+def order_of(queues: ModelQueues, now: float = NOW) -> list[str]:
     """Takes all requests, and returns their ids in this order."""
     request_ids = []
     while (admission := queues.next(MODEL.version_id, now)) is not None:
@@ -67,20 +63,20 @@ def test_batch_work_near_deadline_counts_for_served_tenant() -> None:
     queues = queues_with(batch_of("late", "first", 600.0), batch_of("late", "second", 700.0))
     assert queues.next(MODEL.version_id, NOW) is not None
     queues.take(AttemptKey("first", 1), NOW)
-    queues.push(batch_of("patient", "patient", 3600.0))
-    queues.push(of("chats", "chat"))
+    queues.push(batch_of("patient", "patient", 3600.0), NOW)
+    queues.push(of("chats", "chat"), NOW)
     assert order_of(queues, now=NOW + 680.0) == ["chat", "second", "patient"]
 
 
 def test_new_tenant_is_not_charged_for_batch_work() -> None:
     queues = queues_with(*(of("chats", f"c{n}") for n in range(20)))
     for number in range(20):
-        queues.push(batch_of("batches", f"b{number}", 10.0, num_prompt_tokens=100_000))
+        queues.push(batch_of("batches", f"b{number}", 10.0, num_prompt_tokens=100_000), NOW)
     for _ in range(10):
         admission = queues.next(MODEL.version_id, NOW)
         assert admission is not None
         queues.take(admission.key, NOW)
-    queues.push(of("new", "newcomer"))
+    queues.push(of("new", "newcomer"), NOW)
     assert "newcomer" in order_of(queues)[:2]
 
 
@@ -149,17 +145,17 @@ def test_full_queue_keeps_requests_with_tokens() -> None:
 
 def test_total_limit_refuses_tenant_with_most_requests() -> None:
     """P17: a tenant with many models filled the total, and everybody else's newcomers were refused."""
-    queues = AdmissionQueues(limit=100, limit_total=9)
+    queues = ModelQueues(limit=100, limit_total=9)
     for number in range(8):
-        queues.push(of("crowd", f"c{number}", version_id="short" if number < 3 else "long"))
-    queues.push(of("other", "o"))
+        queues.push(of("crowd", f"c{number}", version_id="short" if number < 3 else "long"), NOW)
+    queues.push(of("other", "o"), NOW)
     displaced = queues.displaced_by(of("alone", "a", version_id="new"))
     assert displaced is not None and displaced.key.request_id == "c7", "the last of its longest queue"
     own = of("crowd", "c8", version_id="new")
     assert queues.displaced_by(own) is own
     for number in range(3, 8):
         queues.remove(AttemptKey(f"c{number}", 1), NOW)
-        queues.push(of("crowd", f"begun {number}", version_id="long", num_forced_tokens=5))
+        queues.push(of("crowd", f"begun {number}", version_id="long", num_forced_tokens=5), NOW)
     displaced = queues.displaced_by(of("alone", "a", version_id="new"))
     assert displaced is not None and displaced.key.request_id == "c2", "nobody reads this one yet"
     queues.check_integrity()
@@ -173,8 +169,22 @@ def test_refunded_late_batch_work_is_not_charged() -> None:
     queues.take(batch.key, NOW)
     queues.refund(batch)
     for admission in (*(of("a", f"a{n}") for n in range(3)), of("b", "b0")):
-        queues.push(admission)
+        queues.push(admission, NOW)
     assert order_of(queues)[:2] == ["a0", "b0"]
+
+
+def test_refund_remains_when_last_request_falls_late() -> None:
+    recalled = of("a", "recalled", num_prompt_tokens=5000)
+    queues = queues_with(recalled, *(of("b", f"b{n}") for n in range(4)))
+    queues.take(recalled.key, NOW)
+    for name in ("b0", "b1", "b2"):
+        queues.take(AttemptKey(name, 1), NOW)
+    late = of("a", "late")
+    queues.push(late, NOW)
+    queues.refund(recalled)
+    queues.fall_late(late.key, NOW + 100.0)
+    queues.push(of("a", "again"), NOW)
+    assert order_of(queues) == ["again", "late", "b3"]
 
 
 def test_late_batch_work_waits_with_late_requests() -> None:
@@ -185,78 +195,43 @@ def test_late_batch_work_waits_with_late_requests() -> None:
     assert order_of(queues) == ["r", "batch", "late"]
 
 
-def prompts_of(*pairs: tuple[float, float]) -> list[TimedPrompt]:
-    """Prompts with these deadlines and computation times, in the order of their deadlines."""
-    ordered = sorted(pairs)
-    return [TimedPrompt(AttemptKey(f"r{n}", 1), deadline, prompt_s) for n, (deadline, prompt_s) in enumerate(ordered)]
-
-
-def are_in_time(prompts: list[TimedPrompt], begins_at: float) -> bool:
-    """Whether all prompts are in time if an instance computes them in this order."""
-    for prompt in prompts:
-        begins_at += prompt.prompt_s
-        if begins_at > prompt.deadline:
-            return False
-    return True
-
-
 @given(
-    st.lists(
-        st.tuples(st.integers(1, 20), st.integers(1, 8)).map(lambda pair: (float(pair[0]), float(pair[1]))), max_size=7
-    )
+    st.lists(st.tuples(st.floats(0.1, 100.0), st.floats(0.01, 2.0), st.booleans()), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
 )
-def test_choice_has_fewest_late_prompts(pairs: list[tuple[float, float]]) -> None:
-    prompts = prompts_of(*pairs)
-    late = fewest_late(prompts, [0.0])
-    kept = [prompt for prompt in prompts if prompt.key not in late]
-    assert len(late) + len(kept) == len(prompts)
-    assert are_in_time(kept, 0.0)
-    more = combinations(prompts, len(kept) + 1)
-    assert not any(are_in_time(list(chosen), 0.0) for chosen in more)
-
-
-@pytest.mark.parametrize(("free_at", "share"), [([0.0, 0.0], 1.0), ([0.0, 0.0, 0.0, 0.0], 0.5)])
-def test_instances_compute_by_their_share_of_time(free_at: list[float], share: float) -> None:
-    prompts = prompts_of(*((2.0, 1.0) for _ in range(5)))
-    assert len(fewest_late(prompts, free_at, share)) == 2, (
-        "two at a time: two and two are in time, and one begins at 1.5"
+def test_requests_in_time_go_by_deadline_before_late_ones(
+    requests: list[tuple[float, float, bool]], order: random.Random
+) -> None:
+    """Invariant 6, whatever the order of arrival and whichever requests fall late."""
+    arrivals = [(of("t", f"r{n}", ttft_target_s=target_s), s, late) for n, (target_s, s, late) in enumerate(requests)]
+    order.shuffle(arrivals)
+    queues = queues_with(*(admission for admission, _, _ in arrivals))
+    for admission, prompt_s, is_late in arrivals:
+        if is_late:
+            queues.fall_late(admission.key, late_rank(admission, prompt_s))
+    expected = sorted(
+        arrivals, key=lambda each: (each[2], late_rank(each[0], each[1]) if each[2] else each[0].deadline)
     )
+    assert order_of(queues) == [admission.key.request_id for admission, _, _ in expected]
 
 
-def test_busy_instance_counts_from_its_free_time() -> None:
-    prompts = prompts_of((2.0, 1.0), (2.0, 1.0), (3.0, 1.0))
-    assert fewest_late(prompts, [0.0, 1.0]) == []
-    assert len(fewest_late(prompts, [0.0, 9.0])) == 0
-    assert len(fewest_late(prompts, [1.0, 9.0])) == 1
-
-
-def test_started_request_is_never_late_and_counts() -> None:
-    first, second = prompts_of((5.0, 5.0), (6.0, 2.0))
-    assert fewest_late([first._replace(may_be_late=False), second], [0.0]) == [second.key]
-
-
-def test_late_started_request_makes_no_earlier_request_late() -> None:
-    first, second = prompts_of((2.0, 1.0), (3.0, 5.0))
-    assert fewest_late([first, second._replace(may_be_late=False)], [0.0]) == []
-
-
-def test_late_short_prompt_precedes_long_one_up_to_price() -> None:
-    long_, short = (an_admission(a_model(), name) for name in ("long", "short"))
-    assert late_rank(short, 0.1) < late_rank(long_, 0.5)
-    much_younger = structs.replace(short, admitted_at=long_.admitted_at + 100.0)
-    assert late_rank(much_younger, 0.1) > late_rank(long_, 0.5)
-
-
-def test_earliest_due_time_ignores_removed_entries() -> None:
-    due, random = DueTimes(), Random(1)
-    assert due.earliest == math.inf
-    for _ in range(2000):
-        version_id = f"v{random.randrange(20)}"
-        if random.random() < 0.3:
-            due.pop(version_id, None)
-        else:
-            due[version_id] = float(random.randrange(50))
-        assert due.earliest == min(due.values(), default=math.inf)
+@given(prompt_s=st.floats(0.01, 2.0), interval_s=st.floats(0.5, 60.0), others_s=st.floats(0.01, 2.0))
+def test_late_request_becomes_first_among_later_ones(prompt_s: float, interval_s: float, others_s: float) -> None:
+    """Invariant 6: newcomers may overtake a late request only until their deadlines exceed its rank."""
+    first = of("t", "first", ttft_target_s=1.0)
+    queues, num_before = queues_with(first), 0
+    queues.fall_late(first.key, late_rank(first, prompt_s))
+    while True:
+        newcomer = of("t", f"r{num_before}", ttft_target_s=1.0, admitted_at=NOW + num_before * interval_s)
+        queues.push(newcomer, newcomer.admitted_at)
+        queues.fall_late(newcomer.key, late_rank(newcomer, others_s))
+        served = queues.next(MODEL.version_id, newcomer.admitted_at)
+        assert served is not None
+        queues.take(served.key, newcomer.admitted_at)
+        if served is first:
+            break
+        num_before += 1
+        assert num_before <= (late_rank(first, prompt_s) - first.deadline) / interval_s + 1
 
 
 VERSION = MODEL.version_id
@@ -264,7 +239,7 @@ LIMIT = 32
 PLACES_PER_S = 10.0
 PREDICTED_PER_S = 3.0  # before anything is measured: as far off as a cold latency model
 
-RetryAfter = Callable[[AdmissionQueues, float], float]
+RetryAfter = Callable[[ModelQueues, float], float]
 
 
 def retry_factors(overload: float, retry_after_s: RetryAfter) -> list[float]:
@@ -273,7 +248,7 @@ def retry_factors(overload: float, retry_after_s: RetryAfter) -> list[float]:
     Refused clients come back when they were told to, until they are accepted. Off is both to be refused once more, and
     to be away while there is a place for this client and for all that were refused before it.
     """
-    rng, queues, sequence = random.Random(7), AdmissionQueues(LIMIT, LIMIT), count()
+    rng, queues, sequence = random.Random(7), ModelQueues(LIMIT, LIMIT), count()
     events: list[tuple[float, int, str]] = []  # by time; a client's name, or none where places become free
 
     def happens(at: float, client: str) -> None:
@@ -298,7 +273,7 @@ def retry_factors(overload: float, retry_after_s: RetryAfter) -> list[float]:
                 place_at.setdefault(other, now)
             happens(now + rng.uniform(0.5, 1.5) * 4 / PLACES_PER_S, "")
         elif queues.displaced_by(admission) is None:
-            queues.push(admission)
+            queues.push(admission, now)
             accepted_at[client] = now
             away.pop(client, None)
         else:
@@ -317,35 +292,31 @@ def retry_factors(overload: float, retry_after_s: RetryAfter) -> list[float]:
     return factors
 
 
-def own_place() -> RetryAfter:
-    retry_times = RetryTimes()
-    return lambda queues, now: retry_times.retry_s(
-        VERSION, queues.places_per_s(VERSION, now) or PREDICTED_PER_S, 0.0, now
-    )
+def own_place(queues: ModelQueues, now: float) -> float:
+    return queues.retry_s(VERSION, queues.places_per_s(VERSION, now) or PREDICTED_PER_S, now)
 
 
 @pytest.mark.parametrize("overload", [1.2, 1.5, 2.0, 3.0])
 def test_median_retry_time_is_within_factor_of_two(overload: float) -> None:
-    assert median(retry_factors(overload, own_place())) <= 2.0
+    assert median(retry_factors(overload, own_place)) <= 2.0
 
 
 def test_each_refused_client_gets_later_retry_time() -> None:
-    retry_times = RetryTimes()
-    told = [retry_times.retry_s(VERSION, 0.5, 4.0, 100.0) for _ in range(3)]
-    assert told == [6.0, 8.0, 10.0]
-    assert retry_times.retry_s("another", 0.5, 0.0, 100.0) == 2.0
-    assert retry_times.retry_s(VERSION, 0.5, 0.0, 109.0) == 3.0  # 2 s after the client that is due at 110
-    assert retry_times.retry_s(VERSION, 1e6, 0.0, 113.0) == MIN_S
-    assert retry_times.retry_s(VERSION, 1e-6, 0.0, 113.0) == MAX_S
-    assert retry_times.retry_s(VERSION, 0.5, 0.0, 173.0) == 2.0  # it came back, whatever it was told
+    queues = queues_with()
+    assert [queues.retry_s(VERSION, 0.5, 100.0) for _ in range(3)] == [2.0, 4.0, 6.0]
+    assert queues.retry_s("another", 0.5, 100.0) == 2.0
+    assert queues.retry_s(VERSION, 0.5, 105.0) == 3.0  # 2 s after the client that is due at 106
+    assert queues.retry_s(VERSION, 1e6, 109.0) == MIN_RETRY_S
+    assert queues.retry_s(VERSION, 1e-6, 109.0) == MAX_RETRY_S
+    assert queues.retry_s(VERSION, 0.5, 169.0) == 2.0  # it came back, whatever it was told
 
 
 def test_place_rate_counts_only_waiting_time() -> None:
-    queues, numbers = AdmissionQueues(1000, 1000), count()
+    queues, numbers = ModelQueues(1000, 1000), count()
 
     def push(num: int, now: float) -> None:
         for _ in range(num):
-            queues.push(an_admission(MODEL, f"r{next(numbers)}", now=now))
+            queues.push(an_admission(MODEL, f"r{next(numbers)}", now=now), now)
 
     def take(now: float, num: int = 1) -> None:
         for _ in range(num):

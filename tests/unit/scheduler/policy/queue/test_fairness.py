@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
-from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.queue.model_queue import ModelQueues
 from torchrelay.scheduler.policy.types import Admission, AttemptKey
 
 VERSION_ID = a_model().version_id
@@ -21,7 +21,7 @@ def of(tenant: str, number: int, num_tokens: int) -> Admission:
     return Admission(key, "gateway-1", VERSION_ID, num_tokens, 0, 10, 1, float(number), model=f"{tenant}/tiny")
 
 
-def take_next(queues: AdmissionQueues) -> Admission:
+def take_next(queues: ModelQueues) -> Admission:
     admission = queues.next(VERSION_ID, 0.0)
     assert admission is not None
     queues.take(admission.key, 0.0)
@@ -29,23 +29,23 @@ def take_next(queues: AdmissionQueues) -> Admission:
 
 
 def test_briefly_empty_queue_keeps_debts() -> None:
-    queues = AdmissionQueues(1000, 1000)
-    queues.push(of("b", 0, 8000))
+    queues = ModelQueues(1000, 1000)
+    queues.push(of("b", 0, 8000), 0.0)
     take_next(queues)
     for number in range(1, 5):
-        queues.push(of("b", number, 8000))
-        queues.push(of("a", number, 1000))
+        queues.push(of("b", number, 8000), 29.0)
+        queues.push(of("a", number, 1000), 29.0)
     assert [take_next(queues).tenant for _ in range(4)] == ["a"] * 4
 
 
 def test_debts_of_empty_queue_expire() -> None:
-    queues = AdmissionQueues(1000, 1000, debt_s=30.0)
-    queues.push(of("b", 0, 8000))
+    queues = ModelQueues(1000, 1000)
+    queues.push(of("b", 0, 8000), 0.0)
     take_next(queues)
-    queues.forget_debts(29.0)
-    assert queues.num_remembered == 1
-    queues.forget_debts(30.0)
-    assert queues.num_remembered == 0
+    for number in range(1, 5):
+        queues.push(of("b", number, 8000), 30.0)
+        queues.push(of("a", number, 1000), 30.0)
+    assert [take_next(queues).tenant for _ in range(4)] == ["b", "a", "a", "a"]
 
 
 class Serving(RuleBasedStateMachine):
@@ -55,7 +55,7 @@ class Serving(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queues = AdmissionQueues(1000, 1000)
+        self.queues = ModelQueues(1000, 1000)
         self.numbers = count()
         self.waiting: dict[AttemptKey, Admission] = {}
         self.parked: dict[AttemptKey, Admission] = {}
@@ -68,7 +68,7 @@ class Serving(RuleBasedStateMachine):
     def some_come(self, tenant: str, num_tokens: int, num: int) -> None:
         for _ in range(num):
             admission = of(tenant, next(self.numbers), num_tokens)
-            self.queues.push(admission)
+            self.queues.push(admission, 0.0)
             self.waiting[admission.key] = admission
         self.largest[tenant] = max(self.largest[tenant], num_tokens)
 
