@@ -35,12 +35,12 @@ from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("watch")]
 
-GENERATE = "/torchrelay.inference.v1.Inference/Generate"
+GENERATE, CHECK = "/torchrelay.inference.v1.Inference/Generate", "/grpc.health.v1.Health/Check"
 GREETING = PREFACE + frame(SETTINGS)
 
 
-def call(stream: int, *more: tuple[str, str]) -> bytes:
-    return frame(HEADERS, END_HEADERS, stream, header_block(call_headers(GENERATE, *more)))
+def call(stream: int, *more: tuple[str, str], method: str = GENERATE) -> bytes:
+    return frame(HEADERS, END_HEADERS, stream, header_block(call_headers(method, *more)))
 
 
 @pytest.fixture(scope="package")
@@ -81,7 +81,10 @@ def test_metadata_of_10_mb_ends_the_connection(endpoint: Address) -> None:
 
 
 def test_keyless_calls_with_data_end_their_connections(endpoint: Address) -> None:
-    sent = GREETING + b"".join(call(2 * n + 1) + frame(DATA, 0, 2 * n + 1, bytes(16_000)) for n in range(4))
+    sent = GREETING + b"".join(
+        call(2 * n + 1, method=method) + frame(DATA, 0, 2 * n + 1, bytes(16_000))
+        for n, method in enumerate((GENERATE, CHECK) * 2)
+    )
     with crowd(endpoint, 300) as sockets:
         for _ in range(5):
             send_all(sockets, sent)

@@ -87,7 +87,14 @@ async def test_offer_to_upgrade_is_ignored(connected: Connected, pieces: list[by
         assert [(await raw.answer()).body for _ in range(4)] == [b"6", b"9", b"10", b"10"]
 
 
-@pytest.mark.parametrize("sent", [b"NONSENSE\r\n\r\n", OFFER + b"transfer-encoding: chunked\r\n\r\nzz\r\n"])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"NONSENSE\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+        OFFER + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
 async def test_invalid_request_is_refused(connected: Connected, sent: bytes) -> None:
     async with connected() as raw:
         await raw.send(sent)

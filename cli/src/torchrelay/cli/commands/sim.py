@@ -111,7 +111,9 @@ def sim(
     for system in systems:
         if len(systems) > 1:
             console.err().print(f"simulating {system}")
-        knobs = Knobs(idle_timeout_s or (0.0 if system == "ours" else _RIVALS_IDLE_S), requests_per_instance)
+        idle_s = idle_timeout_s or (0.0 if system == "ours" else _RIVALS_IDLE_S)
+        late_cost_s = Knobs().late_cost_s if day is None else day.config.late_cost_s
+        knobs = Knobs(idle_s, requests_per_instance, late_cost_s)
         runs.append(run_system(system, cluster, models, knobs, requests, requests))
     if plots is not None:
         plot_runs(plots, runs, f"{source.name}, {cluster.num_devices} devices, {len(requests):,} requests")

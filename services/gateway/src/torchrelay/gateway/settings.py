@@ -96,7 +96,7 @@ class GatewaySettings(ServiceSettings):
         8, ge=1, description="Lists, usage and bills of one tenant at once: one runs, the others wait in line."
     )
     max_open_streams: int = Field(256, ge=1, description="gRPC calls with several messages at once.")
-    max_open_streams_per_tenant: int = Field(16, ge=1, description="The share of one tenant in them.")
+    max_open_streams_per_tenant: int = Field(64, ge=1, description="The share of one tenant in them.")
     message_timeout_s: float = Field(30.0, gt=0, description="Time for a message of a gRPC call to arrive.")
     idle_connection_s: int = Field(
         75, ge=1, description="A REST or gRPC connection without a request is closed after this time."

@@ -61,7 +61,7 @@ def test_uncrowded_instance_is_drained_though_used() -> None:
 
     assert drained(last_full_at=30.0) == ["i-w1"]
     assert drained(last_full_at=50.0) == []
-    assert drained(last_full_at=50.0, late_s=20.0) == ["i-w1"]
+    assert drained(last_full_at=50.0, spare_s=20.0) == ["i-w1"]
 
 
 def test_reason_for_tenant_hides_other_tenants() -> None:

@@ -6,7 +6,7 @@ from torchrelay.common.net.rpc.health import Faults
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.gateway.settings import GatewaySettings
 
-_MESSAGE_BYTES, _METADATA_BYTES, _LOOKAHEAD_BYTES = 4 << 20, 8 << 10, 64 << 10
+_MESSAGE_BYTES, _METADATA_BYTES, _LOOKAHEAD_BYTES = 1 << 20, 8 << 10, 64 << 10
 _STREAMS = 256  # calls at once on a connection; further calls wait in the client
 
 
@@ -22,4 +22,4 @@ def public_grpc_server(settings: GatewaySettings, fault: Faults) -> RpcServer:
         "grpc.http2.lookahead_bytes": _LOOKAHEAD_BYTES,
         "grpc.http2.bdp_probe": 0,
     }
-    return RpcServer(settings.host, settings.grpc_port, fault=fault, options=options)
+    return RpcServer(settings.host, settings.grpc_port, fault=fault, options=options, is_public=True)

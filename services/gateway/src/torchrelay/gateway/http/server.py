@@ -45,6 +45,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.send_400_response("The request is not valid HTTP.")
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":  # the method of a proxy, whose parser stops here too
+            raise ValueError("CONNECT")
         if self.parser.should_upgrade():
             line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
             headers = (b"%s: %s" % header for header in self.headers if header[0] != b"upgrade")
@@ -53,8 +55,15 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if not self._head_without_offer:
-            super().on_message_complete()
+        if self._head_without_offer:
+            return
+        is_answered = self.cycle.response_complete
+        super().on_message_complete()
+        if is_answered and not self.transport.is_closing():  # the rest of a body came after the answer
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
 
 class HttpServer(uvicorn.Server):

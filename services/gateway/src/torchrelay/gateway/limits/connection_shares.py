@@ -9,7 +9,7 @@ from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
 from torchrelay.gateway.settings import GatewaySettings
 
 _LINES = 32  # tenants that can have a full line of queries at once
-# gRPC messages that arrive at once, each of up to 4 MiB. A tenant has a place for each call that HAProxy allows on a
+# gRPC messages that arrive at once, each of up to 1 MiB. A tenant has a place for each call that HAProxy allows on a
 # connection: there a call that waits for its place would block the others.
 _MESSAGES, _MESSAGES_PER_TENANT = 256, 100
 

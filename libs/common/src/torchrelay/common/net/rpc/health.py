@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeAlias
 
 import grpc
@@ -32,6 +32,20 @@ class HealthServicer(health.aio.HealthServicer):
             context.set_trailing_metadata(((_FAULT, fault.encode("ascii", "replace").decode()),))
             return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
         return await super().Check(request, context)
+
+
+def check_alone(servicer: HealthServicer) -> grpc.GenericRpcHandler:
+    """Health checks for clients without a key: they read no message, as there is only this service to check, and cannot
+    be watched, as a watch never ends.
+    """
+
+    async def check(_messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return await servicer.Check(health_pb2.HealthCheckRequest(), context)
+
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
+        check, response_serializer=health_pb2.HealthCheckResponse.SerializeToString
+    )
+    return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})
 
 
 async def no_fault() -> str:

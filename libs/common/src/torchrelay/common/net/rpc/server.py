@@ -20,7 +20,7 @@ from torchrelay.common.identity.callers import CallCheck, MethodCallers
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import TOKEN
 from torchrelay.common.net.rpc.errors import status_of, text_of
-from torchrelay.common.net.rpc.health import HEALTH_PREFIX, Faults, HealthServicer, no_fault
+from torchrelay.common.net.rpc.health import HEALTH_PREFIX, Faults, HealthServicer, check_alone, no_fault
 from torchrelay.common.net.rpc.options import OPTIONS
 
 Check: TypeAlias = Callable[[str, grpc.aio.ServicerContext[Any, Any]], None]
@@ -84,6 +84,7 @@ class RpcServer:
 
     ``node_key``: of a node that checks who calls; None: it serves everybody. ``fault`` is asked at each health check:
     why the service cannot serve, empty if it can. ``options``: of grpcio, in place of those of ``OPTIONS``.
+    ``is_public``: any client may check its health, and none may watch it.
     """
 
     def __init__(
@@ -94,12 +95,16 @@ class RpcServer:
         node_key: bytes | None = None,
         fault: Faults = no_fault,
         options: Mapping[str, int] = MappingProxyType({}),
+        is_public: bool = False,
     ) -> None:
         self._call_check = None if node_key is None else CallCheck(node_key, is_tls=tls is not None)
         self._health = HealthServicer(fault)
         every_option = list((dict(OPTIONS) | dict(options)).items())
         self.server = grpc.aio.server(interceptors=(CallInterceptor(self._check_caller),), options=every_option)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        if is_public:
+            self.server.add_generic_rpc_handlers((check_alone(self._health),))
+        else:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self.port = self._bind(join_address(host, port), tls)
 
     def _check_caller(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -54,8 +54,9 @@ class Demand:
     load: float = 0.0  # seconds of prompts that arrive per second
     target_s: float = 2.0  # for the first token
     late_s: float = 60.0  # cost of a late request, in seconds of its slot
+    spare_s: float = 60.0  # how long to keep an instance that the others could replace
     is_deleted: bool = False  # no longer callable
-    forecast: tuple[float, float] = (math.inf, math.inf)  # begin and end of the next expected use; see ``price``
+    forecast: tuple[float, float] = (math.inf, math.inf)  # begin and end of the next expected use; see ``usage``
     last_full_at: float = 0.0  # when it last needed all its instances
     load_s: Mapping[Tier, float] = field(default_factory=dict)
     decode: DecodeDemand | None = None  # if roles are sized apart; the other fields then describe prefill

@@ -437,12 +437,12 @@ def _spare(
     """Drains an instance that plays only the sizing's roles, unless all that play them were needed recently."""
     playing = [load for load in loads if load.instance.target_roles & sizing.roles]
     spare_s = now - max(sizing.work.last_full_at, *(load.instance.changed_at for load in playing))
-    if spare_s < demand.late_s:
+    if spare_s < demand.spare_s:
         return []
     for load in sorted(playing, key=lambda load: (load.num_open, load.instance.instance_id)):
         if load not in reserved and load.instance.target_roles <= sizing.roles and can_spare(load, loads):
-            text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.late_s)})"
-            figures = {"idle_s": spare_s, "idle_timeout_s": demand.late_s}
+            text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.spare_s)})"
+            figures = {"idle_s": spare_s, "idle_timeout_s": demand.spare_s}
             return [Drain(load.instance.instance_id, Reason("idle", text, figures))]
     return []
 

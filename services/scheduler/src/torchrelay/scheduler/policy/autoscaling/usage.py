@@ -1,4 +1,4 @@
-"""What is known of each model's demand: its arrivals, and the gaps in which it was unused."""
+"""The demand that each model has shown: its arrivals, and the gaps in which it was unused."""
 
 from __future__ import annotations
 

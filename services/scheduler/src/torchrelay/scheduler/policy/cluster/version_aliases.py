@@ -12,7 +12,7 @@ from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.types import MAX_VERSIONS, Model, SlotClass
 
 _MAX_NAMES = 64  # per version
-_IN_USE_S = 60.0  # after its last request, for a model without an idle timeout of its own
+_IN_USE_S = 600.0  # after its last request, for a model without an idle timeout of its own
 
 
 def tenant_of(model: str) -> str:

@@ -29,6 +29,7 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
     cold = state.attempts.attempts_at(loading)
     waiting = waiting_of(state, model, now)
     usage, late_s = state.usages.of(version_id), state.late_s(model)
+    own_s, is_computed = state.aliases.idle_timeout_s(version_id, now)
     rate, late_since = usage.rate(now), max([now - late_s, *(instance.changed_at for instance in instances)])
     load_s = state.load_times.by_tier(model, state.config)
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
@@ -56,6 +57,7 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
         load=backlogs.prompts_s(state, model, rate.tokens_per_s, now),
         target_s=state.ttft_target_s(usage),
         late_s=late_s,
+        spare_s=late_s if is_computed else own_s,
         is_deleted=state.aliases.is_deleted(version_id),
         forecast=usage.window(state.expected_load_s(model), state.keep_s(version_id, now)),
         load_s=load_s,
