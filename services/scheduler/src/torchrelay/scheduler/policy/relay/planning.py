@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from torchrelay.common.quantities import format_duration
@@ -150,6 +151,7 @@ class _Sender:
     """A store that has the pack or is getting it. ``cap``: its own incoming rate; no follower can be faster."""
 
     store: str
+    place: int  # in the chain
     node: Node
     cap: float
     ready_s: float
@@ -174,7 +176,9 @@ class _Chain:
         self._nodes, self._whole, self._num_bytes = nodes, tuple(whole), num_bytes
         self._senders: dict[str, _Sender] = {}  # whole stores, then the others, each before the stores that it may feed
         self._open: list[_Sender] = []  # the senders with most left, oldest first
-        self._edges: list[TransferEdge] = []
+        self._edges: list[
+            tuple[str, Mapping[str, float], float, float]
+        ] = []  # targets, rates of sources, rate, ready_s
         for store in whole:
             self._add(store, math.inf, 0.0)
 
@@ -186,11 +190,12 @@ class _Chain:
 
     def _add(self, store: str, cap: float, ready_s: float, delay_s: float = 0.0) -> None:
         node = self._nodes[store]
-        sender = _Sender(store, node, cap, ready_s, delay_s, node.out, min(node.out, cap), node.busy_out)
+        offer = min(node.out, cap)
+        sender = _Sender(store, len(self._senders), node, cap, ready_s, delay_s, node.out, offer, node.busy_out)
         self._senders[store] = sender
         self._open.append(sender)
         if len(self._open) > _MAX_SENDERS:
-            self._open.remove(min(self._open, key=lambda sender: sender.left))
+            self._open.remove(min(self._open, key=attrgetter("left")))
 
     def feed(self, wave: Sequence[str]) -> None:
         """Adds the edges of targets that are fed together."""
@@ -242,7 +247,9 @@ class _Chain:
         """
         others = [sender for sender in self._open if sender.store not in without]
         if enough := [sender for sender in others if sender.offer >= need * _ENOUGH_SHARE]:
-            return min(enough, key=lambda sender: (sender.is_busy, sender.node.leaf != leaf, sender.left))
+            idle = [sender for sender in enough if not sender.is_busy] or enough
+            near = [sender for sender in idle if sender.node.leaf == leaf] or idle
+            return min(near, key=attrgetter("left"))
         most = max([sender.offer for sender in others], default=0.0)
         largest = [sender for sender in reversed(others) if sender.offer == most]
         return max(largest, key=lambda each: (each.node.leaf == leaf, not each.is_busy, each.left), default=None)
@@ -259,34 +266,35 @@ class _Chain:
         rate = max(min(total, max((sender.cap for sender in upstream), default=total)), _MIN_BYTES_PER_S)
         delay_s = max((sender.delay_s for sender in upstream), default=0.0) + self._transfer_s(rate) / _CHUNKS
         ready_s = max(delay_s + self._transfer_s(rate), *(sender.ready_s for sender in upstream), 0.0)
-        shares = tuple(share / total for share in rates.values())
-        edge = TransferEdge(target, tuple(rates), False, len(rates), shares, rate, ready_s if self._num_bytes else 0.0)
-        self._edges.append(edge)
+        self._edges.append((target, rates, rate, ready_s if self._num_bytes else 0.0))
         self._add(target, rate, ready_s, delay_s)
 
     def edges(self, already: Sequence[str]) -> tuple[TransferEdge, ...]:
         """All edges with their alternates, beginning with stores that already have or receive the pack."""
-        there = [TransferEdge(target, (), True, whole=target in self._whole) for target in already]
-        began = list(self._senders)[len(self._whole) :]
-        places = {store: place for place, store in enumerate(began)}
-        return tuple(
-            replace(edge, sources=(*edge.sources, *self._alternates(edge, began, places.get(edge.target))))
-            for edge in (*there, *self._edges)
-        )
+        order = list(self._senders)
+        edges = []
+        for target in already:
+            sources = self._alternates(target, (), order)
+            edges.append(TransferEdge(target, sources, True, whole=target in self._whole))
+        for target, rates, bytes_per_s, ready_s in self._edges:
+            sources, total = (*rates, *self._alternates(target, rates, order)), sum(rates.values())
+            shares = tuple(rate / total for rate in rates.values())
+            edges.append(TransferEdge(target, sources, False, len(rates), shares, bytes_per_s, ready_s))
+        return tuple(edges)
 
-    def _alternates(self, edge: TransferEdge, began: Sequence[str], place: int | None) -> tuple[str, ...]:
+    def _alternates(self, target: str, striped: Container[str], order: Sequence[str]) -> tuple[str, ...]:
         """Whole stores, then stores before the target, nearest first, then a store after it, last the remote store.
-        ``place``: the target's among stores that do not have the whole pack; None: it has it.
 
         The head of a chain out of the remote store has none, because all others get the pack through it.
         """
-        if REMOTE in edge.sources:
+        if REMOTE in striped:
             return ()
         few = MAX_ALTERNATES + MAX_STRIPED + 1  # enough, even if some of them are the target and its sources
-        nearest = began[max((place or 0) - few, 0) : place or 0]
-        later = began[place + 1 : place + 2] if place is not None else []
+        num_whole, place = len(self._whole), self._senders[target].place
+        nearest = order[max(place - few, num_whole) : place]
+        later = order[place + 1 : place + 2] if place >= num_whole else []
         before = (
-            store for store in (*self._whole[:few], *reversed(nearest)) if store not in (edge.target, *edge.sources)
+            store for store in (*self._whole[:few], *reversed(nearest)) if store != target and store not in striped
         )
         return (*islice(before, MAX_ALTERNATES - len(later)), *later, REMOTE)
 
