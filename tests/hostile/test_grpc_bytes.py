@@ -129,8 +129,9 @@ def test_large_calls_of_a_tenant_leave_others_served(platform: Platform, mallory
             return grpc.StatusCode.OK
 
         codes = set(threads.map(ask, [250_000, 1_000_000] * 75))
-    # The ingress cancels a call whose message waits for the tenant's other messages for longer than a client may pause.
-    assert codes <= {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+    # A message that waits for the tenant's others reaches the ingress's limit of pauses, or the gateway's of messages.
+    late = {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}
+    assert codes <= {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED} | late
     assert grpc.StatusCode.NOT_FOUND in codes
 
 
