@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Installs what is missing of the programs that tests need, with apt on Debian and Ubuntu and with Homebrew on macOS: a compiler
-# for the engine's kernels, PostgreSQL, Prometheus; on Linux iproute2 and iperf3 for the lab, Slurm and Chromium.
+# for the engine's kernels, PostgreSQL, Redis with its client, HAProxy, Prometheus; on Linux iproute2 and iperf3 for the lab, Slurm and Chromium.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin"
 
 missing=()
 command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || missing+=(postgresql)
 command -v haproxy >/dev/null || missing+=(haproxy)
+{ command -v redis-server && command -v redis-cli; } >/dev/null || missing+=(redis) # the commands of compose
 { command -v prometheus && command -v promtool; } >/dev/null || missing+=(prometheus)
 if [ "$(uname)" = Linux ]; then
     command -v gcc >/dev/null || missing+=(gcc libc6-dev)

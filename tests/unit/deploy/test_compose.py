@@ -197,7 +197,7 @@ def test_addresses_point_at_services_and_their_ports() -> None:
                 assert urlsplit(REFERENCE.sub("secret", value)).hostname in SERVICES, f"{name} {variable}"
     environment = SERVICES["gateway"]["environment"]
     ports = (environment["TORCHRELAY_HTTP_PORT"], environment["TORCHRELAY_GRPC_PORT"])
-    assert set(SERVICES["gateway"]["ports"]) == {f"{port}:{port}" for port in ports}
+    assert set(SERVICES["gateway"]["ports"]) == {f"127.0.0.1:{port}:{port}" for port in ports}
 
 
 def test_paths_lie_on_declared_volumes_of_the_images_user() -> None:
