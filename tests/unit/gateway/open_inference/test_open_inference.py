@@ -235,7 +235,7 @@ async def test_silent_streams_hold_no_turns(make_rig: MakeRig) -> None:
             silent.greet()
             for index in range(10):
                 silent.open_call(1 + 2 * index, "/inference.GRPCInferenceService/ModelInfer", *metadata(index // 2))
-            await eventually(lambda: rig.shares.requests.num_held == 10)
+            await eventually(lambda: rig.shares.requests.num_held == 25)
             assert rig.shares.streams.num_held == 15
 
             assert outputs_of(await stub.ModelInfer(request(), metadata=metadata(5)))["num_output_tokens"] == [12]

@@ -8,6 +8,8 @@ grpcio ends a call whose message it cannot decode with an internal error.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import grpc
@@ -40,6 +42,12 @@ class PublicCalls:
         metadata = context.invocation_metadata() or ()
         key = next((value for name, value in metadata if name == "authorization"), None)
         return await self._keys.authenticate(key.decode("latin-1") if isinstance(key, bytes) else key)
+
+    @contextmanager
+    def stream_held(self, principal: Principal) -> Iterator[None]:
+        """Holds a call with several messages, which counts as a request too. Raises as ``Shares.take`` does."""
+        with self.shares.requests.held(principal.tenant_id), self.shares.streams.held(principal.tenant_id):
+            yield
 
     async def receive(self, context: Context, principal: Principal) -> bytes:
         """The encoded request. gRPC buffers 64 KiB of it; a longer message arrives in the tenant's turn."""

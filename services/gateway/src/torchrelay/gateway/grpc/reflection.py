@@ -44,7 +44,7 @@ class ReflectionServicer:
 
     async def reflect(self, _messages: object, context: Context) -> None:
         principal = await self._calls.authenticate(context)
-        with self._calls.shares.streams.held(principal.tenant_id):
+        with self._calls.stream_held(principal):
             await context.send_initial_metadata(())
             try:
                 replies: Any = self._reflection.ServerReflectionInfo(self._requests(context), context)

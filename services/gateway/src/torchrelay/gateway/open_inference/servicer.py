@@ -102,7 +102,7 @@ class OpenInferenceServicer:
 
     async def model_stream_infer(self, _messages: object, context: Context) -> None:
         principal = await self._calls.authenticate(context)
-        with self._calls.shares.streams.held(principal.tenant_id):
+        with self._calls.stream_held(principal):
             await context.send_initial_metadata(())  # else abort would send it again, beside a write that waits
             try:
                 while await self._answer_next(context, principal):
