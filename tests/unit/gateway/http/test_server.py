@@ -122,6 +122,18 @@ async def test_idle_connection_is_closed(connected: Connected) -> None:
         await raw.wait_closed()
 
 
+async def test_connection_without_the_rest_of_an_answered_body_is_closed() -> None:
+    async def answer_at_once(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with http_server(answer_at_once, "127.0.0.1", 0, 1, idle_s=1) as served, raw_connection(served.port) as raw:
+        await raw.send(head("POST", content_length=1000))
+        assert (await raw.answer()).status == 404
+        await raw.send(bytes(10))
+        await raw.wait_closed()
+
+
 def slow_app(started: asyncio.Event, go_on: asyncio.Event) -> ASGIApp:
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

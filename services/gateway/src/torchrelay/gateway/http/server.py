@@ -36,6 +36,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
+            if self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing():
+                self._wait_for_next_request()  # what came is of a body whose request is answered
         except httptools.HttpParserUpgrade as upgrade:
             self.parser = httptools.HttpRequestParser(self)  # the earlier parser cannot read on
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
@@ -57,13 +59,11 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._head_without_offer:
             return
-        is_answered = self.cycle.response_complete
         super().on_message_complete()
-        if is_answered and not self.transport.is_closing():  # the rest of a body came after the answer
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+
+    def _wait_for_next_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
 
 class HttpServer(uvicorn.Server):

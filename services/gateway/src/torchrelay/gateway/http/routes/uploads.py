@@ -97,7 +97,7 @@ async def put_file(
     upload_id: str,
     path: str,
     upload_offset: Annotated[int, Header(ge=0, lt=1 << 63)] = 0,
-    content_length: Annotated[int, Header()] = 0,
+    content_length: Annotated[int, Header(include_in_schema=False)] = 0,
 ) -> dict[str, Any]:
     """Appends to a file at ``upload_offset``; a complete file sent again stays as it is."""
     await services.uploads.find(caller, upload_id)
