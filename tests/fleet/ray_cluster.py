@@ -18,6 +18,7 @@ from torchrelay.cli.launchers.ray_jobs import RESOURCE
 
 MACHINES = ("r1", "r2")
 MACHINE, CLUSTER = "FLEET_MACHINE", "FLEET_CLUSTER"  # variables of all processes of a machine
+NUM_TRIES = 5
 RAY = Path(sys.executable).parent / "ray"
 
 
@@ -48,14 +49,29 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
         stack.callback(kill_all, f"{CLUSTER}={folder}")
 
         def start(name: str, *options: str) -> None:
+            """Nodes that start at the same time on a host choose the same ports, so each waits for the one before."""
             log = stack.enter_context((folder / f"{name}.out").open("wb"))
             command = [str(RAY), "start", "--block", "--disable-usage-stats", *options]
             environment = {**os.environ, MACHINE: name, CLUSTER: str(folder)}
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            # Nodes that start at the same time on a host choose the same ports.
-            wait_until(lambda: "block forever" in Path(log.name).read_text(), f"Ray's {name}")
+
+            def runs() -> bool:
+                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+                has_begun = False
+
+                def has_ended_or_begun() -> bool:
+                    nonlocal has_begun
+                    has_begun = "block forever" in Path(log.name).read_text()
+                    return has_begun or process.poll() is not None
+
+                wait_until(has_ended_or_begun, f"Ray's {name}")
+                if not has_begun:
+                    kill_all(f"{MACHINE}={name}", f"{CLUSTER}={folder}")
+                return has_begun
+
+            # Ray gives a node 30 s, which the first start on a busy machine exceeds: it compiles Ray's modules.
+            assert any(runs() for _ in range(NUM_TRIES)), Path(log.name).read_text()
 
         start(
             "head", "--head", "--num-cpus=0", f"--port={port}", f"--ray-client-server-port={client_port}",
