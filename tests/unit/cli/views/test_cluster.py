@@ -20,7 +20,7 @@ from torchrelay.control.v1.scheduler_pb2 import ClusterView, RelaySource, RelayV
 OF_SLICE = {"kind": "time_slice", "subject": "inst-aaaaaaaaaaaaaaaaaaaa", "reason": "held for 12 s"}
 DECISION = {"at_unix_us": 1_000_000, **OF_SLICE}
 WORTH = [
-    {"label": "bid", "text": "a slot for a time slice of 10 s serves 2.0 requests [1 waiting]: 120 device seconds"},
+    {"label": "bid", "text": "a slot for a time slice of 10 s saves 4.5 late requests [1 waiting]: 272 device seconds"},
     {"label": "why", "text": "the time slice of that slot ends in 779 ms"},
 ]
 

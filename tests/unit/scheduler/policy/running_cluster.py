@@ -422,7 +422,8 @@ class RunningCluster(PaperCluster):
             if worker.slot.instance_id != command.instance_id:
                 return
             if self.faults.get(worker.worker_id) is not Fault.NEVER_DRAINS:
-                self._drains.setdefault(command.instance_id, self.now + command.drain_s)
+                end = self._drains.get(command.instance_id, math.inf)  # a later order may shorten it
+                self._drains[command.instance_id] = min(end, self.now + command.drain_s)
                 self.set_slot(command.worker_id, phase=InstancePhase.DRAINING)
                 self.report(command.worker_id)
         elif isinstance(command, DisconnectCommand):

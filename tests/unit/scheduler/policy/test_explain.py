@@ -172,11 +172,11 @@ def test_waiting_model_names_victim_time_slice_and_bid() -> None:
     lines = told(scene, WAITING.name)
     assert list(lines) == ["bid", "victim", "why"]
     assert lines["bid"].startswith(
-        "a slot for a time slice of 10 s serves 2.0 requests (1 request waiting, 0.1 more per second)"
+        "a slot for a time slice of 10 s saves 4.5 late requests (1 request waiting, 0.1 more per second)"
     )
-    assert lines["bid"].endswith(": 120 device seconds")
+    assert lines["bid"].endswith(": 272 device seconds")
     assert lines["victim"].startswith("the slot on w, of acme/busy: it asks ") and lines["victim"].endswith(
-        "against 2.0 served"
+        "against 4.5 saved"
     )
     assert (
         "the time slice of that slot ends in 6 s" in lines["why"] and "it is taken in 58 s all the same" in lines["why"]

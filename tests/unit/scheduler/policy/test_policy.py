@@ -96,13 +96,13 @@ def test_slot_is_kept_for_the_timeout_of_the_scheduler_or_of_the_model(
 
 @pytest.mark.parametrize(
     ("load_s", "late_cost_s", "num_devices", "expected"),
-    [(0.5, 60.0, 1, 10.0), (8.0, 60.0, 1, 169.0), (8.0, 10.0, 1, 37.5), (8.0, 40.0, 4, 37.5)],
+    [(0.5, 60.0, 1, 10.0), (8.0, 60.0, 1, 154.75), (8.0, 10.0, 1, 34.5), (8.0, 40.0, 4, 34.5)],
     ids=["a load that nobody notices", "a long load", "cheap lateness", "four devices"],
 )
 def test_slot_is_kept_for_as_long_as_the_next_load_costs(
     load_s: float, late_cost_s: float, num_devices: int, expected: float
 ) -> None:
-    """The load, the request that waits for it, of 2 s and so late with the weight 1 + log(1 + 8 / 2), and some more."""
+    """The load, the request that waits for it, of 2 s and so late with the weight 1 + log(8 / 2), and some more."""
     worker = a_worker("w-a", num_devices=num_devices)
     model = a_model(num_devices=num_devices)
     store = a_store("store-1", "host-1", [a_copy(model)])

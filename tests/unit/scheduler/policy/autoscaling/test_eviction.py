@@ -123,8 +123,10 @@ YOUNG: dict[str, Any] = {"since": NOW - SLICE_S + 1.0}
 ROWS: dict[str, tuple[Sequence[InstanceLoad], Sequence[Demand], list[str]]] = {
     "unused model loses nothing": (used(0.0), [waiting()], ["i0"]),
     "gain below loss: models that were used in turns evicted each other at every request": (used(2.0), [waiting()], []),
-    "gain above loss of 13.5": (used(2.0), [waiting(number=14)], ["i0"]),
-    "gain below a greater loss": (used(4.0), [waiting(number=14)], []),
+    # Without its slot for 4 s, a model whose requests may wait for 2 s loses 4 + 4 x 2 log 2 = 9.5 of 2 per second.
+    "gain below loss of 9.6": (used(2.0), [waiting(number=9)], []),
+    "gain above loss of 9.6": (used(2.0), [waiting(number=10)], ["i0"]),
+    "gain below a greater loss": (used(4.0), [waiting(number=19)], []),
     **{
         f"equal models with {rate} requests per second do not swap": (
             used(rate, reload_s=1.0, last_active=NOW),
@@ -140,19 +142,19 @@ ROWS: dict[str, tuple[Sequence[InstanceLoad], Sequence[Demand], list[str]]] = {
     ),
     # By its own target batch work is not late: it ended the turn of a model that is asked interactively.
     "batch work below the loss of a turn": (
-        busy(arrivals_per_s=1.0, target_s=0.5), [waiting("acme/batch", 30.0, 32, target_s=600.0)], []
+        busy(arrivals_per_s=1.0, target_s=0.5), [waiting("acme/batch", 30.0, 30, target_s=600.0)], []
     ),
     "batch work above the loss of a turn": (
-        busy(arrivals_per_s=1.0, target_s=0.5), [waiting("acme/batch", 30.0, 34, target_s=600.0)], ["i0"]
+        busy(arrivals_per_s=1.0, target_s=0.5), [waiting("acme/batch", 30.0, 31, target_s=600.0)], ["i0"]
     ),
     # All requests of the timely model were late from then on.
-    "two dozen late requests end no turn": (
+    "a dozen late requests end no turn": (
         busy(reload_s=2.0, arrivals_per_s=1.5),
-        [waiting("acme/late", 30.0, 24, target_s=1.0, load_s={Tier.HOST: 2.0})], [],
+        [waiting("acme/late", 30.0, 12, target_s=1.0, load_s={Tier.HOST: 2.0})], [],
     ),
     "very many late requests end a turn": (
         busy(reload_s=2.0, arrivals_per_s=1.5),
-        [waiting("acme/late", 30.0, 65, target_s=1.0, load_s={Tier.HOST: 2.0})], ["i0"],
+        [waiting("acme/late", 30.0, 14, target_s=1.0, load_s={Tier.HOST: 2.0})], ["i0"],
     ),
     # Given up after a second whatever it was worth, it was loaded again as soon as the other was idle for a moment.
     "second slot with a loss, soon": (popular(20.0), [waiting(wait_s=SPARE_S)], []),
@@ -309,7 +311,7 @@ def test_short_models_do_not_swap_slots(load: float, grows: bool) -> None:
     assert drained(loads, [grown("acme/0", 29.0)], [grown("acme/1", load)]) == (["i2"] if grows else [])
 
 
-@pytest.mark.parametrize(("loads", "num_left"), [((3.05, 2.2), 3), ((29.0, 28.0), 5), ((5.0, 4.9), 5), ((9.0, 0.5), 1)])
+@pytest.mark.parametrize(("loads", "num_left"), [((3.05, 2.2), 3), ((29.0, 28.0), 4), ((5.0, 4.9), 4), ((9.0, 0.5), 1)])
 def test_growth_slots_are_not_reclaimed_by_other_model(loads: tuple[float, float], num_left: int) -> None:
     demands = [grown(f"acme/{number}", load) for number, load in enumerate(loads)]
     owners = [0, 1, 1, 1, 1, 1]
@@ -376,7 +378,7 @@ def test_eviction_reason_names_figures_and_no_counts_of_other_tenants() -> None:
         f"idle for 12 s, and acme/new has waited 100 ms for a slot; {again} (0.0 late requests)"
     ]
     assert told([idle, crowd], [crowded()]) == [
-        f"idle for 12 s, and acme/crowded saves 438.3 late requests; {again} (0.0 late requests)"
+        f"idle for 12 s, and acme/crowded saves 147.9 late requests; {again} (0.0 late requests)"
     ]
     (drain,) = drains([idle, crowd], [crowded(oldest_wait_s=5.0), waiting()])
     assert drain.reason.cause == "evict" and "grow" not in drain.reason.text, "a starving model comes before growth"

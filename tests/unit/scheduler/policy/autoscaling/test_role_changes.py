@@ -4,6 +4,7 @@ if that can spare it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -91,12 +92,12 @@ def roles_woken(actions: list[Action]) -> list[Roles]:
 
 
 def test_held_answers_need_no_more_instances() -> None:
-    assert answers(10, 1.0).num_saved(1, 5.0) == 0
-    assert answers(5, 0.5).num_saved(1, 0.0) == 0
-    # The queue of answers grows by half a second of work per second from nothing: after 4 s a target is exceeded.
-    assert answers(10, 1.5).num_saved(1, 0.0) == pytest.approx(((0.5 * 60 - 2) ** 2 / (2 * 0.5)) / 2)
-    assert answers(10, 1.5).num_saved(2, 0.0) == 0
-    assert answers(30, 1.0).num_saved(1, 0.0) > answers(20, 1.0).num_saved(1, 0.0) > 1
+    assert answers(10, 1.0).fluid.num_saved(1, 5.0) == 0
+    assert answers(5, 0.5).fluid.num_saved(1, 0.0) == 0
+    # The queue grows by half a second of work per second from nothing: after 4 s a target of 2 s is exceeded.
+    assert answers(10, 1.5).fluid.num_saved(1, 0.0) == pytest.approx(1.5 * 15 * math.log(15) / 0.25)
+    assert answers(10, 1.5).fluid.num_saved(2, 0.0) == 0
+    assert answers(30, 1.0).fluid.num_saved(1, 0.0) > answers(20, 1.0).fluid.num_saved(1, 0.0) > 1
 
 
 def test_only_lacking_role_grows() -> None:
@@ -151,7 +152,7 @@ def test_instance_that_the_other_role_needs_stays() -> None:
         "there is a slot, and prefill would lose by the change"
     )
     assert changed(decided(is_needed, TWO_PREFILLS)) == {"i-p0": DECODE}, "decode gains more than twice as much"
-    as_much = replace(DECODE_SHORT, load=3.0, backlog_s=90.0)
+    as_much = replace(DECODE_SHORT, load=3.0, backlog_s=90.0, arrivals_per_s=20.0)
     assert not changed(decided(as_much, TWO_PREFILLS))
     assert not changed(decided(replace(DECODE_SHORT, last_full_at=95.0), TWO_PREFILLS)), "it was needed a moment ago"
     enough = replace(DECODE_SHORT, decode=answers(5, 0.5, last_full_at=99.0))
@@ -291,7 +292,7 @@ def test_slow_tokens_raise_the_target_of_the_pool() -> None:
 def test_placed_answers_add_no_instance_that_would_get_none() -> None:
     """Answers stay on their instances, so an instance for thirty of them served nothing."""
     demand = answers(30, 0.0)
-    assert demand.num_saved(1, 0.0) > 1 and demand.without_excess(1).num_saved(1, 0.0) == 0
+    assert demand.fluid.num_saved(1, 0.0) > 1 and demand.without_excess(1).fluid.num_saved(1, 0.0) == 0
     waiting = answers(30, 0.0, num_waiting=20)
     assert waiting.without_excess(1).num_answers == 30, "all but ten wait"
 
@@ -306,7 +307,7 @@ def test_full_pools_get_decode_instance_only() -> None:
     demand = next(demand for demand in cluster_load.autoscaler_input(scene.policy.state, scene.now).demands)
     assert demand.decode is not None and (demand.decode.num_answers, demand.decode.num_held) == (12, 3)
     # Nine prompts of 1 ms wait; the instance that is being loaded has places for three of them.
-    assert demand.backlog_s == pytest.approx(0.003), "what waits for a place to decode is not a queue of prompts"
+    assert demand.backlog_s == pytest.approx(0.002), "what waits for a place to decode is not a queue of prompts"
     scene.pass_time(20.0)
     scene.finish_loads()
     scene.pass_time(1.0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
+from torchrelay.scheduler.policy.autoscaling.lateness import Fluid, displaced, load_cost, nobody, weight
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark, LoadProgress
 from torchrelay.scheduler.policy.autoscaling.pool_target import (
     PoolLoad,
@@ -19,14 +20,6 @@ from torchrelay.scheduler.policy.autoscaling.pool_target import (
     missing_roles,
     num_missing_slots,
     pool_target,
-)
-from torchrelay.scheduler.policy.autoscaling.price import (
-    held_s,
-    lateness,
-    least_saved,
-    num_gained,
-    num_lost,
-    num_saved,
 )
 from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
 from torchrelay.scheduler.policy.autoscaling.usage import MEAN_S, NEVER, WINDOW_S, ArrivalRate, Gaps, Usages
@@ -67,40 +60,76 @@ def test_wanted_instances_save_more_than_they_cost() -> None:
 
 def test_queue_of_minutes_outweighs_any_cold_start() -> None:
     """Only one second of it was looked at, in which one more instance computes a quarter of a prompt."""
-    flood = Demand(a_model(max_instances=3), 60, 0, 0.0, backlog_s=240.0, late_s=1.0, target_s=2.0)
-    assert wanted(flood, 1, 0.1) == 3
-    assert wanted(flood, 1, 2.0) == 3  # though the load takes longer than it is worth alone
+    flood = Demand(a_model(max_instances=3), 60, 0, 0.0, backlog_s=240.0, target_s=2.0)
+    assert wanted(flood, 1, 0.1) == wanted(flood, 1, 2.0) == 3
+    assert wanted(replace(flood, late_s=1.0), 1, 2.0) == 1, "a slot for minutes costs more than requests of 1 s each"
 
 
-@given(
-    st.integers(1, 8), st.floats(0, 100), st.floats(0, 12), st.floats(0.1, 5), st.floats(1, 100)
-)  # fmt: skip
-def test_lateness_integrates_excess_over_target(
-    num_instances: int, backlog_s: float, load: float, target_s: float, horizon_s: float
-) -> None:
-    steps = 2000
-    excess = (
-        max(backlog_s - num_instances * target_s + (load - num_instances) * horizon_s * (step + 0.5) / steps, 0.0)
-        for step in range(steps)
+FLUIDS = st.builds(
+    Fluid,
+    backlog_s=st.floats(0, 100),
+    load=st.floats(0, 12),
+    request_s=st.floats(0.01, 2),
+    slack_s=st.floats(0.1, 5),
+    late_s=st.floats(1, 100),
+    batch_s=st.sampled_from([0.0, 10.0]),
+)
+
+
+@given(FLUIDS, st.integers(1, 8), st.floats(1, 100))
+def test_late_requests_are_those_of_the_queue_and_of_arrivals(fluid: Fluid, number: int, horizon_s: float) -> None:
+    """The closed form is the sum over places in the queue, and over arrivals, each with the wait before it."""
+    steps = 4000
+    excess_s = fluid.backlog_s - number * fluid.batch_s
+    places = (max(excess_s, 0.0) * (step + 0.5) / steps for step in range(steps))
+    waiting = sum(weight(place_s / number, fluid.slack_s) for place_s in places) * max(excess_s, 0.0) / steps
+    times = (horizon_s * (step + 0.5) / steps for step in range(steps))
+    waits_s = ((excess_s + (fluid.load - number) * at) / number for at in times)
+    arriving = sum(weight(wait_s, fluid.slack_s) for wait_s in waits_s) * fluid.load * horizon_s / steps
+    late = fluid.late(number, horizon_s, fluid.backlog_s)
+    assert late * fluid.request_s == pytest.approx(
+        waiting + arriving, rel=0.01, abs=0.01 * (horizon_s + max(excess_s, 0.0))
     )
-    measured = sum(excess) * horizon_s / steps
-    computed = lateness(num_instances, backlog_s, load, target_s, horizon_s)
-    assert computed == pytest.approx(measured, rel=0.01, abs=0.01 * horizon_s)
+
+
+@given(FLUIDS, st.integers(1, 7), st.floats(1, 100), st.floats(0.1, 10))
+def test_late_requests_grow_with_work_and_fall_with_instances(
+    fluid: Fluid, number: int, horizon_s: float, more: float
+) -> None:
+    late = fluid.late(number, horizon_s, fluid.backlog_s)
+    assert late >= 0
+    nearly = late * (1 - 1e-6) - 1e-6
+    assert fluid.late(number, horizon_s, fluid.backlog_s + more) >= nearly
+    assert fluid.late(number, horizon_s + more, fluid.backlog_s) >= nearly
+    assert replace(fluid, load=fluid.load + more).late(number, horizon_s, fluid.backlog_s) >= nearly
+    assert late >= fluid.late(number + 1, horizon_s, fluid.backlog_s) * (1 - 1e-6) - 1e-6
+
+
+@given(FLUIDS, st.integers(1, 8), st.floats(0, 12), st.integers(1, 8))
+def test_wanted_number_saves_most_beyond_its_cost(fluid: Fluid, number: int, load_s: float, most: int) -> None:
+    def gain(wanted: int) -> float:
+        each = range(number, wanted)
+        return sum(fluid.num_saved(n, load_s) - fluid.least_saved(n, load_s) for n in each)
+
+    wanted = fluid.wanted(number, load_s, most)
+    assert number <= wanted <= max(most, number)
+    assert all(gain(wanted) >= gain(other) - 1e-9 for other in range(number, most + 1))
 
 
 def test_the_worked_example_of_the_docs() -> None:
-    """An instance, a queue of 6 s, 5 requests per second of 0.1 s each, 0.5 s to wait; a cold start is worth 60 s."""
-    assert lateness(1, 6.0, 0.5, 0.5, 60.0) == pytest.approx(30.25)  # 5.5 s, gone in 11 s
-    saved = num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=1.0, horizon_s=60.0)
-    assert saved == pytest.approx((5.0**2 / 1.0 - 4.5**2 / 3.0) / 0.05)  # 365: it pays
-    assert held_s(1, 6.0, 1.0, 60.0) == 60.0
-    assert saved > least_saved(1.0, 60.0, 60.0) == pytest.approx(1 + 1 / 60)
-    assert num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=12.0, horizon_s=60.0) == 0.0  # it would come after the queue
-    assert num_lost(0.1, 4.0, 0.5) == pytest.approx(0.4 * (1 + math.log(5)))  # 0.4 requests: 1.04
-    assert num_lost(1.5, 14.0, 1.0) == pytest.approx(21 * (1 + math.log(8)))  # 21 requests: 65
-    assert num_lost(2.0, 4.0, 0.5) == pytest.approx(20.9, abs=0.1)
-    assert num_gained(0.1, 1, 0.0) == 1
-    assert num_gained(0.5, 12, 10.0) == 17
+    """An instance, a queue of 6 s, 5 requests per second of 0.1 s each, 0.5 s to wait; a late request costs 60 s."""
+    fluid = Fluid(6.0, 0.5, 0.1, 0.5, 60.0)
+    alone, shared = fluid.late(1, 10.0, 5.5), fluid.late(2, 10.0, 5.5)  # 5.5 s are left once the other is loaded
+    assert alone == pytest.approx(263.8, abs=0.1) and shared == pytest.approx(125.0, abs=0.1)
+    assert fluid.num_saved(1, load_s=1.0) == alone - shared
+    assert fluid.held_s(1, 1.0) == 61.0 and fluid.least_saved(1, 1.0) == pytest.approx(62 / 60)
+    assert fluid.num_saved(1, load_s=12.0) == 0.0, "it would come after the queue"
+    assert weight(0.5, 0.5) == 0.0 and weight(4.0, 0.5) == pytest.approx(1 + math.log(8))
+    assert nobody(1, 0.1, 0.5, 4.0) == pytest.approx(1 + math.log(8) + 0.05 * 8 * math.log(8))
+    assert displaced(0, 0.1, 0.5, 4.0) == pytest.approx(0.05 + 0.05 * 8 * math.log(8))
+    assert displaced(1, 0.1, 2.0, 1.0) == pytest.approx(1.1), "in time, but moved"
+    assert load_cost(1.0, 0.1, 2.0, 60.0) == 1.0
+    assert load_cost(4.0, 0.1, 0.5, 60.0) == pytest.approx(4.0 + 60 * nobody(1, 0.1, 0.5, 4.0))
 
 
 def test_next_use_is_expected_by_longer_gaps() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
-from torchrelay.scheduler.policy.autoscaling.price import load_cost
+from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.replication.pack_worth import PackWorth, pack_worth
 from torchrelay.scheduler.policy.replication.replication_state import PackWorths, RecentPacks
@@ -21,15 +21,15 @@ MODEL = a_model(pack_bytes=16_000_000_000)
 
 def test_the_worked_example_of_the_docs() -> None:
     costs = {tier: load_cost(load_s, 0.1, 2.0, 60.0) for tier, load_s in LOADS.items()}
-    assert [round(cost) for cost in costs.values()] == [19, 265, 715]
+    assert [round(cost) for cost in costs.values()] == [2, 218, 640]
     worth = pack_worth(MODEL, costs, 300.0, is_on_disk=False)
     assert worth.in_ram == pytest.approx((costs[Tier.REMOTE] - costs[Tier.HOST]) / 16 / 300)
     assert worth.on_disk == pytest.approx((costs[Tier.REMOTE] - costs[Tier.DISK]) / 16 / 300)
     assert str(worth) == (
-        "its next use is expected in 300 s, and RAM saves 696 device seconds then: 522 per GB and hour"
+        "its next use is expected in 300 s, and RAM saves 638 device seconds then: 479 per GB and hour"
     )
     disk_has_it = pack_worth(MODEL, costs, 300.0, is_on_disk=True)
-    assert round(worth.in_ram * 3600) == 522 and round(disk_has_it.in_ram * 3600) == 185
+    assert round(worth.in_ram * 3600) == 479 and round(disk_has_it.in_ram * 3600) == 162
 
 
 def test_load_costs_all_devices_of_slot() -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
+from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
-from torchrelay.scheduler.policy.autoscaling.price import load_cost
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.autoscaling.usage import Usage, Usages
 from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
+from torchrelay.scheduler.policy.autoscaling.lateness import Fluid
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, reserved_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
+from torchrelay.scheduler.policy.autoscaling.usage import WINDOW_S
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
@@ -62,26 +63,23 @@ class Demand:
     decode: DecodeDemand | None = None  # if roles are sized apart; the other fields then describe prefill
     answers: DecodeDemand | None = None  # sizes instances that play both roles, beside prompts
 
-    def num_gained(self, held_s: float) -> float:
-        """Requests that the model serves with a slot that it holds for ``held_s``; see ``price``."""
-        return price.num_gained(self.arrivals_per_s, self.num_waiting, held_s)
-
-    def num_saved(self, num_instances: int, load_s: float) -> float:
-        """Late requests that one more instance saves while it is held; see ``price``."""
+    @property
+    def request_s(self) -> float:
+        """Mean work of a request, in seconds of an instance."""
         if self.arrivals_per_s and self.load:
-            request_s = self.load / self.arrivals_per_s
-        else:
-            request_s = self.backlog_s / max(self.num_waiting, 1)
-        slack_s = max(self.target_s - request_s, self.target_s / 4)  # the target without the request's own prompt
-        held_s = self.held_s(num_instances, load_s)
-        return price.num_saved(num_instances, self.backlog_s, self.load, request_s, slack_s, load_s, held_s)
+            return self.load / self.arrivals_per_s
+        return self.backlog_s / max(self.num_waiting, 1)
 
-    def least_saved(self, num_instances: int, load_s: float) -> float:
-        """Cost of one more instance, in late requests."""
-        return price.least_saved(load_s, self.held_s(num_instances, load_s), self.late_s)
+    @property
+    def slack_s(self) -> float:
+        """How long a request may wait: its target without its own prompt."""
+        return max(self.target_s - self.request_s, self.target_s / 4)
 
-    def held_s(self, num_instances: int, load_s: float) -> float:
-        return price.held_s(num_instances, self.backlog_s, load_s, self.late_s)
+    @property
+    def fluid(self) -> Fluid:
+        """If roles are sized apart, their savings are compared, so each is counted for as long as that of answers."""
+        known_s = WINDOW_S if self.decode is None else self.decode.known_s
+        return Fluid(self.backlog_s, self.load, self.request_s, self.slack_s, self.late_s, known_s=known_s)
 
     def is_expected(self, now: float) -> bool:
         """Whether the model should be loaded for the next expected request."""

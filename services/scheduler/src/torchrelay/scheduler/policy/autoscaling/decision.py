@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from itertools import count, repeat
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.autoscaling import price
+from torchrelay.scheduler.policy.autoscaling.asks import Gain, take_idle_slots, take_slots
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
     AutoscalerInput,
@@ -30,10 +30,8 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     SetRoles,
     cover_both_roles,
 )
-from torchrelay.scheduler.policy.autoscaling.eviction.evict import evict
-from torchrelay.scheduler.policy.autoscaling.eviction.growth import Gain, evict_to_grow
-from torchrelay.scheduler.policy.autoscaling.eviction.slot_claims import SlotClaims
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
+from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.role_changes import change_role
 from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizings_of, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign
@@ -84,8 +82,8 @@ class _Decision:
         self._free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
 
     @cached_property
-    def _claims(self) -> SlotClaims:
-        return SlotClaims(self._input, self._config, decided=self.actions)
+    def _ledger(self) -> Ledger:
+        return Ledger(self._input, self._config, decided=self.actions)
 
     def lacking(self) -> list[Demand]:
         """Models that lack a role for a waiting request: those of tenants without any slot first."""
@@ -107,7 +105,7 @@ class _Decision:
         return bool(started)
 
     def take_slot(self, demand: Demand) -> None:
-        self.actions += evict(demand, self._input, self._claims, self._config)
+        self.actions += take_slots(demand, self._input, self._ledger, self._config)
 
     def keep_free_for(self, demands: Iterable[Demand]) -> None:
         """Leaves the slots that suit these models in part to them: no model grows into these."""
@@ -129,17 +127,17 @@ class _Decision:
             self._add([Load(demand.model, assignments, _growth_reason(demand, growth))])
         missing -= Counter(role for assignment in assignments for role in assignment.roles)
         if missing:
-            evicted = evict_to_grow(demand, missing, _gains(demand, growth, missing), self._input, self._claims)
+            evicted = take_idle_slots(demand, missing, _gains(demand, growth, missing), self._input, self._ledger)
             self.actions += evicted
             if not (changed or assignments or evicted):
                 changed = change(most_lost=math.inf)
         if changed:
             self.actions += changed
-            self._claims.add(changed)
+            self._ledger.add(changed)
 
     def fill_minimum(self, demand: Demand) -> None:
         granted = self._granted_to(demand)
-        self.actions += _fill_minimum(demand, self._input, granted, self._free, lambda: self._claims)
+        self.actions += _fill_minimum(demand, self._input, granted, self._free, lambda: self._ledger)
 
     def load_expected(self, demand: Demand) -> None:
         self.actions += _expect(demand, self._input, self._granted_to(demand), self._free)
@@ -179,7 +177,7 @@ def _fill_minimum(
     autoscaler_input: AutoscalerInput,
     granted: Sequence[Roles],
     free: FreeSlots,
-    claims: Callable[[], SlotClaims],
+    ledger: Callable[[], Ledger],
 ) -> list[Action]:
     """Loads the instances that a model lacks of its minimum, into free slots and those of idle models."""
     minimum = autoscaler_input.minimums.get(demand.model.version_id)
@@ -201,7 +199,7 @@ def _fill_minimum(
         missing -= Counter(role for assignment in assignments for role in assignment.roles)
     if missing:
         gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum.number} per role")
-        actions += evict_to_grow(demand, missing, repeat(gain), autoscaler_input, claims())
+        actions += take_idle_slots(demand, missing, repeat(gain), autoscaler_input, ledger())
     return actions
 
 
@@ -236,7 +234,7 @@ def _growth(
     if (
         not all(playing[role] for role in ROLES)
         or autoscaler_input.now < demand.not_before
-        or not (demand.num_late_before or any(sizing.work.num_saved(sizing.number, 0.0) for sizing in sizings))
+        or not (demand.num_late_before or any(sizing.work.fluid.num_saved(sizing.number, 0.0) for sizing in sizings))
     ):
         return None
     load_s = next_load_s(demand, autoscaler_input, free)
@@ -248,7 +246,7 @@ def _growth(
         demand.model, demand.avoid, demand.least_kv_bytes, missing[Role.PREFILL], missing[Role.DECODE]
     )
     gains = [
-        (sizing.work.num_saved(sizing.number, load_s), sizing.work.held_s(sizing.number, load_s))
+        (sizing.work.fluid.num_saved(sizing.number, load_s), sizing.work.fluid.held_s(sizing.number, load_s))
         for sizing in sizings
         if not sizing.roles.isdisjoint(missing)
     ]
@@ -270,7 +268,7 @@ def _assign_growth(demand: Demand, growth: Growth, missing: Counter[Role]) -> tu
     if demand.decode is None:
         return assign(growth.slots, missing[Role.PREFILL], missing[Role.DECODE])
     savings = [
-        (-sizing.work.num_saved(sizing.number + more, growth.load_s), role)
+        (-sizing.work.fluid.num_saved(sizing.number + more, growth.load_s), role)
         for sizing in sizings_of(demand, growth.wanted - missing)
         for role in sizing.roles
         for more in range(missing[role])
@@ -289,7 +287,7 @@ def _gains(demand: Demand, growth: Growth, missing: Counter[Role]) -> Iterator[G
     for more in count(max((growth.missing - missing).values(), default=0)):
         saved = growth.num_saved
         if more:
-            saved = max(sizing.work.num_saved(sizing.number + more, growth.load_s) for sizing in sizings)
+            saved = max(sizing.work.fluid.num_saved(sizing.number + more, growth.load_s) for sizing in sizings)
         yield Gain(saved, growth.held_s, f"saves {saved:.1f} late requests")
 
 
@@ -308,7 +306,7 @@ def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:
     """Reason of a growth: the late requests that it saves and its load time."""
     numbers = [growth.wanted[role] for role in ROLES]
-    num_paid = price.least_saved(growth.load_s, growth.held_s, demand.late_s)
+    num_paid = (growth.load_s + growth.held_s) / demand.late_s
     wanted = f"{numbers[0]} per role wanted"
     if (decode := demand.decode) is not None:
         answers = f"{decode.num_answers} answers, {decode.num_held} on each"

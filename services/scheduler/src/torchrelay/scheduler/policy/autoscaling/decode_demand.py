@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torchrelay.scheduler.policy.autoscaling import price
+from torchrelay.scheduler.policy.autoscaling.lateness import Fluid
+from torchrelay.scheduler.policy.autoscaling.usage import WINDOW_S
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,15 @@ class DecodeDemand:
         num_placed = min(self.num_answers - self.num_waiting, num_instances * self.num_held)
         return replace(self, num_answers=num_placed + self.num_waiting)
 
-    def num_saved(self, num_instances: int, load_s: float) -> float:
-        """Late requests that one more instance saves while it is held, which is loaded in ``load_s`` and begins with as
-        many answers as it holds at once; counted as in ``price``.
-        """
-        left_s = self.held_s(num_instances, load_s) - load_s
-        if left_s <= 0:
-            return 0.0
-        queue_s = self.backlog_s(num_instances) + (self.load - num_instances) * load_s
-        without = price.lateness(num_instances, queue_s, self.load, self.target_s, left_s)
-        with_it = price.lateness(num_instances + 1, queue_s - self.answer_s, self.load, self.target_s, left_s)
-        return (without - with_it) / (self.request_s * self.target_s)
+    @property
+    def fluid(self) -> Fluid:
+        work_s = self.num_answers * self.request_s
+        return Fluid(work_s, self.load, self.request_s, self.target_s, self.late_s, self.answer_s, self.known_s)
 
-    def held_s(self, num_instances: int, load_s: float) -> float:
-        return price.held_s(num_instances, max(self.backlog_s(num_instances), 0.0), load_s, self.late_s)
-
-    def least_saved(self, num_instances: int, load_s: float) -> float:
-        """Cost of one more instance, in late requests."""
-        return price.least_saved(load_s, self.held_s(num_instances, load_s), self.late_s)
+    @property
+    def known_s(self) -> float:
+        """Answers go on for longer than the arrivals of a moment: a lack of places lasts as long as an instance."""
+        return max(self.late_s, WINDOW_S)
 
 
 def most_in_time(num_most: int, tbt_target_s: float, base_s: float, per_answer_s: float) -> int:

@@ -42,9 +42,9 @@ def change_role(
     gaining, losing = sorted(
         sizings_of(demand, growth.playing), key=lambda sizing: sizing.roles.isdisjoint(growth.missing)
     )
-    gained = max(gaining.work.num_saved(gaining.number, 0.0), growth.num_saved)
+    gained = max(gaining.work.fluid.num_saved(gaining.number, 0.0), growth.num_saved)
     lost = losing.num_lost if losing.number > 1 else math.inf
-    if lost >= most_lost or gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
+    if lost >= most_lost or gained < 2 * lost + gaining.work.fluid.least_saved(gaining.number, growth.load_s):
         return []
     if lost < 1 and losing.work.last_full_at > held_since:
         return []  # the other role needed all its instances less than a time slice ago

@@ -24,7 +24,7 @@ class Sizing(NamedTuple):
     @property
     def num_lost(self) -> float:
         """Requests that would be late with one instance fewer; only for two or more instances."""
-        return self.work.num_saved(self.number - 1, 0.0)
+        return self.work.fluid.num_saved(self.number - 1, 0.0)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, conf
     for sizing in sizings:
         work, number = sizing.work, sizing.number
         num_late = demand.num_late_before if late_role in sizing.roles and load_s < demand.late_s else 0
-        if number < most and num_late >= work.least_saved(number, load_s):
-            number += 1
-        while number < most and work.num_saved(number, load_s) >= work.least_saved(number, load_s):
-            number += 1
+        is_short = number < most and num_late >= work.fluid.least_saved(number, load_s)
+        number = max(number + is_short, work.fluid.wanted(number, load_s, most))
         wanted |= Counter(dict.fromkeys(sizing.roles, number))
     return wanted

@@ -11,17 +11,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchrelay.common.quantities import format_count, format_duration
+from torchrelay.scheduler.policy.autoscaling.asks import TIME_SLICE, Ask, Bid, ask_of, is_of_tenant, overdue_s
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Demand, InstanceLoad, Load
 from torchrelay.scheduler.policy.autoscaling.decision import decide, next_load_s
-from torchrelay.scheduler.policy.autoscaling.eviction.drains import is_of_tenant
-from torchrelay.scheduler.policy.autoscaling.eviction.exchange import Exchange, exchange_of
-from torchrelay.scheduler.policy.autoscaling.eviction.overdue import overdue_s
-from torchrelay.scheduler.policy.autoscaling.eviction.slot_claims import SlotClaims
-from torchrelay.scheduler.policy.autoscaling.eviction.time_slice import slice_exchanges
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
+from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
-from torchrelay.scheduler.policy.types import InstancePhase, Roles
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles
 
 
 class WorthLine(NamedTuple):
@@ -55,11 +52,11 @@ def _bid_for_first(demand: Demand, config: PolicyConfig) -> WorthLine:
         return WorthLine(
             "bid", f"none: no request waits, and the next one asks for a slot at once (a time slice of {time_slice})"
         )
-    gained = demand.num_gained(config.time_slice_s)
+    gained = Bid(demand, BOTH, "", "").num_gained(config.time_slice_s)
     waiting = f"{format_count(demand.num_waiting, 'request')} waiting, {demand.arrivals_per_s:.2g} more per second"
     return WorthLine(
         "bid",
-        f"a slot for a time slice of {time_slice} serves {gained:.1f} requests ({waiting}): "
+        f"a slot for a time slice of {time_slice} saves {gained:.1f} late requests ({waiting}): "
         f"{_device_seconds(gained, demand)}",
     )
 
@@ -73,8 +70,11 @@ def _bid_for_next(demand: Demand, autoscaler_input: AutoscalerInput) -> WorthLin
     playing = Counter(role for load in autoscaler_input.of(demand.model) for role in load.instance.target_roles)
     bids = []
     for sizing in sizings_of(demand, playing):
-        saved, least = sizing.work.num_saved(sizing.number, load_s), sizing.work.least_saved(sizing.number, load_s)
-        held = format_duration(sizing.work.held_s(sizing.number, load_s))
+        saved, least = (
+            sizing.work.fluid.num_saved(sizing.number, load_s),
+            sizing.work.fluid.least_saved(sizing.number, load_s),
+        )
+        held = format_duration(sizing.work.fluid.held_s(sizing.number, load_s))
         roles = "" if demand.decode is None else f" {' and '.join(role.name.lower() for role in sorted(sizing.roles))}"
         if demand.answers is not None:
             roles = " (for its answers)" if sizing.work is demand.answers else " (for its prompts)"
@@ -88,16 +88,17 @@ def _bid_for_next(demand: Demand, autoscaler_input: AutoscalerInput) -> WorthLin
 
 def _ask(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> Iterator[WorthLine]:
     """The cost of the model's cheapest slot, if a model that loads as fast takes it for a time slice."""
-    claims = SlotClaims(autoscaler_input, config, decided=())
+    ledger = Ledger(autoscaler_input, config, decided=())
     own = [
         load for load in autoscaler_input.of(demand.model) if load.instance.instance_id not in autoscaler_input.reserved
     ]
     if not own:
         yield WorthLine("ask", "none: its minimum keeps all its slots")
         return
-    exchanges = {load.instance.instance_id: exchange_of(load, demand, claims, config.time_slice_s) for load in own}
-    cheapest = min(own, key=lambda load: exchanges[load.instance.instance_id].num_lost)
-    lost = exchanges[cheapest.instance.instance_id].num_lost
+    bid = Bid(demand, BOTH, "", "")
+    asks = [ask_of(load, bid, autoscaler_input, ledger, config.time_slice_s, TIME_SLICE) for load in own]
+    ask = min(asks, key=lambda ask: ask.rank)
+    cheapest, lost = ask.load, ask.num_lost
     where = f"{cheapest.instance.instance_id} on {cheapest.instance.worker_id}"
     worth = f"{lost:.1f} late requests ({_device_seconds(lost, demand)})"
     if demand.by_tenant:
@@ -121,21 +122,20 @@ def _wait(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, config: PolicyConfig
 ) -> Iterator[WorthLine]:
     """The slot that a waiting model would get first, and why it has not got it."""
-    claims = SlotClaims(autoscaler_input, config, decided=())
-    rest = claims.claim(demand, missing)
-    exchanges = slice_exchanges(demand, autoscaler_input, claims, config)
-    able = [
-        load
+    ledger = Ledger(autoscaler_input, config, decided=())
+    rest = ledger.claim(demand, missing)
+    bid = Bid(demand, rest, "", "")
+    asks = [
+        ask_of(load, bid, autoscaler_input, ledger, config.time_slice_s, TIME_SLICE)
         for load in autoscaler_input.loads
-        if load.instance.instance_id in exchanges
+        if load.instance.version_id != demand.model.version_id
         and load.instance.staying
-        and claims.roles(demand, load.instance.worker_id, without=[load]) >= rest
+        and load.instance.instance_id not in autoscaler_input.reserved
+        and ledger.roles(demand, load.instance, [load]) >= rest
     ]
-    victim = min(
-        able, key=lambda load: (exchanges[load.instance.instance_id].num_lost, load.instance.since), default=None
-    )
+    victim = min(asks, key=lambda ask: ask.rank, default=None)
     if rest and victim is not None:
-        yield WorthLine("victim", _victim_text(victim, exchanges[victim.instance.instance_id], demand))
+        yield WorthLine("victim", _victim_text(victim, demand))
     actions = decide(autoscaler_input, config, is_complete=False)
     if config.scaling is ScalingMode.ADVISE:
         yield WorthLine("why", "the scheduler only advises (scaling), and loads nothing beyond minimums")
@@ -150,43 +150,44 @@ def _wait(
         kept = "the minimums of other models keep all slots that could hold it"
         yield WorthLine("why", kept if autoscaler_input.reserved else "no slot of the pool could hold it now")
     else:
-        why = _why_not(victim, exchanges[victim.instance.instance_id], demand, claims, autoscaler_input, config)
+        why = _why_not(victim, demand, ledger, autoscaler_input, config)
         yield WorthLine("why", why or "the slot is taken at the next decision")
 
 
-def _victim_text(victim: InstanceLoad, exchange: Exchange, demand: Demand) -> str:
-    worker = victim.instance.worker_id
-    if not is_of_tenant(victim, demand.model.name):
+def _victim_text(victim: Ask, demand: Demand) -> str:
+    instance = victim.load.instance
+    worker = instance.worker_id
+    if not is_of_tenant(victim.load, demand.model.name):
         return f"the slot on {worker}, of a model of another tenant"
     if demand.by_tenant:
-        return f"the slot on {worker}, of {victim.instance.model}"
+        return f"the slot on {worker}, of {instance.model}"
     return (
-        f"the slot on {worker}, of {victim.instance.model}: it asks {exchange.num_lost:.1f} late requests "
-        f"against {exchange.num_gained:.1f} served"
+        f"the slot on {worker}, of {instance.model}: it asks {victim.num_lost:.1f} late requests "
+        f"against {victim.num_gained:.1f} saved"
     )
 
 
 def _why_not(
-    victim: InstanceLoad,
-    exchange: Exchange,
+    victim: Ask,
     demand: Demand,
-    claims: SlotClaims,
+    ledger: Ledger,
     autoscaler_input: AutoscalerInput,
     config: PolicyConfig,
 ) -> str:
     """Why the model has not got the victim's slot; empty if nothing is in the way."""
-    waited_s, turn_left_s = demand.oldest_wait_s, _turn_left_s(victim, autoscaler_input, config)
+    instance, waited_s = victim.load.instance, demand.oldest_wait_s
+    turn_left_s = _turn_left_s(victim.load, autoscaler_input, config)
     why = []
-    if not any(load.instance is victim.instance for load in claims.idle_loads):
+    if instance not in ledger.idle:
         if waited_s < config.preempt_spare_after_s:
             after = format_duration(config.preempt_spare_after_s)
             why.append(f"it has waited {format_duration(waited_s)}, and a busy slot is taken after {after}")
-        if victim.instance.phase is not InstancePhase.READY:
+        if instance.phase is not InstancePhase.READY:
             why.append("the model of that slot still loads")
         elif turn_left_s:
             why.append(f"the time slice of that slot ends in {format_duration(turn_left_s)}")
     left_s = overdue_s(demand, config) - demand.slot_wait_s
-    if not exchange.pays and left_s > 0:
+    if not victim.pays and left_s > 0:
         left = format_duration(left_s)
         why.append(f"the slot is worth more to its model; it is taken in {left} all the same")
     return "; ".join(why)

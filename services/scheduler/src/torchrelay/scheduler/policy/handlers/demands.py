@@ -66,7 +66,7 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
         answers=answers.without_excess(len(instances)) if answers and 0 < num_both == len(instances) else None,
     )
     playing = Counter(role for instance in instances for role in instance.target_roles)
-    if decode is not None and playing[Role.DECODE] > 1 and decode.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
+    if decode is not None and playing[Role.DECODE] > 1 and decode.fluid.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
         demand = replace(demand, decode=replace(decode, last_full_at=now))
     num_serving = playing[Role.PREFILL] if decode is not None else min(playing[role] for role in ROLES)
     if num_serving < 2:
@@ -75,7 +75,7 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
     num_stuck = sum(queue.overdue_s(now) > _STUCK_S for queue in queues)
     num_able = num_serving - num_stuck
     works = (demand,) if demand.answers is None else (demand, demand.answers)
-    if num_able < 2 or any(work.num_saved(num_able - 1, 0.0) >= 1 for work in works):
+    if num_able < 2 or any(work.fluid.num_saved(num_able - 1, 0.0) >= 1 for work in works):
         return replace(demand, last_full_at=now)
     return demand
 
@@ -88,7 +88,7 @@ def note_demand(state: State, demand: Demand, now: float) -> None:
     usage = state.usages.of(version_id)
     if instances := state.instances.of_version(version_id):
         least_per_s = usage.mean_per_s(now + VALID_S)
-        state.least_losses.note(version_id, instances, least_per_s, state.ttft_target_s(usage), now)
+        state.least_losses.note(version_id, len(instances), least_per_s, state.ttft_target_s(usage), now)
     usage.last_full_at = demand.last_full_at
     if demand.decode is not None:
         usage.decode_last_full_at = demand.decode.last_full_at

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
-from torchrelay.scheduler.policy.autoscaling.price import load_cost
+from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
 from torchrelay.scheduler.policy.autoscaling.usage import Usage
 from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand
 from torchrelay.scheduler.policy.handlers import relay_plans

@@ -1,9 +1,9 @@
-"""Claims of waiting models on the slots that are being freed."""
+"""The ledger of a decision: slots that are being freed, by whom they are claimed, and what each slot could play."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,6 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Load,
     SetRoles,
 )
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import Instance, InstancePhase, Model, Roles
@@ -30,7 +29,7 @@ class _HostPacks:
     leaving: set[str] = field(default_factory=set)
 
 
-class SlotClaims:
+class Ledger:
     """The ledger of one decision: each slot that is being freed serves one waiting model, in the order of their claims.
     A drain that overran its time frees nothing, so that no model waits for it, nor does a drain whose worker leaves.
     """
@@ -57,7 +56,7 @@ class SlotClaims:
         that wait for no answer. Returns the rest.
         """
         slots = {
-            key: self.roles(demand, instance.worker_id)
+            key: self.roles(demand, instance)
             for key, instance in self._unclaimed.items()
             if not at_once or instance.reason.cause == FIRST_SLOT or not self._input.cluster_load.load(key).busy
         }
@@ -100,28 +99,6 @@ class SlotClaims:
         """
         return self._input.num_slots_of.copy()
 
-    @property
-    def idle_loads(self) -> Iterator[InstanceLoad]:
-        return (self._input.cluster_load.load(instance.instance_id) for instance in self.idle)
-
-    def idle_up_to(self, num_gained: float) -> list[InstanceLoad]:
-        """The idle instances that may cost their models no more than ``num_gained`` late requests while another model
-        is loaded.
-        """
-        cheap = {version_id for version_id, least_lost in self._idle_losses.items() if least_lost <= num_gained}
-        instances = (instance for instance in self.idle if instance.version_id in cheap)
-        return [self._input.cluster_load.load(instance.instance_id) for instance in instances]
-
-    @cached_property
-    def _idle_losses(self) -> Mapping[str, float]:
-        """The least that each model with an idle instance loses in the shortest time in which a waiting model loads."""
-        load_s = (demand.load_s.get(Tier.HOST, 0.0) for demand in self._input.demands if demand.num_waiting)
-        least_s, losses = min(load_s, default=0.0), self._input.cluster_load.least_losses
-        return {
-            version_id: losses.of(version_id, least_s, self._input.now)
-            for version_id in {instance.version_id for instance in self.idle}
-        }
-
     def _leaves(self, instance: Instance) -> bool:
         """Whether the instance drains, has time left, and its worker stays."""
         if instance.phase is not InstancePhase.DRAINING:
@@ -140,14 +117,14 @@ class SlotClaims:
         staying = self._input.staying_of(load.instance.version_id)
         return [other for other in staying if other.instance.instance_id not in left]
 
-    def roles(self, demand: Demand, worker_id: str, without: Sequence[InstanceLoad] = ()) -> Roles:
-        """Roles that the worker could play for the waiting model once all idle and leaving instances, and ``without``,
-        have left its slot and its host's arena.
+    def roles(self, demand: Demand, instance: Instance, without: Sequence[InstanceLoad] = ()) -> Roles:
+        """Roles that the instance's slot could play for the waiting model once all idle and leaving instances, and
+        ``without``, have left it and its host's arena.
         """
-        worker, model = self._input.workers.get(worker_id), demand.model
-        if worker is None or worker_id in self._input.suspects or not model.slot_class.fits(worker):
+        worker, model = self._input.workers.get(instance.worker_id), demand.model
+        if worker is None or worker.worker_id in self._input.suspects or not model.slot_class.fits(worker):
             return frozenset()
-        if without:
+        if any(load.instance.instance_id not in self._idle_ids for load in without):
             fits = self._has_space(model, worker.host_id, without)
         else:
             key = (model.pack_id, worker.host_id)

@@ -1,0 +1,413 @@
+"""The auction of slots: what a slot is worth to a waiting model, what it costs its own, and when it changes hands.
+
+Of each slot, the row of this table that applies:
+
+    slot                              for a model that lacks a slot                  for growth and minimums
+    idle                              if it costs less, or the model is overdue;     if it costs less, and its model
+                                      not the young only slot of a tenant            does not need it back soon
+    one of several, or of a model     after a wait of 1 s, if it costs less;         never
+    that cannot serve anyway          after a time slice in any case
+    busy and the last                 after a wait of 1 s and its own time slice,    never
+                                      if it costs less or the model is overdue
+    of a tenant with several, for a   after a wait of 1 s, whatever it costs, once   never
+    tenant without any                per tenant and time slice, answers go on later
+    kept by a minimum, suspected      never                                          never
+
+A model loses at most one slot per decision. If the weights of a pack are in the way, all its slots on one host go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchrelay.common.quantities import format_duration
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    FIRST_SLOT,
+    AutoscalerInput,
+    Demand,
+    Drain,
+    InstanceLoad,
+    SetRoles,
+    cover_both_roles,
+)
+from torchrelay.scheduler.policy.autoscaling.lateness import displaced
+from torchrelay.scheduler.policy.autoscaling.ledger import Ledger, fewest
+from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.reasons import Figures, Reason
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Model, Role, Roles
+
+EVICT, PREEMPT_SPARE, TIME_SLICE = "evict", "preempt_spare", "time_slice"
+_NOT_YET = ""  # the cause of an ask that an overdue model waits for: the time slice of the cheapest slot
+
+
+class Ask(NamedTuple):
+    """The late requests that a slot costs its model if another model has it, and those that it saves that model.
+
+    ``cause``: the row that allows it; ``reload``: the cost of the load back, in late requests.
+    """
+
+    load: InstanceLoad
+    num_lost: float
+    num_gained: float
+    cause: str
+    reload: float
+
+    @property
+    def pays(self) -> bool:
+        return self.num_lost + self.reload <= self.num_gained
+
+    @property
+    def rank(self) -> tuple[bool, bool, float, float, str]:
+        """The cheapest first, idle ones before others. A tenant's first slot comes next, as it waits for no answers:
+        the slot that was held for longest.
+        """
+        instance, is_first = self.load.instance, self.cause == FIRST_SLOT
+        order = _FIRST_SLOT_PHASES.index(instance.phase) if is_first else self.num_lost + self.reload
+        return (self.cause != EVICT, not is_first, order, instance.since, instance.instance_id)
+
+    @property
+    def figures(self) -> Figures:
+        """Figures for the reason, without the infinite gain of a minimum."""
+        return {"num_lost": self.num_lost} | ({} if math.isinf(self.num_gained) else {"num_gained": self.num_gained})
+
+
+_FIRST_SLOT_PHASES = (InstancePhase.DRAINING, InstancePhase.READY, InstancePhase.LOADING)
+
+
+@dataclass(frozen=True)
+class Bid:
+    """A model that lacks ``roles``, and what it may take. ``tenant``: without a slot; ``overdue_tenant``: may take a
+    slot whatever that costs; both may be empty.
+    """
+
+    demand: Demand
+    roles: Roles
+    tenant: str
+    overdue_tenant: str
+
+    def num_gained(self, held_s: float) -> float:
+        """Late requests that a slot saves if it is held for ``held_s`` after its load: those that wait, and those that
+        come once it is loaded. For an idle slot, which its model may soon take back, those that wait count once.
+        """
+        demand = self.demand
+        if not held_s:
+            return float(demand.num_waiting)
+        load_s, rate = demand.load_s.get(Tier.HOST, 0.0), demand.arrivals_per_s
+        without = displaced(demand.num_waiting, rate, demand.slack_s, held_s + load_s)
+        return without - displaced(0.0, rate, demand.slack_s, load_s)
+
+
+def take_slots(
+    demand: Demand, autoscaler_input: AutoscalerInput, ledger: Ledger, config: PolicyConfig
+) -> list[SetRoles | Drain]:
+    """Drains that free the slots that a waiting model needs beyond those that it can claim: one that plays all roles it
+    lacks, else one per role. A tenant without a slot claims a slot with answers last.
+    """
+    missing = autoscaler_input.missing(demand, demand.most_kv_bytes)
+    tenant = demand.slotless_tenant(ledger.num_slots_of)
+    for at_once in (True, False) if tenant else (False,):
+        missing = ledger.claim(demand, missing, at_once=at_once)
+        if not missing:
+            return []
+        bid = Bid(demand, missing, tenant, _overdue_tenant(demand, ledger, config))
+        asks = cheapest(bid, autoscaler_input, ledger, config)
+        if asks:
+            actions = [action for ask in asks for action in _taken(ask, bid, autoscaler_input)]
+            ledger.add(actions)
+            ledger.versions.add(demand.model.version_id)
+            return actions
+    return []
+
+
+def cheapest(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger, config: PolicyConfig) -> list[Ask]:
+    """The asks of the cheapest slots that suffice for the roles of the bid; none if it may take none."""
+    asks: dict[str, Ask] = {}  # the best of each slot
+    for ask in sorted(asks_for(bid, autoscaler_input, ledger, config), key=lambda ask: ask.rank):
+        asks.setdefault(ask.load.instance.instance_id, ask)
+    chosen = [asks[key] for key in _enough(asks, bid, ledger)]
+    return [] if any(ask.cause == _NOT_YET for ask in chosen) else chosen
+
+
+def asks_for(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger, config: PolicyConfig) -> Iterator[Ask]:
+    """Yields the asks of the slots that the model may take."""
+    demand, now = bid.demand, autoscaler_input.now
+    for instance in ledger.idle:
+        load = autoscaler_input.cluster_load.load(instance.instance_id)
+        if load.instance.version_id != demand.model.version_id and not _is_young_first_slot(load, demand, now, ledger):
+            ask = ask_of(load, bid, autoscaler_input, ledger, 0.0, EVICT)
+            if ask.pays or bid.overdue_tenant:
+                yield ask
+    # The model that has waited longer comes first; otherwise two waiting models would swap slots.
+    if demand.oldest_wait_s < config.preempt_spare_after_s or not autoscaler_input.has_all_waiting:
+        return
+    most = math.inf if bid.overdue_tenant else bid.num_gained(config.time_slice_s)
+    if demand.slot_wait_s >= config.time_slice_s:
+        most = math.inf
+    for version_id in autoscaler_input.cluster_load.least_losses.up_to(most, now):
+        if version_id != demand.model.version_id and version_id not in ledger.versions:
+            yield from _busy_asks(version_id, bid, autoscaler_input, ledger, config)
+    if bid.tenant and bid.tenant not in ledger.overdue_tenants:
+        for load in autoscaler_input.loads:
+            if _is_of_rich_tenants(load, autoscaler_input, ledger) and load.instance.version_id not in ledger.versions:
+                yield ask_of(load, bid, autoscaler_input, ledger, config.time_slice_s, FIRST_SLOT)
+
+
+def _busy_asks(
+    version_id: str, bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger, config: PolicyConfig
+) -> Iterator[Ask]:
+    """Yields the asks of a model's slots that are in use, as far as the table allows them now."""
+    demand, now = bid.demand, autoscaler_input.now
+    loads = autoscaler_input.staying_of(version_id)
+    may_wait = demand.slot_wait_s < overdue_s(demand, config) + config.time_slice_s
+    for load in loads:
+        instance = load.instance
+        if instance.instance_id in autoscaler_input.reserved:
+            continue
+        is_spare = _stand_ins(load, loads, autoscaler_input) is not None
+        is_held = instance.phase is InstancePhase.READY and instance.since <= now - config.time_slice_s
+        if is_spare and instance.phase is InstancePhase.READY:
+            ask = ask_of(load, bid, autoscaler_input, ledger, config.time_slice_s, PREEMPT_SPARE)
+            if ask.pays or (is_held and demand.slot_wait_s >= config.time_slice_s):
+                yield ask
+                continue
+        if is_held or bid.overdue_tenant:
+            ask = ask_of(load, bid, autoscaler_input, ledger, config.time_slice_s, TIME_SLICE)
+            if is_held and (ask.pays or bid.overdue_tenant):
+                yield ask
+            elif bid.overdue_tenant and may_wait:
+                yield ask._replace(cause=_NOT_YET)
+
+
+def ask_of(
+    load: InstanceLoad, bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger, held_s: float, cause: str
+) -> Ask:
+    """The ask of a slot that another model holds for ``held_s`` once it is loaded. Remaining instances that play both
+    roles, or will do so, take their part of the requests; the load back counts as well.
+    """
+    others, demand = ledger.others(load), bid.demand
+    is_shared = cause == PREEMPT_SPARE or cover_both_roles(other.instance for other in others)
+    number = 1 + len(others) if is_shared else 1
+    away_s = away_s_of(load, demand, ledger)
+    lost = displaced(0.0, load.arrivals_per_s / number, load.target_s, away_s + held_s)
+    return Ask(load, lost, bid.num_gained(held_s), cause, load.reload_s / demand.late_s)
+
+
+def away_s_of(load: InstanceLoad, demand: Demand, ledger: Ledger) -> float:
+    """Shortest time that a model is without its slot: until its answers have ended, the other model has loaded, and it
+    has loaded again itself.
+    """
+    return ledger.drain_s(load) + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
+
+
+def _stand_ins(
+    load: InstanceLoad, loads: Sequence[InstanceLoad], autoscaler_input: AutoscalerInput
+) -> list[str] | None:
+    """Instances that must take both roles for a model to serve without ``load``; none if the others play both already,
+    or if the model cannot serve anyway. None if no instance can.
+    """
+    rest = [other.instance for other in loads if other is not load]
+    if cover_both_roles(rest) or not cover_both_roles(other.instance for other in loads):
+        return []
+    for instance in rest:
+        worker = autoscaler_input.workers.get(instance.worker_id)
+        is_ready = instance.phase is InstancePhase.READY and instance.takes_roles(autoscaler_input.now)
+        if is_ready and worker is not None and worker.playable_roles >= BOTH:
+            return [instance.instance_id]
+    return None
+
+
+def _enough(asks: Mapping[str, Ask], bid: Bid, ledger: Ledger) -> list[str]:
+    """The cheapest slots that suffice for the roles, idle ones if possible; else all slots of a pack on a host, if only
+    together they make space for the weights; else none. A slot that its model can do without must suffice alone.
+    """
+    roles = {key: ledger.roles(bid.demand, ask.load.instance, [ask.load]) for key, ask in asks.items()}
+    idle = {key: roles[key] for key, ask in asks.items() if ask.cause == EVICT}
+    alone = {key: of_slot for key, of_slot in roles.items() if of_slot >= bid.roles}
+    whole = {key: roles[key] for key, ask in asks.items() if ask.cause not in (PREEMPT_SPARE, FIRST_SLOT)}
+    for slots in (idle, alone, whole):
+        if chosen := enough(slots, bid.roles):
+            return chosen
+    together = defaultdict[tuple[str, str], list[InstanceLoad]](list)
+    for key in whole:
+        instance = asks[key].load.instance
+        together[instance.host_id, instance.pack_id].append(asks[key].load)
+    for loads in together.values():
+        slots = {load.instance.instance_id: ledger.roles(bid.demand, load.instance, loads) for load in loads}
+        if enough(slots, bid.roles):
+            return list(slots)
+    return []
+
+
+def enough(slots: Mapping[str, Roles], missing: Roles) -> list[str]:
+    """The fewest slots that play all ``missing`` roles; none if even all together do not."""
+    chosen = fewest(slots, missing)
+    return chosen if missing <= frozenset().union(*(slots[key] for key in chosen)) else []
+
+
+def _is_of_rich_tenants(load: InstanceLoad, autoscaler_input: AutoscalerInput, ledger: Ledger) -> bool:
+    """Whether each tenant of the slot has another, and none took this as its first."""
+    return (
+        bool(load.tenants)
+        and all(ledger.num_slots_of[tenant] > 1 for tenant in load.tenants)
+        and load.instance.reason.cause != FIRST_SLOT
+        and load.instance.instance_id not in autoscaler_input.reserved
+    )
+
+
+def _is_young_first_slot(load: InstanceLoad, demand: Demand, now: float, ledger: Ledger) -> bool:
+    """Whether the slot stays for a time slice, although it is idle: it is the only slot of a tenant, and the tenants
+    that wait for the other model have other slots. Otherwise, models would swap it between any two requests of that
+    tenant.
+    """
+    num_slots = ledger.num_slots_of
+    return (
+        load.instance.since > now - ledger.config.time_slice_s
+        and any(num_slots[tenant] == 1 for tenant in load.tenants - set(demand.waiting_tenants))
+        and all(num_slots[tenant] > (tenant in load.tenants) for tenant in demand.waiting_tenants)
+    )
+
+
+def overdue_s(demand: Demand, config: PolicyConfig) -> float:
+    return max(config.longest_wait_s, demand.target_s)
+
+
+def _overdue_tenant(demand: Demand, ledger: Ledger, config: PolicyConfig) -> str:
+    """The tenant that may take a slot for the model, whatever that costs: if the model has waited longer than the limit
+    and its target, the first waiting tenant that has taken no such slot for a time slice. Empty without such a tenant.
+    """
+    if demand.slot_wait_s < overdue_s(demand, config):
+        return ""
+    return next((tenant for tenant in demand.waiting_tenants if tenant not in ledger.overdue_tenants), "")
+
+
+# Growth
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A model's gain by one more instance: ``num_saved`` late requests if the instance is held for ``held_s``."""
+
+    num_saved: float
+    held_s: float
+    text: str
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the instance is due whatever another model loses, for a minimum."""
+        return math.isinf(self.num_saved)
+
+
+def take_idle_slots(
+    demand: Demand, missing: Counter[Role], gains: Iterable[Gain], autoscaler_input: AutoscalerInput, ledger: Ledger
+) -> list[Drain]:
+    """Drains idle instances of other models for growth or a minimum, each by its gain. An instance that was idle for
+    less time than its load takes stays.
+    """
+    drains: list[Drain] = []
+    for gain in gains:
+        if not missing:
+            break
+        rest = ledger.claim(demand, frozenset(missing))
+        missing = +(missing - Counter(frozenset(missing)))
+        loads = [autoscaler_input.cluster_load.load(instance.instance_id) for instance in ledger.idle] if rest else []
+        able = [
+            load
+            for load in loads
+            if load.instance.version_id != demand.model.version_id
+            and load.reload_s <= autoscaler_input.now - load.unused_since
+            and _growth_ask(load, demand, gain, autoscaler_input, ledger) is not None
+        ]
+        slots = {load.instance.instance_id: ledger.roles(demand, load.instance, [load]) for load in able}
+        chosen = enough(slots, rest)
+        for load in able:
+            if load.instance.instance_id not in chosen:
+                continue
+            # The drain before may have left this as its model's last instance.
+            if (ask := _growth_ask(load, demand, gain, autoscaler_input, ledger)) is not None:
+                is_shown = gain.is_due or is_of_tenant(ask.load, demand.model.name)  # a minimum counts no requests
+                why = f"and {{}} {gain.text if is_shown else 'needs more instances'}"
+                drains.append(_eviction(ask, demand.model, why, autoscaler_input.now))
+                ledger.add(drains[-1:])
+    return drains
+
+
+def _growth_ask(
+    load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, ledger: Ledger
+) -> Ask | None:
+    """The ask of an idle slot for growth; None if it does not pay or its model would take the slot back: the last
+    instance of a model that expects a request within a time slice, or more than half of the gain of any other.
+    """
+    others = ledger.others(load)
+    away_s = away_s_of(load, demand, ledger)
+    if cover_both_roles(other.instance for other in others):
+        lost = _num_late_without(load, others, autoscaler_input)
+        is_wanted_back = 2 * lost > gain.num_saved
+    else:
+        lost = displaced(0.0, load.arrivals_per_s, load.target_s, away_s + gain.held_s)
+        is_wanted_back = load.arrivals_per_s * (away_s + ledger.config.time_slice_s) >= 1
+    ask = Ask(load, lost, gain.num_saved, EVICT, load.reload_s / demand.late_s)
+    return ask if gain.is_due or (ask.pays and not is_wanted_back) else None
+
+
+def _num_late_without(load: InstanceLoad, others: Sequence[InstanceLoad], autoscaler_input: AutoscalerInput) -> float:
+    """Late requests that the instance saves its model, if ``others`` play both roles beside it."""
+    demand = autoscaler_input.cluster_load.demand_of(load.instance.version_id)
+    if demand is None:
+        return 0.0
+    without = Counter(role for other in others for role in other.instance.target_roles)
+    sizings = zip(
+        sizings_of(demand, without + Counter(load.instance.target_roles)), sizings_of(demand, without), strict=True
+    )
+    return max((having.num_lost for having, left in sizings if left.number < having.number), default=0.0)
+
+
+# Reasons, which tell tenants nothing of each other
+
+
+def _taken(ask: Ask, bid: Bid, autoscaler_input: AutoscalerInput) -> list[SetRoles | Drain]:
+    """The drain of a slot, after the role changes with which its model serves without it."""
+    load, demand, now = ask.load, bid.demand, autoscaler_input.now
+    waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)}"
+    taker = "" if ask.pays else bid.overdue_tenant
+    if ask.cause == EVICT:
+        return [_eviction(ask, demand.model, f"and {waited} for a slot", now, taker)]
+    held = format_duration(now - load.instance.since)
+    text = {
+        PREEMPT_SPARE: f"{waited} for a slot, and this model can do without one",
+        TIME_SLICE: f"{waited}, and no slot can be spared; this one was held for {held}",
+        FIRST_SLOT: f"{waited}, and its tenant has no slot",
+    }[ask.cause]
+    if ask.cause == FIRST_SLOT:
+        taker = bid.tenant
+    # Tenants that share a model see no count of each other.
+    cost = "" if len(load.tenants) > 1 else f"; without it {ask.num_lost:.1f} requests of this model are late"
+    drain = _drain(ask, demand.model, text + cost, ask.figures, taker)
+    loads = autoscaler_input.staying_of(load.instance.version_id)
+    stand_ins = _stand_ins(load, loads, autoscaler_input) if ask.cause == PREEMPT_SPARE else []
+    return [*(SetRoles(instance_id, BOTH, drain.reason) for instance_id in stand_ins or ()), drain]
+
+
+def _eviction(ask: Ask, waiting: Model, why: str, now: float, overdue_tenant: str = "") -> Drain:
+    load = ask.load
+    idle_s, reload_s = now - load.unused_since, load.reload_s
+    count = "" if len(load.tenants) > 1 else f" ({ask.num_lost:.1f} late requests)"
+    text = f"idle for {format_duration(idle_s)}, {why}; to load it again takes {format_duration(reload_s)}{count}"
+    return _drain(ask, waiting, text, {"idle_s": idle_s, "reload_s": reload_s, **ask.figures}, overdue_tenant)
+
+
+def _drain(ask: Ask, waiting: Model, text: str, figures: Figures, overdue_tenant: str) -> Drain:
+    """The drain of a slot. ``text`` names the waiting model only if the slot's tenants may know it."""
+    name = waiting.name if is_of_tenant(ask.load, waiting.name) else "a model of another tenant"
+    return Drain(ask.load.instance.instance_id, Reason(ask.cause, text.format(name), figures), overdue_tenant)
+
+
+def is_of_tenant(load: InstanceLoad, model: str) -> bool:
+    """Whether only the tenant of ``model`` uses the instance, so that each may be named to the other."""
+    return load.tenants == {tenant_of(model)}

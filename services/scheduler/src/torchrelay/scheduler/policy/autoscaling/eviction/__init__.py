@@ -1,1 +1,0 @@
-"""Slots that models yield to others: when, which, and with which reason."""
