@@ -1,0 +1,87 @@
+"""Load reports on the broker: which are signed by their own worker or store, and which repeat its last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nats.aio.msg import Msg
+
+from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.net.load_reports import MAC_HEADER, is_report_mac
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.recent import Recent
+
+log = get_logger(__name__)
+_MAX_NAMED = 1024
+_MAX_NODES = 16_384
+WHOLE_EVERY = 40  # every 40th repeat is applied whole, for properties that change by time alone
+
+
+@dataclass(slots=True)
+class _Signed:
+    mac: str
+    data: bytes
+    num_repeats: int = 0
+
+
+class SignedReports:
+    """Checks messages against the key of the node that their subject names; each offence is logged once."""
+
+    def __init__(self, cluster_key: bytes) -> None:
+        self._cluster_key = cluster_key
+        self._node_keys: Recent[str, bytes] = Recent(_MAX_NODES)
+        self._last: Recent[str, _Signed] = Recent(_MAX_NODES)  # by subject
+        self._logged: Recent[tuple[str, str], bool] = Recent(_MAX_NAMED)
+
+    def is_repeat(self, message: Msg) -> bool:
+        """Whether the message equals the last signed one of its subject up to the last byte of its signature, as nearly
+        all reports of an idle fleet do; then it needs no other check. False for the first repeat, which shows that
+        rates have fallen to zero, and for every ``WHOLE_EVERY``th.
+        """
+        last = self._same(message)
+        if last is None:
+            return False
+        last.num_repeats += 1
+        return last.num_repeats > 1 and last.num_repeats % WHOLE_EVERY != 0
+
+    def is_signed(self, message: Msg) -> bool:
+        """Whether the node in the message's subject sent it, as only this node has its key. The broker may serve
+        others.
+        """
+        if not (mac := _mac(message)):
+            return self._refused(message, "it is not signed")
+        if not is_report_mac(mac, self._node_key(node_id(message)), message.subject, message.data):
+            return self._refused(message, "its signature is not that of the node in its subject")
+        if self._same(message) is None:
+            self._last[message.subject] = _Signed(mac, message.data)
+        return True
+
+    def names_its_node(self, message: Msg, claimed_id: str) -> bool:
+        """Whether the report in the message is about the node in its subject."""
+        return claimed_id == node_id(message) or self._refused(message, "it is about another node than its subject")
+
+    def _same(self, message: Msg) -> _Signed | None:
+        """The last signed message of the subject, if this is the same."""
+        last = self._last.get(message.subject)
+        return last if last is not None and (last.mac, last.data) == (_mac(message), message.data) else None
+
+    def _node_key(self, node_id: str) -> bytes:
+        key = self._node_keys.get(node_id)
+        if key is None:
+            key = self._node_keys[node_id] = derive_node_key(self._cluster_key, node_id)
+        return key
+
+    def _refused(self, message: Msg, why: str) -> bool:
+        if (message.subject, why) not in self._logged:
+            self._logged[message.subject, why] = True
+            log.warning("report_refused", subject=message.subject, reason=why)
+        return False
+
+
+def node_id(message: Msg) -> str:
+    """The id of the worker or store in the message's subject."""
+    return message.subject.rpartition(".")[2]
+
+
+def _mac(message: Msg) -> str:
+    return (message.headers or {}).get(MAC_HEADER, "")
