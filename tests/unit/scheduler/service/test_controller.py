@@ -31,7 +31,6 @@ from torchrelay.scheduler.policy.inputs import GatewayConnected
 from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass, SlotClass
 from torchrelay.scheduler.service import peer_channels
 from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStreams
-from torchrelay.scheduler.service.cluster_view import cluster_view
 from torchrelay.scheduler.service.controller import Clock, Controller
 from torchrelay.scheduler.service.converters import (
     admission_from_proto,
@@ -44,6 +43,7 @@ from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 from torchrelay.scheduler.service.tickets import ClusterTickets
+from torchrelay.scheduler.service.views import cluster_view
 from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
 
 

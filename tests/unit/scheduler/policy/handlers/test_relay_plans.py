@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.inputs import LoadRefused
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.types import REMOTE, Model, NicCounters, SourceShare, StoreStatus
-from torchrelay.scheduler.service.relay_view import relay_views
+from torchrelay.scheduler.service.views import relay_views
 
 MODEL = a_model()
 WHY = Reason("replicate", "one is enough")

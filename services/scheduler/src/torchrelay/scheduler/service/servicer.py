@@ -22,10 +22,10 @@ from torchrelay.scheduler.policy.inputs import (
 )
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
-from torchrelay.scheduler.service.cluster_view import cluster_view
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.enrolment import Enrolment
 from torchrelay.scheduler.service.events.reader import EventReader
+from torchrelay.scheduler.service.views import cluster_view
 
 _VIEW_EVERY_S = 0.1
 _MAX_WAITS_CHARS = 500
