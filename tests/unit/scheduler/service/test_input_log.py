@@ -22,18 +22,20 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, LoadCommand, RetainCommand, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
-    CopyFailed,
+    CommandEnded,
+    CommandOutcome,
+    Copy,
     Input,
     LauncherReported,
-    LoadUnanswered,
+    Load,
     MinimumsSet,
     ModelDeleted,
-    RetainFailed,
-    RolesFailed,
+    Retention,
+    RoleChange,
     StoreBeat,
     StoreGone,
     Turn,
-    UnloadFailed,
+    Unload,
     WorkerBeat,
     WorkerStopped,
     WorkerStreamClosed,
@@ -123,15 +125,17 @@ def fail(cluster: RunningCluster) -> None:
     for command in {type(command): command for command in cluster.commands}.values():
         match command:
             case SetRolesCommand():
-                cluster.apply(RolesFailed(command.instance_id, "no answer"))
+                cluster.apply(CommandEnded(RoleChange(command.instance_id), CommandOutcome.REFUSED, "no answer"))
             case UnloadCommand():
-                cluster.apply(UnloadFailed(command.instance_id, "no answer"))
+                cluster.apply(CommandEnded(Unload(command.instance_id), CommandOutcome.REFUSED, "no answer"))
             case CopyCommand():
-                cluster.apply(CopyFailed(command.model.pack_id, command.hop.store_id, "no answer"))
+                cluster.apply(
+                    CommandEnded(Copy(command.model.pack_id, command.hop.store_id), CommandOutcome.REFUSED, "no answer")
+                )
             case RetainCommand():
-                cluster.apply(RetainFailed(command.store_id))
+                cluster.apply(CommandEnded(Retention(command.store_id), CommandOutcome.REFUSED))
             case LoadCommand():
-                cluster.apply(LoadUnanswered(command.hops[0].loads[0].instance_id))
+                cluster.apply(CommandEnded(Load(command.hops[0].loads[0].instance_id), CommandOutcome.UNANSWERED))
     begin = cluster.now + 5.0
     timed = replace(MODELS[1], scheduled=(ScheduledMinimum(begin, begin + 10.0, 1, "daily 08:00-18:00 UTC = 1"),))
     cluster.models[MODELS[0].version_id] = MODELS[0]

@@ -1,15 +1,16 @@
-"""Carries out commands over gRPC; their outcomes go back as inputs. Each command is a task with a deadline."""
+"""Carries out commands over gRPC. Each is a task with a deadline, whose outcome goes back as ``CommandEnded``."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import Message
+from msgspec import structs
 
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
@@ -18,6 +19,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
 from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels
@@ -113,7 +115,8 @@ class Actuator:
             self._refuse_load(hop, order, cause)
 
     def _refuse_load(self, hop: effects.Hop, order: effects.LoadOrder, cause: str) -> None:
-        self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
+        load = inputs.Load(order.instance_id, failed_store=hop.store_id)
+        self._controller.apply(CommandEnded(load, CommandOutcome.REFUSED, cause))
 
     async def _request_relay(self, command: effects.LoadCommand, hop: effects.Hop, answered: asyncio.Event) -> str:
         """Returns why the store did not accept the relay; empty if it did."""
@@ -163,27 +166,19 @@ class Actuator:
             log.info("reroute_failed", store_id=command.hop.store_id, error=logged_cause(error))
 
     async def _copy(self, command: effects.CopyCommand) -> None:
-        pack_id, store_id = command.model.pack_id, command.hop.store_id
-        try:
+        copy = inputs.Copy(command.model.pack_id, command.hop.store_id)
+        with self._outcome(copy, "the relay could not be started: "):
             await self._relay(command, command.hop)
-        except TorchrelayError as error:
-            cause = f"the relay could not be started: {error.message}"
-            self._controller.apply(inputs.CopyFailed(pack_id, store_id, cause, isinstance(error, NotFound)))
-            return
-        self._controller.apply(inputs.CopyAccepted(pack_id, store_id))
 
     async def _retain(self, command: effects.RetainCommand) -> None:
-        request = param_store_pb2.RetainRequest(
-            epoch=self._controller.epoch.value,
-            pack_ids=command.pack_ids,
-            lease_s=command.lease_s,
-            disk_pack_ids=command.disk_pack_ids,
-        )
-        try:
+        with self._outcome(inputs.Retention(command.store_id)):
+            request = param_store_pb2.RetainRequest(
+                epoch=self._controller.epoch.value,
+                pack_ids=command.pack_ids,
+                lease_s=command.lease_s,
+                disk_pack_ids=command.disk_pack_ids,
+            )
             await self._call(self._store(command.store_id).Retain, request)
-        except TorchrelayError as error:
-            log.info("retain_failed", store_id=command.store_id, error=logged_cause(error))
-            self._controller.apply(inputs.RetainFailed(command.store_id))
 
     def _store(self, store_id: str) -> ParamStoreAsyncStub:
         store = self._controller.policy.state.membership.stores.get(store_id)
@@ -192,7 +187,7 @@ class Actuator:
         return self._channels.store(store.grpc_address, store_id)
 
     async def _load(self, command: effects.LoadCommand, order: effects.LoadOrder) -> None:
-        try:
+        with self._outcome(inputs.Load(order.instance_id), f"worker {order.worker_id} cannot load it: "):
             request = worker_pb2.LoadRequest(
                 epoch=self._controller.epoch.value,
                 instance_id=order.instance_id,
@@ -201,42 +196,40 @@ class Actuator:
                 traceparent=command.traceparent,
             )
             await self._call(self._worker(order.worker_id).Load, request)
-        except _Unanswered:
-            self._controller.apply(inputs.LoadUnanswered(order.instance_id))
-            return
-        except TorchrelayError as error:
-            cause = f"worker {order.worker_id} cannot load it: {error.message}"
-            self._controller.apply(inputs.LoadRefused(order.instance_id, cause))
-            return
-        self._controller.apply(inputs.LoadAccepted(order.instance_id))
 
     async def _set_roles(self, command: effects.SetRolesCommand) -> None:
-        request = worker_pb2.SetRolesRequest(
-            epoch=self._controller.epoch.value,
-            instance_id=command.instance_id,
-            roles=converters.roles_to_proto(command.roles),
-        )
-        try:
+        with self._outcome(inputs.RoleChange(command.instance_id)):
+            request = worker_pb2.SetRolesRequest(
+                epoch=self._controller.epoch.value,
+                instance_id=command.instance_id,
+                roles=converters.roles_to_proto(command.roles),
+            )
             await self._call(self._worker(command.worker_id).SetRoles, request)
-        except TorchrelayError as error:
-            self._controller.apply(inputs.RolesFailed(command.instance_id, error.message))
-            return
-        self._controller.apply(inputs.RolesSet(command.instance_id))
 
     async def _unload(self, command: effects.UnloadCommand) -> None:
-        request = worker_pb2.UnloadRequest(
-            epoch=self._controller.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
-        )
-        try:
+        with self._outcome(inputs.Unload(command.instance_id)):
+            request = worker_pb2.UnloadRequest(
+                epoch=self._controller.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
+            )
             await self._call(self._worker(command.worker_id).Unload, request, command.drain_s + _TIMEOUT_S)
-        except TorchrelayError as error:
-            self._controller.apply(inputs.UnloadFailed(command.instance_id, error.message))
 
     def _worker(self, worker_id: str) -> WorkerAsyncStub:
         worker = self._controller.policy.state.membership.workers.get(worker_id)
         if worker is None:
             raise Unavailable("the worker is gone")
         return self._channels.worker(worker.grpc_address, worker_id)
+
+    @contextmanager
+    def _outcome(self, command: inputs.CommandId, why: str = "") -> Iterator[None]:
+        """Passes on whether the block has carried the command out. ``why`` begins the cause if it has not."""
+        outcome, cause = CommandOutcome.ACCEPTED, ""
+        try:
+            yield
+        except TorchrelayError as error:
+            kind = type(command).__name__
+            log.info("command_failed", command=kind, error=logged_cause(error), **structs.asdict(command))
+            outcome, cause = _outcome_of(error), why + error.message
+        self._controller.apply(CommandEnded(command, outcome, cause))
 
     async def _call(
         self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S
@@ -265,3 +258,12 @@ class Actuator:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _Unanswered(f"there was no answer within {timeout_s:g} s") from error
             raise error_from_rpc(error) from error
+
+
+def _outcome_of(error: TorchrelayError) -> CommandOutcome:
+    match error:
+        case _Unanswered():
+            return CommandOutcome.UNANSWERED
+        case NotFound():
+            return CommandOutcome.NOT_FOUND
+    return CommandOutcome.REFUSED

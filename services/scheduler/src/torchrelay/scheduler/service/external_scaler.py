@@ -41,8 +41,8 @@ Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callba
 
 @dataclass(frozen=True, slots=True)
 class PoolSelector:
-    """The pool that the metadata of a KEDA trigger selects. ``num_devices``: of each slot. ``role``: the pool of workers
-    that can play no other role; None: of all workers.
+    """The pool that the metadata of a KEDA trigger selects: slots of ``num_devices`` each, of workers that can play
+    ``role`` alone; None: of all workers.
     """
 
     num_devices: int
