@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from torchrelay.control.v1 import scheduler_pb2
@@ -14,6 +15,36 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Instance
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
+
+_EVERY_S = 0.1
+_MANY_PEERS = 500  # from here on a view takes so long to build that all watchers share it for a second
+_MANY_EVERY_S = 1.0
+_SHARED_S = 0.95  # less than ``_MANY_EVERY_S``, as timers may fire early
+
+
+class ClusterViews:
+    """The views of all watchers, of which none asks more often than every ``every_s``."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._changed = controller.watch()  # since the last view was built
+        self._view, self._built_at = scheduler_pb2.ClusterView(), -math.inf
+
+    @property
+    def every_s(self) -> float:
+        return _MANY_EVERY_S if self._is_large else _EVERY_S
+
+    @property
+    def _is_large(self) -> bool:
+        return len(self._controller.reports) >= _MANY_PEERS
+
+    def latest(self) -> tuple[scheduler_pb2.ClusterView, bool]:
+        """The view, and whether it shows the last change."""
+        now = self._controller.clock.now()
+        if not self._is_large or now - self._built_at >= _SHARED_S:
+            self._changed.clear()
+            self._view, self._built_at = cluster_view(self._controller), now
+        return self._view, not self._changed.is_set()
 
 
 def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
