@@ -97,26 +97,26 @@ class Actuator:
                         await event.wait()
         async with asyncio.TaskGroup() as calls:
             relay = calls.create_task(self._request_relay(command, hop, answered[hop.store_id]))
-            if not has_pack and (cause := await relay):
-                for order in hop.loads:
-                    self._refuse_load(hop, order, cause)
-                return
             for order in hop.loads:
-                calls.create_task(self._load_beside(command, hop, order, relay))
+                calls.create_task(self._load_with(relay, command, hop, order, is_beside=has_pack))
 
-    async def _load_beside(
-        self, command: effects.LoadCommand, hop: effects.Hop, order: effects.LoadOrder, relay: asyncio.Task[str]
+    async def _load_with(
+        self,
+        relay: asyncio.Task[str],
+        command: effects.LoadCommand,
+        hop: effects.Hop,
+        order: effects.LoadOrder,
+        *,
+        is_beside: bool,
     ) -> None:
-        """Loads while the relay may still be refused. The policy learns of a refusal after the worker's answer, so that
-        it ends a load that the worker has accepted.
+        """Loads beside the relay, or once it is accepted. The policy learns of a refused relay after the worker's
+        answer, so that it ends a load that the worker has accepted.
         """
-        await self._load(command, order)
+        if is_beside or not await relay:
+            await self._load(command, order)
         if cause := await relay:
-            self._refuse_load(hop, order, cause)
-
-    def _refuse_load(self, hop: effects.Hop, order: effects.LoadOrder, cause: str) -> None:
-        load = inputs.Load(order.instance_id, failed_store=hop.store_id)
-        self._controller.apply(CommandEnded(load, CommandOutcome.REFUSED, cause))
+            load = inputs.Load(order.instance_id, failed_store=hop.store_id)
+            self._controller.apply(CommandEnded(load, CommandOutcome.REFUSED, cause))
 
     async def _request_relay(self, command: effects.LoadCommand, hop: effects.Hop, answered: asyncio.Event) -> str:
         """Returns why the store did not accept the relay; empty if it did."""
@@ -140,23 +140,19 @@ class Actuator:
         self, command: effects.LoadCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
     ) -> None:
         store, stores = self._store(hop.store_id), self._controller.policy.state.membership.stores
+        pack_id, cluster_tickets = command.model.pack_id, self._controller.cluster_tickets
         holders = [stores[source] for source in hop.sources if source in stores]
-        model, cluster_tickets = command.model, self._controller.cluster_tickets
-        sources = [cluster_tickets.source(model.pack_id, holder, hop.store_id) for holder in holders]
-        sources.append(cluster_tickets.source(model.pack_id, None, hop.store_id))
+        is_urgent = hop.urgent if isinstance(command, effects.LoadCommand) else command.urgent
         request = param_store_pb2.RelayRequest(
             epoch=self._controller.epoch.value,
-            pack_id=model.pack_id,
-            sources=sources,
+            pack_id=pack_id,
+            sources=[cluster_tickets.source(pack_id, holder, hop.store_id) for holder in (*holders, None)],
             relay_id=new_id("relay"),
             num_striped=max(sum(source in stores for source in hop.sources[: hop.num_striped]), 1),
-            urgency=RELAY_URGENCY_URGENT,
+            urgency=RELAY_URGENCY_URGENT if is_urgent else RELAY_URGENCY_IDLE,
+            keep_retained=isinstance(command, effects.CopyCommand) and command.keep_retained,
         )
-        if isinstance(command, effects.CopyCommand):
-            request.keep_retained = command.keep_retained
-        if not (hop.urgent if isinstance(command, effects.LoadCommand) else command.urgent):
-            request.urgency = RELAY_URGENCY_IDLE
-        await self._call(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
+        await self._call(store.Relay, request, _TIMEOUT_S + command.model.pack_bytes / _FAULTING_BYTES_PER_S)
 
     async def _reroute(self, command: effects.RerouteCommand) -> None:
         """Gives a running relay other sources. If the store cannot be reached, the relay goes on unchanged."""
