@@ -41,7 +41,7 @@ from torchrelay.scheduler.policy.inputs import (
     WorkerStreamClosed,
 )
 from torchrelay.scheduler.policy.types import ScheduledMinimum, SourceShare
-from torchrelay.scheduler.service.input_log import encode_effects, replay
+from torchrelay.scheduler.service.input_log import PolicyStart, encode_effects, replay
 
 HASH_SEEDS = ("1", "2")
 CONFIG = PolicyConfig(recent_s=60.0, load_tries=2, time_slice_s=2.0, gateway_grace_s=1.0, load_stall_s=4.0)
@@ -212,6 +212,14 @@ def test_log_with_settings_of_another_release_is_refused(life: tuple[Path, Paper
     path.write_bytes(first.replace(b'"time_slice_s":', b'"turn_s":') + b"".join(others))
     with pytest.raises(msgspec.ValidationError, match="config has turn_s: use the release of Torchrelay that recorded"):
         next(replay(path))
+
+
+def test_log_with_inputs_of_another_release_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.jsonl"
+    start = msgspec.json.encode(PolicyStart(PolicyConfig(), 0.0, "i"))
+    path.write_bytes(start + b"\n" + b'{"now":1.0,"input":{"kind":"LoadAccepted","instance_id":"i-1"}}\n')
+    with pytest.raises(msgspec.ValidationError, match=r"'LoadAccepted'.*: use the release of Torchrelay that recorded"):
+        list(replay(path))
 
 
 async def test_recording_of_service_can_be_replayed(nats_url: str, tmp_path: Path) -> None:
