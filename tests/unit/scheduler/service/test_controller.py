@@ -172,7 +172,8 @@ class Call:
         pass
 
 
-def a_servicer(controller: Controller) -> SchedulerServicer:
+def a_servicer(controller: Controller) -> Any:
+    """Its RPCs are generators, which the stubs do not say."""
     nobody: Any = None
     return SchedulerServicer(controller, nobody, nobody)
 
