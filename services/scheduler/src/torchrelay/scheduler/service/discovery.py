@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc.aio import UnaryStreamCall
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -82,7 +81,7 @@ class Discovery:
             return
         if self._signed_reports.is_repeat(message) and self._controller.repeated((kind, node_id(message))):
             return
-        report = self._read(kind, message)
+        report = self._signed_reports.read(kind, message)
         if report is None:
             return
         try:
@@ -92,17 +91,6 @@ class Discovery:
             return
         if self._controller.is_accepted(report):
             self._watch(report)
-
-    def _read(self, kind: type[Report], message: Msg) -> Report | None:
-        """The report in a message; None if it cannot be read, or its own node has not signed it."""
-        if not self._signed_reports.is_signed(message):
-            return None
-        try:
-            report = kind.FromString(message.data)
-        except DecodeError as error:
-            log.warning("report_unreadable", subject=message.subject, error=str(error))
-            return None
-        return report if self._signed_reports.names_its_node(message, peer_of(report)[1]) else None
 
     def _watch(self, report: Report) -> None:
         """Watches the process that reports, unless a task does so already."""

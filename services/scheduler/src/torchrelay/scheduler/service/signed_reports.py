@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
 from nats.aio.msg import Msg
 
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.net.load_reports import MAC_HEADER, is_report_mac
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.recent import Recent
+from torchrelay.scheduler.service.controller import Report, peer_of
 
 log = get_logger(__name__)
 _MAX_NAMED = 1024
@@ -44,21 +46,30 @@ class SignedReports:
         last.num_repeats += 1
         return last.num_repeats > 1 and last.num_repeats % WHOLE_EVERY != 0
 
-    def is_signed(self, message: Msg) -> bool:
-        """Whether the node in the message's subject sent it, as only this node has its key. The broker may serve
-        others.
+    def read(self, kind: type[Report], message: Msg) -> Report | None:
+        """The report in a message; None if it cannot be read, or if the node in the message's subject has not signed
+        it, as only this node has its key. The broker may serve others.
         """
-        if not (mac := _mac(message)):
-            return self._refused(message, "it is not signed")
-        if not is_report_mac(mac, self._node_key(node_id(message)), message.subject, message.data):
-            return self._refused(message, "its signature is not that of the node in its subject")
-        if self._same(message) is None:
-            self._last[message.subject] = _Signed(mac, message.data)
-        return True
-
-    def names_its_node(self, message: Msg, claimed_id: str) -> bool:
-        """Whether the report in the message is about the node in its subject."""
-        return claimed_id == node_id(message) or self._refused(message, "it is about another node than its subject")
+        mac, node = _mac(message), node_id(message)
+        if not mac:
+            why = "it is not signed"
+        elif not is_report_mac(mac, self._node_key(node), message.subject, message.data):
+            why = "its signature is not that of the node in its subject"
+        else:
+            if self._same(message) is None:
+                self._last[message.subject] = _Signed(mac, message.data)
+            try:
+                report = kind.FromString(message.data)
+            except DecodeError as error:
+                log.warning("report_unreadable", subject=message.subject, error=str(error))
+                return None
+            if peer_of(report)[1] == node:
+                return report
+            why = "it is about another node than its subject"
+        if (message.subject, why) not in self._logged:
+            self._logged[message.subject, why] = True
+            log.warning("report_refused", subject=message.subject, reason=why)
+        return None
 
     def _same(self, message: Msg) -> _Signed | None:
         """The last signed message of the subject, if this is the same."""
@@ -70,12 +81,6 @@ class SignedReports:
         if key is None:
             key = self._node_keys[node_id] = derive_node_key(self._cluster_key, node_id)
         return key
-
-    def _refused(self, message: Msg, why: str) -> bool:
-        if (message.subject, why) not in self._logged:
-            self._logged[message.subject, why] = True
-            log.warning("report_refused", subject=message.subject, reason=why)
-        return False
 
 
 def node_id(message: Msg) -> str:
