@@ -16,14 +16,16 @@ from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_pai
 from tests.unit.scheduler.policy.running_cluster import CONFIG, Fault, RunningCluster
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 from torchrelay.scheduler.policy.inputs import (
-    CopyFailed,
+    CommandEnded,
+    CommandOutcome,
+    Copy,
     GatewayConnected,
     GatewayDisconnected,
     LauncherReported,
-    LoadUnanswered,
+    Load,
     MinimumsSet,
     ModelDeleted,
-    RetainFailed,
+    Retention,
     StoreGone,
     WorkerStopped,
     WorkerStreamClosed,
@@ -133,11 +135,15 @@ class History:
             case "broker":
                 cluster.pass_time_with_beats(2.0)
             case "load" if worker_id in cluster.workers:
-                cluster.apply(LoadUnanswered(cluster.workers[worker_id].slot.instance_id))
+                cluster.apply(
+                    CommandEnded(Load(cluster.workers[worker_id].slot.instance_id), CommandOutcome.UNANSWERED)
+                )
             case "retain":
-                cluster.apply(RetainFailed(store_id))
+                cluster.apply(CommandEnded(Retention(store_id), CommandOutcome.REFUSED))
             case "copy":
-                cluster.apply(CopyFailed(self.random.choice(MODELS).pack_id, store_id, "no space"))
+                cluster.apply(
+                    CommandEnded(Copy(self.random.choice(MODELS).pack_id, store_id), CommandOutcome.REFUSED, "no space")
+                )
             case "gateway":
                 cluster.disconnect()
             case "takeover":

@@ -23,7 +23,9 @@ from torchrelay.scheduler.policy.config import TICK_S, TURN_S, PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand
 from torchrelay.scheduler.policy.inputs import (
     Admit,
-    CopyAccepted,
+    CommandEnded,
+    CommandOutcome,
+    Copy,
     FirstToken,
     GatewayConnected,
     Input,
@@ -109,7 +111,7 @@ class _PolicyRun:
         self.calls.append(((time.thread_time() - begin) * 1e3, type(input_).__name__))
         for command in effects.commands:
             if isinstance(command, CopyCommand):
-                self.apply(CopyAccepted(command.model.pack_id, command.hop.store_id))
+                self.apply(CommandEnded(Copy(command.model.pack_id, command.hop.store_id), CommandOutcome.ACCEPTED))
 
     def _report(self, peers: Iterable[StoreStatus | WorkerStatus]) -> None:
         for peer in peers:

@@ -19,7 +19,7 @@ from helm_python.errors import HelmError
 from tests.support.deploy import COMPOSE, DEPLOY, DISTRIBUTIONS, SETTINGS, environment_of, health_check_of, stages_of
 from torchrelay.common.identity.credentials_file import main as write_credentials
 from torchrelay.scheduler.policy.types import Role
-from torchrelay.scheduler.service.pool_selector import PoolSelector
+from torchrelay.scheduler.service.external_scaler import PoolSelector
 
 CHART = DEPLOY / "chart"
 Manifest = dict[str, Any]

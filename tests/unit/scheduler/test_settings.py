@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+from torchrelay.common.process.settings import CONFIG_VARIABLE, load_settings
 from torchrelay.scheduler.policy.config import PoolMode
 from torchrelay.scheduler.settings import SchedulerSettings
 
@@ -32,3 +35,33 @@ def test_keda_needs_targets_to_follow() -> None:
     for mode in ("off", "advise"):
         with pytest.raises(ValidationError, match="set pool_mode to follow, or keda_port to 0"):
             SchedulerSettings(cluster_key=key, pool_mode=mode, keda_port=7102)
+
+
+NO_GRACE = "any more: a disconnected gateway always has 10 s to return"
+
+
+def test_flag_of_ended_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(SchedulerSettings, "torchrelay-scheduler", ["--gateway-grace-s=3"])
+    assert f"--gateway-grace-s is not an option {NO_GRACE}" in capsys.readouterr().err
+
+
+def test_file_with_ended_setting_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("gateway_grace_s = 3\n")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(file))
+    with pytest.raises(SystemExit):
+        load_settings(SchedulerSettings, "torchrelay-scheduler", [f"--cluster-key={'ab' * 16}"])
+    assert f"{file}: 'gateway_grace_s' is not a setting {NO_GRACE}" in capsys.readouterr().err
+
+
+def test_variable_of_ended_setting_is_named_and_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHRELAY_GATEWAY_GRACE_S", "3")
+    settings = load_settings(SchedulerSettings, "torchrelay-scheduler", [f"--cluster-key={'ab' * 16}"])
+    assert settings.config.gateway_grace_s == 10.0
+    said = "TORCHRELAY_GATEWAY_GRACE_S is not a setting any more and is ignored: a disconnected gateway always has 10 s"
+    assert said in capsys.readouterr().err

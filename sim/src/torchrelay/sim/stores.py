@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
 from torchrelay.scheduler.policy.types import REMOTE, Model, PackCopy, SourceShare, StoreStatus
 from torchrelay.sim.events import EventQueue
 from torchrelay.sim.flows import NUM_CHUNKS, FluidNetwork, Link, Stream, Transfer
@@ -83,10 +84,12 @@ class SimulatedStores:
         store = self.of[command.hop.store_id]
         is_held = command.model.pack_id in store.copies
         if not is_held and command.keep_retained and not self._has_space(store, command.model):
-            self._scheduler.apply(inputs.CopyFailed(command.model.pack_id, store.store_id, "no space"))
+            self._scheduler.apply(
+                CommandEnded(inputs.Copy(command.model.pack_id, store.store_id), CommandOutcome.REFUSED, "no space")
+            )
             return
         self.relay(command.model, command.hop, is_idle=not command.urgent)
-        self._scheduler.apply(inputs.CopyAccepted(command.model.pack_id, store.store_id))
+        self._scheduler.apply(CommandEnded(inputs.Copy(command.model.pack_id, store.store_id), CommandOutcome.ACCEPTED))
 
     def reroute(self, command: effects.RerouteCommand) -> None:
         store, pack_id = self.of[command.hop.store_id], command.model.pack_id

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
 from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Model, Role, SlotStatus, WorkerStatus
 from torchrelay.sim.engine import SimulatedEngine
 from torchrelay.sim.events import Event, EventQueue
@@ -82,7 +83,9 @@ class SimulatedWorkers:
     def load(self, model: Model, order: effects.LoadOrder) -> None:
         worker, served = self.of[order.worker_id], self._served[model.pack_id]
         if worker.slot.phase is not InstancePhase.FREE:
-            self._scheduler.soon(inputs.LoadRefused(order.instance_id, "the slot is taken"))
+            self._scheduler.soon(
+                CommandEnded(inputs.Load(order.instance_id), CommandOutcome.REFUSED, "the slot is taken")
+            )
             return
         worker.slot = SlotStatus(
             InstancePhase.LOADING,
@@ -99,16 +102,18 @@ class SimulatedWorkers:
         self._meter.spent.num_loads += 1
         worker.engine = SimulatedEngine(self._events, served.latency.slower(worker.slowness), ready_at=math.inf)
         worker.store.when_whole(model.pack_id, worker.worker_id, partial(self._pack_arrived, worker))
-        self._scheduler.soon(inputs.LoadAccepted(order.instance_id))
+        self._scheduler.soon(CommandEnded(inputs.Load(order.instance_id), CommandOutcome.ACCEPTED))
         self._report(worker)
 
     def set_roles(self, command: effects.SetRolesCommand) -> None:
         worker = self.of[command.worker_id]
         if worker.slot.instance_id != command.instance_id:
-            self._scheduler.soon(inputs.RolesFailed(command.instance_id, "the instance is gone"))
+            self._scheduler.soon(
+                CommandEnded(inputs.RoleChange(command.instance_id), CommandOutcome.REFUSED, "the instance is gone")
+            )
             return
         worker.slot = replace(worker.slot, roles=command.roles)
-        self._scheduler.soon(inputs.RolesSet(command.instance_id))
+        self._scheduler.soon(CommandEnded(inputs.RoleChange(command.instance_id), CommandOutcome.ACCEPTED))
         self._report(worker)
 
     def unload(self, command: effects.UnloadCommand) -> None:

@@ -27,20 +27,20 @@ from torchrelay.scheduler.policy.effects import (
 from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.inputs import (
     Admit,
-    CopyAccepted,
+    CommandEnded,
+    CommandOutcome,
+    Copy,
     FirstToken,
     GatewayConnected,
     Input,
-    LoadAccepted,
-    LoadRefused,
+    Load,
     Release,
-    RolesFailed,
-    RolesSet,
+    RoleChange,
     StoreBeat,
     StoreReported,
     Tick,
     Turn,
-    UnloadFailed,
+    Unload,
     WorkerBeat,
     WorkerGone,
     WorkerReported,
@@ -231,32 +231,32 @@ class PaperCluster:
         elif isinstance(command, SetRolesCommand):
             self.check_given_up_roles(command)
             if command.worker_id not in self.workers:
-                self.apply(RolesFailed(command.instance_id, "the worker is gone"))
+                self.apply(CommandEnded(RoleChange(command.instance_id), CommandOutcome.REFUSED, "the worker is gone"))
                 return
             self.set_slot(command.worker_id, roles=command.roles)
-            self.apply(RolesSet(command.instance_id))
+            self.apply(CommandEnded(RoleChange(command.instance_id), CommandOutcome.ACCEPTED))
         elif isinstance(command, CopyCommand):
             self.copy(command.model, command.hop.store_id)
         elif isinstance(command, RetainCommand):
             self.retained_packs[command.store_id] = command.pack_ids
         elif isinstance(command, UnloadCommand) and command.worker_id not in self.workers:
-            self.apply(UnloadFailed(command.instance_id, "the worker is gone"))
+            self.apply(CommandEnded(Unload(command.instance_id), CommandOutcome.REFUSED, "the worker is gone"))
         elif isinstance(command, UnloadCommand):
             self.workers[command.worker_id] = replace(self.workers[command.worker_id], slot=SlotStatus())
             self.report(command.worker_id)
 
     def load(self, instance_id: str, worker_id: str, roles: Roles, model: Model) -> None:
         if worker_id in self.failing_workers or worker_id not in self.workers:
-            self.apply(LoadRefused(instance_id, f"{worker_id} is broken"))
+            self.apply(CommandEnded(Load(instance_id), CommandOutcome.REFUSED, f"{worker_id} is broken"))
             return
         slot = SlotStatus(InstancePhase.LOADING, instance_id, model.name, model.version_id, model.pack_id, roles, 0, 4)
         self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)
-        self.apply(LoadAccepted(instance_id))
+        self.apply(CommandEnded(Load(instance_id), CommandOutcome.ACCEPTED))
         self.report(worker_id)
 
     def copy(self, model: Model, store_id: str) -> None:
         """The store takes the order, and has the whole pack at once."""
-        self.apply(CopyAccepted(model.pack_id, store_id))
+        self.apply(CommandEnded(Copy(model.pack_id, store_id), CommandOutcome.ACCEPTED))
         self.hold(store_id, model)
 
     def hold(self, store_id: str, model: Model, **changes: object) -> None:

@@ -24,12 +24,13 @@ from torchrelay.scheduler.policy.effects import (
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import (
     Admit,
+    CommandEnded,
+    CommandOutcome,
     Due,
     FirstToken,
     GatewayConnected,
     GatewayDisconnected,
-    LoadAccepted,
-    LoadRefused,
+    Load,
     Release,
     Tick,
     Withdraw,
@@ -388,15 +389,15 @@ class RunningCluster(PaperCluster):
 
     def load(self, instance_id: str, worker_id: str, roles: Roles, model: Model) -> None:
         if worker_id not in self.workers or self.faults.get(worker_id) is Fault.REFUSES_LOADS:
-            self.apply(LoadRefused(instance_id, f"{worker_id} is broken"))
+            self.apply(CommandEnded(Load(instance_id), CommandOutcome.REFUSED, f"{worker_id} is broken"))
             return
         if self.workers[worker_id].slot.phase is not InstancePhase.FREE:
-            self.apply(LoadRefused(instance_id, f"the slot of {worker_id} is taken"))
+            self.apply(CommandEnded(Load(instance_id), CommandOutcome.REFUSED, f"the slot of {worker_id} is taken"))
             return
         slot = SlotStatus(InstancePhase.LOADING, instance_id, model.name, model.version_id, model.pack_id, roles, 0, 4)
         self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)
         self._loads[instance_id] = self.now
-        self.apply(LoadAccepted(instance_id))
+        self.apply(CommandEnded(Load(instance_id), CommandOutcome.ACCEPTED))
         self.report(worker_id)
 
     def _load(self) -> None:

@@ -21,12 +21,12 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import (
     Admit,
+    CommandEnded,
+    CommandOutcome,
     FirstToken,
-    LoadRefused,
-    LoadUnanswered,
+    Load,
     MinimumsSet,
-    RolesFailed,
-    RolesSet,
+    RoleChange,
     Tick,
     WorkerReported,
     WorkerStopped,
@@ -112,7 +112,9 @@ def test_request_waits_for_return_of_failed_store() -> None:
     scene.admit(MODEL, "r1")
     for attempt in range(2, 5):
         for instance in list(scene.policy.state.instances):
-            scene.apply(LoadRefused(instance.instance_id, "connection refused", "store-1"))
+            scene.apply(
+                CommandEnded(Load(instance.instance_id, "store-1"), CommandOutcome.REFUSED, "connection refused")
+            )
         scene.admit(MODEL, "r1", attempt=attempt)
         scene.pass_time(1.0)
     assert scene.policy.state.load_failures.given_up_for(MODEL.version_id, scene.now), "the last try has failed"
@@ -171,7 +173,9 @@ def test_refused_relay_ends_accepted_load_and_blames_store() -> None:
     assert scene.placement("r1") is not None  # on the loading instances
     loading = list(scene.policy.state.instances)
     for instance in loading:
-        scene.apply(LoadRefused(instance.instance_id, "its relays are too many", "store-1"))
+        scene.apply(
+            CommandEnded(Load(instance.instance_id, "store-1"), CommandOutcome.REFUSED, "its relays are too many")
+        )
     unloads = scene.unloads()
     assert {command.instance_id for command in unloads} == {instance.instance_id for instance in loading}
     assert not any(command.drain_s for command in unloads)
@@ -188,7 +192,9 @@ def test_load_with_layers_survives_refused_relay() -> None:
         scene.set_slot(worker_id, num_layers_ready=1)
         scene.report(worker_id)
     for instance in list(scene.policy.state.instances):
-        scene.apply(LoadRefused(instance.instance_id, "its relays are too many", "store-1"))
+        scene.apply(
+            CommandEnded(Load(instance.instance_id, "store-1"), CommandOutcome.REFUSED, "its relays are too many")
+        )
     assert not scene.unloads()
 
 
@@ -356,7 +362,7 @@ def test_unanswered_accepted_load_is_no_failure() -> None:
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     scene.admit(SHORT, "r1")
     order = scene.loads()[0].hops[0].loads[0]
-    scene.apply(LoadUnanswered(order.instance_id))
+    scene.apply(CommandEnded(Load(order.instance_id), CommandOutcome.UNANSWERED))
     slot = SlotStatus(InstancePhase.LOADING, order.instance_id, SHORT.name, SHORT.version_id, SHORT.pack_id, BOTH, 1, 4)
     scene.workers["w"] = replace(scene.workers["w"], slot=slot)
     scene.pass_time(1.0)
@@ -382,7 +388,7 @@ def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
         num_seen, commands = len(scene.commands), scene.commands[num_seen:]
         for command in commands:
             if isinstance(command, SetRolesCommand):
-                scene.apply(RolesFailed(command.instance_id, "it does not answer"))
+                scene.apply(CommandEnded(RoleChange(command.instance_id), CommandOutcome.REFUSED, "it does not answer"))
     asked = [command for command in scene.commands if isinstance(command, SetRolesCommand)]
     assert 2 <= len(asked) <= 7, "about once a second"
     refusal = scene.refusal("r2")
@@ -402,7 +408,7 @@ def test_earlier_report_does_not_undo_roles() -> None:
     scene.report("w")
     scene.admit(SHORT, "r2")
     scene.pass_time(0.1)
-    scene.apply(RolesSet(order.instance_id))
+    scene.apply(CommandEnded(RoleChange(order.instance_id), CommandOutcome.ACCEPTED))
     scene.apply(WorkerReported(replace(scene.workers["w"], seen_at=scene.now), streamed=False))
     instance = scene.policy.state.instances.get(order.instance_id)
     assert instance is not None and instance.roles == BOTH

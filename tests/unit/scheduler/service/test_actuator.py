@@ -23,7 +23,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
 from torchrelay.common.errors import Overloaded
 from torchrelay.control.v1 import param_store_pb2, reports_pb2, scheduler_pb2
 from torchrelay.scheduler.policy.effects import LoadCommand, LoadOrder
-from torchrelay.scheduler.policy.inputs import LoadRefused
+from torchrelay.scheduler.policy.inputs import CommandOutcome, Load
 from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.controller import Controller
 
@@ -175,7 +175,8 @@ async def test_load_of_a_forgotten_version_is_refused() -> None:
     async with asyncio.TaskGroup() as tasks:
         await Actuator(controller, nobody, tasks)._load(LoadCommand(a_model(), ()), order)
     [refused] = controller.applied
-    assert isinstance(refused, LoadRefused) and "not remembered any more" in refused.cause
+    assert (refused.command, refused.outcome) == (Load("i-1"), CommandOutcome.NOT_FOUND)
+    assert "not remembered any more" in refused.cause
 
 
 def num_copies(view: scheduler_pb2.ClusterView) -> int:

@@ -1,4 +1,4 @@
-"""The controller between messages, the policy and its peers: timers, streams of gateways, channels, conversions."""
+"""The controller between messages, policy and peers: timers, streams of gateways, views, channels, conversions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -31,7 +31,6 @@ from torchrelay.scheduler.policy.inputs import GatewayConnected
 from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass, SlotClass
 from torchrelay.scheduler.service import peer_channels
 from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStreams
-from torchrelay.scheduler.service.cluster_view import cluster_view
 from torchrelay.scheduler.service.controller import Clock, Controller
 from torchrelay.scheduler.service.converters import (
     admission_from_proto,
@@ -43,7 +42,9 @@ from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
+from torchrelay.scheduler.service.servicer import SchedulerServicer
 from torchrelay.scheduler.service.tickets import ClusterTickets
+from torchrelay.scheduler.service.views import cluster_view
 from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
 
 
@@ -159,6 +160,91 @@ async def test_view_of_stores_omits_disks() -> None:
     assert controller.policy.state.membership.is_on_disk("p")
     (seen,) = cluster_view(controller).stores
     assert seen.store_id == "s" and not seen.HasField("disk")
+
+
+class Call:
+    """The context of an RPC that goes on."""
+
+    def add_done_callback(self, callback: Any) -> None:
+        pass
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
+
+
+def a_servicer(controller: Controller) -> Any:
+    """Its RPCs are generators, which the stubs do not say."""
+    nobody: Any = None
+    return SchedulerServicer(controller, nobody, nobody)
+
+
+async def test_watchers_of_many_peers_share_a_view_and_see_later_changes() -> None:
+    controller, _ = recorded_controller()
+    for number in range(500):
+        controller.reported(a_report(f"w{number}"), streamed=True)
+    servicer = a_servicer(controller)
+    first, second = (servicer.WatchCluster(scheduler_pb2.WatchClusterRequest(), Call()) for _ in range(2))
+    seen = await anext(first)
+    controller.reported(a_report("last"), streamed=True)
+    assert await anext(second) is seen and len(seen.workers) == 500
+    later = await asyncio.gather(*(anext(watcher) for watcher in (first, second)))
+    assert later[0] is later[1] and len(later[0].workers) == 501
+    for watcher in (first, second):
+        await watcher.aclose()
+
+
+async def test_watchers_of_few_peers_see_every_change_at_once() -> None:
+    controller, _ = recorded_controller()
+    servicer = a_servicer(controller)
+    for number in range(3):
+        controller.reported(a_report(f"w{number}"), streamed=True)
+        watcher = servicer.WatchCluster(scheduler_pb2.WatchClusterRequest(), Call())
+        assert len((await anext(watcher)).workers) == number + 1
+        await watcher.aclose()
+
+
+async def commands(gateway_id: str, request_ids: Sequence[str]) -> AsyncIterator[scheduler_pb2.AdmitCommands]:
+    """A message with all admissions, after which the stream stays open."""
+    hello = scheduler_pb2.AdmitCommand(hello=scheduler_pb2.AdmitHello(gateway_id=gateway_id))
+    admits = [scheduler_pb2.AdmitCommand(admit=a_request(request_id)) for request_id in request_ids]
+    yield scheduler_pb2.AdmitCommands(commands=[hello, *admits])
+    await asyncio.Event().wait()
+
+
+def admitted(controller: Controller) -> list[str]:
+    return [admission.key.request_id for admission in controller.policy.state.queues]
+
+
+async def test_message_with_many_commands_leaves_other_streams_their_turn() -> None:
+    controller, log = recorded_controller()
+    servicer = a_servicer(controller)
+    many = [f"r{number}" for number in range(200)]
+    async with asyncio.TaskGroup() as tasks:
+        calls = [servicer.Admit(commands("g1", many), Call()), servicer.Admit(commands("g2", ["other"]), Call())]
+        reading = [tasks.create_task(anext(call)) for call in calls]
+        await eventually(lambda: len(admitted(controller)) == 201)
+        for task in reading:
+            task.cancel()
+    for call in calls:
+        await call.aclose()
+    inputs = [json.loads(line)["input"] for line in log.getvalue().splitlines()[1:]]
+    order = [each["admission"]["key"][0] for each in inputs if each["kind"] == "Admit"]
+    assert order.index("other") <= 64 and [name for name in order if name != "other"] == many
+
+
+async def test_replaced_stream_ends_at_its_turn() -> None:
+    """A gateway that has returned repeats what it waits for: a command that it sent before would come too late."""
+    controller, _ = recorded_controller()
+    servicer = a_servicer(controller)
+    async with asyncio.TaskGroup() as tasks:
+        older = servicer.Admit(commands("g1", [f"r{number}" for number in range(200)]), Call())
+        newer = servicer.Admit(commands("g1", ["again"]), Call())
+        reading = [tasks.create_task(anext(call, None)) for call in (older, newer)]
+        await reading[0]
+        assert "again" in admitted(controller) and len(admitted(controller)) < 200
+        reading[1].cancel()
+    for call in (older, newer):
+        await call.aclose()
 
 
 async def test_slow_gateway_loses_stream() -> None:

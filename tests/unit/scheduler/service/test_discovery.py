@@ -33,7 +33,7 @@ from torchrelay.scheduler.service.controller import Clock
 from torchrelay.scheduler.service.discovery import Discovery, StreamRetries
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.peer_channels import PeerChannels
-from torchrelay.scheduler.service.report_check import ReportCheck
+from torchrelay.scheduler.service.signed_reports import SignedReports
 
 
 async def test_ended_stream_is_stopped_and_killed_worker_is_lost(nats_url: str) -> None:
@@ -205,8 +205,8 @@ async def test_report_beside_another_failure_is_ignored() -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as tasks:
-            check = ReportCheck(bytes.fromhex(CLUSTER_KEY))
-            discovery = Discovery(controller, PeerChannels(bytes(32)), SilentBroker(), Subjects("t"), check, tasks)
+            signed = SignedReports(bytes.fromhex(CLUSTER_KEY))
+            discovery = Discovery(controller, PeerChannels(bytes(32)), SilentBroker(), Subjects("t"), signed, tasks)
             await discovery.start()
             tasks.create_task(fail())
             await asyncio.Event().wait()

@@ -34,8 +34,7 @@ from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2, sched
 from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.types import Role
-from torchrelay.scheduler.service.external_scaler import MAX_STREAMS
-from torchrelay.scheduler.service.pool_selector import PoolSelector
+from torchrelay.scheduler.service.external_scaler import MAX_STREAMS, PoolSelector
 
 POOL = {"scalerAddress": "demo-scheduler:7102", "numDevices": "1"}
 FOLLOW: dict[str, Any] = {"pool_mode": "follow"}

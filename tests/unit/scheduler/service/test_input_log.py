@@ -22,24 +22,26 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, LoadCommand, RetainCommand, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
-    CopyFailed,
+    CommandEnded,
+    CommandOutcome,
+    Copy,
     Input,
     LauncherReported,
-    LoadUnanswered,
+    Load,
     MinimumsSet,
     ModelDeleted,
-    RetainFailed,
-    RolesFailed,
+    Retention,
+    RoleChange,
     StoreBeat,
     StoreGone,
     Turn,
-    UnloadFailed,
+    Unload,
     WorkerBeat,
     WorkerStopped,
     WorkerStreamClosed,
 )
 from torchrelay.scheduler.policy.types import ScheduledMinimum, SourceShare
-from torchrelay.scheduler.service.input_log import encode_effects, replay
+from torchrelay.scheduler.service.input_log import PolicyStart, encode_effects, replay
 
 HASH_SEEDS = ("1", "2")
 CONFIG = PolicyConfig(recent_s=60.0, load_tries=2, time_slice_s=2.0, gateway_grace_s=1.0, load_stall_s=4.0)
@@ -123,15 +125,17 @@ def fail(cluster: RunningCluster) -> None:
     for command in {type(command): command for command in cluster.commands}.values():
         match command:
             case SetRolesCommand():
-                cluster.apply(RolesFailed(command.instance_id, "no answer"))
+                cluster.apply(CommandEnded(RoleChange(command.instance_id), CommandOutcome.REFUSED, "no answer"))
             case UnloadCommand():
-                cluster.apply(UnloadFailed(command.instance_id, "no answer"))
+                cluster.apply(CommandEnded(Unload(command.instance_id), CommandOutcome.REFUSED, "no answer"))
             case CopyCommand():
-                cluster.apply(CopyFailed(command.model.pack_id, command.hop.store_id, "no answer"))
+                cluster.apply(
+                    CommandEnded(Copy(command.model.pack_id, command.hop.store_id), CommandOutcome.REFUSED, "no answer")
+                )
             case RetainCommand():
-                cluster.apply(RetainFailed(command.store_id))
+                cluster.apply(CommandEnded(Retention(command.store_id), CommandOutcome.REFUSED))
             case LoadCommand():
-                cluster.apply(LoadUnanswered(command.hops[0].loads[0].instance_id))
+                cluster.apply(CommandEnded(Load(command.hops[0].loads[0].instance_id), CommandOutcome.UNANSWERED))
     begin = cluster.now + 5.0
     timed = replace(MODELS[1], scheduled=(ScheduledMinimum(begin, begin + 10.0, 1, "daily 08:00-18:00 UTC = 1"),))
     cluster.models[MODELS[0].version_id] = MODELS[0]
@@ -208,6 +212,14 @@ def test_log_with_settings_of_another_release_is_refused(life: tuple[Path, Paper
     path.write_bytes(first.replace(b'"time_slice_s":', b'"turn_s":') + b"".join(others))
     with pytest.raises(msgspec.ValidationError, match="config has turn_s: use the release of Torchrelay that recorded"):
         next(replay(path))
+
+
+def test_log_with_inputs_of_another_release_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.jsonl"
+    start = msgspec.json.encode(PolicyStart(PolicyConfig(), 0.0, "i"))
+    path.write_bytes(start + b"\n" + b'{"now":1.0,"input":{"kind":"LoadAccepted","instance_id":"i-1"}}\n')
+    with pytest.raises(msgspec.ValidationError, match=r"'LoadAccepted'.*: use the release of Torchrelay that recorded"):
+        list(replay(path))
 
 
 async def test_recording_of_service_can_be_replayed(nats_url: str, tmp_path: Path) -> None:

@@ -10,18 +10,13 @@ from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, an_admission
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker, an_admission
 from torchrelay.common.process.telemetry import BUCKETS_S
+from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.prediction import Outcome, Prediction
 from torchrelay.scheduler.policy.types import AttemptKey, Placement, ServiceClass, WorkerRef
-from torchrelay.scheduler.service.metrics import (
-    AdmissionMetrics,
-    RelayMetrics,
-    ReplicationMetrics,
-    SlotMetrics,
-    TargetMetrics,
-)
+from torchrelay.scheduler.service.metrics import SchedulerMetrics
 
 
 class Metrics:
@@ -56,12 +51,18 @@ def an_event(kind: str, topic: str = "", **fields: float) -> SchedulerEvent:
     return SchedulerEvent(1.0, kind, "acme/tiny", "acme/tiny", "because", topic, fields)
 
 
+def count(measured: Metrics, scene: PaperCluster | None = None) -> SchedulerMetrics:
+    return SchedulerMetrics(measured.meter, (scene or PaperCluster()).policy.state, lambda: 0)
+
+
+SEAT = WorkerRef("w1", "10.0.0.1:1", "i-1")
+PLACEMENT = Placement(AttemptKey("r1", 1), SEAT, SEAT, False, Prediction(0.2, 0.1, 0.02))
+
+
 def test_prediction_errors_are_absolute(measured: Metrics) -> None:
-    counted = AdmissionMetrics(measured.meter, PaperCluster().policy.state, lambda: 0)
-    seat = WorkerRef("w1", "10.0.0.1:1", "i-1")
-    placement = Placement(AttemptKey("r1", 1), seat, seat, False, Prediction(0.2, 0.1, 0.02))
-    counted.record_accuracy(placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=11.0))
-    counted.record_accuracy(placement, Outcome(ttft_s=0.1, tbt_s=0.019, ended_at=11.0))
+    counted = count(measured)
+    for ttft_s, tbt_s in ((0.3, 0.021), (0.1, 0.019)):
+        counted.ended(an_admission(a_model(), "r1"), PLACEMENT, Outcome(ttft_s, tbt_s, ended_at=11.0), ttft_s)
     (first,), (between,) = (measured.points(f"{name}_prediction_error") for name in ("ttft", "tbt"))
     assert (first.count, first.sum) == (2, pytest.approx(0.2))
     assert (between.count, between.sum) == (2, pytest.approx(0.002))
@@ -69,31 +70,30 @@ def test_prediction_errors_are_absolute(measured: Metrics) -> None:
 
 
 def test_relays_are_counted_and_timed(measured: Metrics) -> None:
-    counted = RelayMetrics(measured.meter, lambda: 3)
+    counted = count(measured)
     counted.note(an_event("kind", "relay.started"))
     counted.note(an_event("kind", "relay.finished", took_s=1.5))
     counted.note(an_event("kind", "copy.finished", took_s=9.0))
     assert measured.values("relay_events") == {("started",): 1, ("finished",): 1}
     assert measured.sums("relay_duration") == {("finished",): 1.5}
-    assert measured.values("relays_running") == {(): 3}
 
 
 def test_copies_are_counted_and_timed(measured: Metrics) -> None:
-    counted = ReplicationMetrics(measured.meter, lambda: 4, lambda: 2)
+    counted = count(measured)
     for kind, fields in (("rebuild", {}), ("copied", {"took_s": 1.5}), ("relay_finished", {"took_s": 9.0})):
         counted.note(an_event(kind, f"scale.{kind}", **fields))
     assert measured.values("copies_started") == {("rebuild",): 1}
     assert measured.sums("copy_duration") == {(False,): 1.5}
-    assert measured.values("packs_under_replicated") == {(): 4} and measured.values("copies_running") == {(): 2}
 
 
 def test_requests_are_counted_against_their_targets(measured: Metrics) -> None:
-    counted = TargetMetrics(measured.meter)
+    counted = count(measured)
     targets: dict[str, Any] = {"ttft_target_s": 1.0, "tbt_target_s": 0.1}
     admission = an_admission(a_model(), "r1", service_class=ServiceClass.INTERACTIVE, **targets)
     for ttft_s, tbt_s in ((0.9, 0.09), (1.0, None), (1.1, 0.01), (0.5, 0.2), (0.0, None)):
-        counted.ended(admission, ttft_s, tbt_s)
-    counted.ended(an_admission(a_model(), "r2", 2, num_forced_tokens=3), 0.1, 0.01)  # resumed
+        counted.ended(admission, PLACEMENT, Outcome(None, tbt_s, ended_at=11.0), ttft_s)
+    resumed = an_admission(a_model(), "r2", 2, num_forced_tokens=3)
+    counted.ended(resumed, PLACEMENT, Outcome(None, 0.01, ended_at=11.0), 0.1)
     counted.note(an_event("refuse"))
     counted.note(an_event("wake"))
     assert measured.values("target_requests") == {
@@ -104,11 +104,21 @@ def test_requests_are_counted_against_their_targets(measured: Metrics) -> None:
     }
 
 
-def test_slots_instances_and_waiting_requests_are_read_from_the_state(measured: Metrics) -> None:
+def test_slots_instances_transfers_and_waiting_requests_are_read_from_the_state(measured: Metrics) -> None:
     scene = PaperCluster(obedient=False).settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
-    SlotMetrics(measured.meter, scene.policy.state)
-    AdmissionMetrics(measured.meter, scene.policy.state, lambda: 0)
+    count(measured, scene)
     scene.admit(a_model(), "r1")
     assert measured.values("instances") == {("acme/tiny", "loading", "prefill+decode"): 1}
     assert measured.values("pool_slots") == {("1", "have"): 2, ("1", "used"): 1}
     assert measured.values("requests_waiting") == {("acme/tiny",): len(scene.policy.state.queues)}
+    assert measured.values("relays_running") == {(): 1}
+
+
+def test_copies_under_way_are_read_from_the_state(measured: Metrics) -> None:
+    model = a_model()
+    scene = PaperCluster(PolicyConfig(replicate=True), obedient=False)
+    count(measured, scene)
+    scene.settle(a_store("s1", "h1", [a_copy(model)]), a_store("s2", "h2"), a_worker("w", "h1"))
+    scene.admit(model, "r1")
+    scene.pass_time(1.0)
+    assert measured.values("packs_under_replicated") == {(): 1} and measured.values("copies_running") == {(): 1}

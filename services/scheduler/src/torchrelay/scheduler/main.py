@@ -44,8 +44,8 @@ from torchrelay.scheduler.service.external_scaler import ExternalScalerServicer
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
 from torchrelay.scheduler.service.lease import Lease
 from torchrelay.scheduler.service.peer_channels import PeerChannels
-from torchrelay.scheduler.service.report_check import ReportCheck
 from torchrelay.scheduler.service.servicer import CALLERS, SchedulerServicer
+from torchrelay.scheduler.service.signed_reports import SignedReports
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
@@ -84,9 +84,9 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(lease.keep()) if lease is not None else None
                 ready = asyncio.Event()
-                report_check = ReportCheck(cluster_key)
+                signed_reports = SignedReports(cluster_key)
                 background = group.create_task(
-                    _background(controller, event_publisher, channels, nats, subjects, report_check, ready, tick_s)
+                    _background(controller, event_publisher, channels, nats, subjects, signed_reports, ready, tick_s)
                 )
                 streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
@@ -180,14 +180,14 @@ async def _background(
     channels: PeerChannels,
     nats: Client,
     subjects: Subjects,
-    report_check: ReportCheck,
+    signed_reports: SignedReports,
     ready: asyncio.Event,
     tick_s: float,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
         controller.actuator = Actuator(controller, channels, tasks)
-        discovery = Discovery(controller, channels, nats, subjects, report_check, tasks)
+        discovery = Discovery(controller, channels, nats, subjects, signed_reports, tasks)
         await discovery.start()
         tasks.create_task(event_publisher.run(), name="history")
         tasks.create_task(_tick_periodically(controller, tick_s), name="ticks")

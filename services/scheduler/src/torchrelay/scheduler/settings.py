@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field, FilePath, ValidationInfo, field_validator
 
@@ -17,6 +18,7 @@ class SchedulerSettings(ServiceSettings):
     """Every field is a flag (``--port``), a variable (``TORCHRELAY_PORT``) and a line of the TOML file."""
 
     caller = Caller.SCHEDULER
+    ended: ClassVar = {"gateway_grace_s": "a disconnected gateway always has 10 s to return"}
     port: int = Field(0, description="gRPC port; 0: any free one.")
     lease_s: float = Field(
         0.0,
@@ -95,7 +97,6 @@ class SchedulerSettings(ServiceSettings):
         "override it.",
     )
     drain_s: float = Field(30.0, ge=0, description="Time for the running requests of a drained instance to finish.")
-    gateway_grace_s: float = Field(10.0, ge=0, description="Time for a disconnected gateway to reconnect.")
 
     replicate: bool = Field(
         True, description="Keep and rebuild copies of packs in RAM beside those that instances use."

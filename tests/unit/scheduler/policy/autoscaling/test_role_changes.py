@@ -39,7 +39,7 @@ from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.effects import Recall
 from torchrelay.scheduler.policy.handlers import cluster_load, scaling
-from torchrelay.scheduler.policy.inputs import FirstToken, Release, RolesSet
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, FirstToken, Release, RoleChange
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.types import (
     AttemptKey,
@@ -370,7 +370,7 @@ def test_prompts_that_have_not_begun_leave_an_instance_that_stops_prefill() -> N
         assert admit(scene, number, attempt=2).prefill.worker_id == "p1", "nothing new while the order is under way"
     assert all(admit(scene, number).decode.worker_id == "d" for number in range(20, 24)), "not before it is confirmed"
     scene.set_slot("p0", roles=DECODE)
-    scene.apply(RolesSet("i of p0"))
+    scene.apply(CommandEnded(RoleChange("i of p0"), CommandOutcome.ACCEPTED))
     assert {admit(scene, number).decode.worker_id for number in range(30, 34)} == {"p0"}
     told = [event.reason for event in scene.told("recall")]
     assert told[0] == "attempt 1 has not begun, and p0 gives up prefill"
@@ -392,7 +392,7 @@ def test_answers_go_on_where_decode_stops() -> None:
     )
     assert {admit(scene, number).decode.worker_id for number in range(20, 26)} == {"d1"}
     scene.set_slot("d0", roles=PREFILL)
-    scene.apply(RolesSet("i of d0"))
+    scene.apply(CommandEnded(RoleChange("i of d0"), CommandOutcome.ACCEPTED))
     scene.pass_time(0.5)
     assert admit(scene, 30).prefill.worker_id == "d0"
     assert scene.policy.state.attempts.at("i of d0").queue.owes_pauses, "to the answers that go on there"

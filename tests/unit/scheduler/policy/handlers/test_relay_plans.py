@@ -9,11 +9,11 @@ from torchrelay.control.v1.scheduler_pb2 import RelayView
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import RerouteCommand
 from torchrelay.scheduler.policy.handlers import relay_plans
-from torchrelay.scheduler.policy.inputs import LoadRefused
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, Load
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.types import REMOTE, Model, NicCounters, SourceShare, StoreStatus
-from torchrelay.scheduler.service.relay_view import relay_views
+from torchrelay.scheduler.service.views import relay_views
 
 MODEL = a_model()
 WHY = Reason("replicate", "one is enough")
@@ -108,7 +108,7 @@ def test_refused_relay_has_failed() -> None:
     scene.admit(MODEL, "r1")
     instance = next(iter(scene.policy.state.instances))
     store = next(iter(scene.stores))
-    scene.apply(LoadRefused(instance.instance_id, "the arena is full", store))
+    scene.apply(CommandEnded(Load(instance.instance_id, store), CommandOutcome.REFUSED, "the arena is full"))
     (failed,) = scene.told(topic="relay.failed")
     assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
 

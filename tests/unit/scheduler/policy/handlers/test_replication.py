@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
-from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone, StoreReported
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, Copy, Retention, StoreGone, StoreReported
 from torchrelay.scheduler.policy.types import Model, StoreStatus
 
 MODEL = a_model()
@@ -110,12 +110,12 @@ def test_failed_copy_is_tried_elsewhere_then_again() -> None:
     scene = racks(obedient=False)
     scene.pass_time(1.0)
     assert len(copies(scene)) == 1
-    scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
+    scene.apply(CommandEnded(Copy(MODEL.pack_id, "store-3"), CommandOutcome.REFUSED, "the arena is full"))
     assert "the arena is full" in of_kind(scene, "copy_failed")[0].reason
     assert not scene.policy.state.transfers.num_running
     scene.pass_time(0.9)
     assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
-    scene.apply(CopyAccepted(MODEL.pack_id, "store-2"))
+    scene.apply(CommandEnded(Copy(MODEL.pack_id, "store-2"), CommandOutcome.ACCEPTED))
     scene.hold("store-2", MODEL, num_chunks_verified=3, error="its source died")
     scene.pass_time(2.0)
     assert copies(scene)[-1].hop.store_id == "store-3" and len(of_kind(scene, "copy_failed")) == 2
@@ -127,7 +127,9 @@ def test_deleted_pack_is_forgotten_at_first_refusal() -> None:
     scene.apply(StoreGone("store-1"))
     while not copies(scene):
         scene.pass_time(0.1)
-    scene.apply(CopyFailed(MODEL.pack_id, copies(scene)[0].hop.store_id, "no such pack", True))
+    scene.apply(
+        CommandEnded(Copy(MODEL.pack_id, copies(scene)[0].hop.store_id), CommandOutcome.NOT_FOUND, "no such pack")
+    )
     assert "no such pack" in of_kind(scene, "copy_failed")[0].reason
     scene.pass_time(300.0)
     assert len(copies(scene)) == 1
@@ -143,7 +145,7 @@ def test_leases_are_renewed_and_retried_after_refusal() -> None:
     renewed = [command.store_id for command in retained_packs(scene)[begin:]]
     assert 2 <= renewed.count("store-1") <= 4 and renewed.count("store-1") == renewed.count("store-3")
     begin = len(retained_packs(scene))
-    scene.apply(RetainFailed("store-3"))
+    scene.apply(CommandEnded(Retention("store-3"), CommandOutcome.REFUSED))
     scene.pass_time(2.8)
     assert "store-3" in [command.store_id for command in retained_packs(scene)[begin:]]
 

@@ -10,7 +10,7 @@ from random import Random
 
 from torchrelay.scheduler.policy.config import TICK_S, PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand
-from torchrelay.scheduler.policy.inputs import CopyAccepted, Input, StoreGone, StoreReported, Tick
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, Copy, Input, StoreGone, StoreReported, Tick
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.types import Model, PackCopy, StoreStatus
 
@@ -92,7 +92,7 @@ class Simulation:
             else:
                 assert isinstance(command, CopyCommand) and self.hosts[command.hop.store_id].is_up
                 self.hosts[command.hop.store_id].held.setdefault(command.model.pack_id, 0.0)
-                self._apply(CopyAccepted(command.model.pack_id, command.hop.store_id))
+                self._apply(CommandEnded(Copy(command.model.pack_id, command.hop.store_id), CommandOutcome.ACCEPTED))
 
     def _request(self, model: Model) -> None:
         """Without any copy the model is loaded on the emptiest host."""

@@ -10,7 +10,7 @@ import difflib
 import os
 import sys
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -40,10 +40,11 @@ class ConfigUnusable(Exception):
 class ConfigFile(TomlConfigSettingsSource):
     """The TOML file, which may hold the settings of several services.
 
-    Raises ``ConfigUnusable`` for a file that cannot be read, and for a key that looks like a misspelt setting.
+    Raises ``ConfigUnusable`` for a file that cannot be read, and for a key that looks like a misspelt setting or has
+    ended as a setting.
     """
 
-    def __init__(self, settings_cls: type[BaseSettings], path: Path) -> None:
+    def __init__(self, settings_cls: type[ServiceSettings], path: Path) -> None:
         try:
             path.open("rb").close()
             super().__init__(settings_cls, path)
@@ -52,6 +53,8 @@ class ConfigFile(TomlConfigSettingsSource):
         except tomllib.TOMLDecodeError as error:
             raise ConfigUnusable(f"{CONFIG_VARIABLE}: {path} is not TOML: {error}") from error
         for key in self.toml_data:
+            if why := settings_cls.ended.get(key):
+                raise ConfigUnusable(f"{path}: {key!r} is not a setting any more: {why}")
             if key not in settings_cls.model_fields and (near := misspelt(key, settings_cls.model_fields)):
                 raise ConfigUnusable(f"{path}: {key!r} is not a setting; did you mean {near!r}?")
 
@@ -72,13 +75,27 @@ def misspelt_variables(known: Collection[str]) -> list[str]:
     ]
 
 
-def flag_error(message: str, known: Collection[str]) -> str:
-    """The message of argparse about the flags; for an unknown flag, with the most similar known one."""
+def ended_variables(ended: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable of the environment that was a setting."""
+    return [
+        f"{PREFIX}{name.upper()} is not a setting any more and is ignored: {why}"
+        for name, why in ended.items()
+        if PREFIX + name.upper() in os.environ
+    ]
+
+
+def flag_error(message: str, known: Collection[str], ended: Mapping[str, str]) -> str:
+    """The message of argparse about the flags; for an unknown flag, with the most similar known one, or the reason why
+    it has ended.
+    """
     message = message.removeprefix("error parsing CLI: ")
     flag = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
     if flag == message.split()[0] or not flag.startswith("--"):
         return message
-    near = misspelt(flag.removeprefix("--").replace("-", "_"), known)
+    name = flag.removeprefix("--").replace("-", "_")
+    if why := ended.get(name):
+        return f"{flag} is not an option any more: {why}"
+    near = misspelt(name, known)
     return f"{flag} is not an option" + (f"; did you mean --{near.replace('_', '-')}?" if near else "")
 
 
@@ -157,6 +174,7 @@ class ServiceSettings(BaseSettings):
         return None if files is None else Tls(files, self.caller)
 
     caller: ClassVar[Caller | None] = None  # the part that this process plays
+    ended: ClassVar[Mapping[str, str]] = {}  # settings of earlier releases, each with what is true instead
 
     @model_validator(mode="after")
     def _tls_is_usable(self) -> Self:
@@ -175,7 +193,7 @@ class ServiceSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         sources = [init_settings, env_settings]
         if path := os.environ.get(CONFIG_VARIABLE):
-            sources.append(ConfigFile(settings_cls, Path(path)))
+            sources.append(ConfigFile(cls, Path(path)))
         return tuple(sources)
 
 
@@ -186,7 +204,7 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
     """Settings from flags (``args``, by default ``sys.argv``), environment and file.
 
     ``program``: the name in ``--help``. An invalid flag or value ends the process with status 2 and a line per field.
-    A variable that looks misspelt is named on standard error.
+    A variable that looks misspelt, or has ended as a setting, is named on standard error.
     """
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(
@@ -196,10 +214,10 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
             cli_exit_on_error=False,  # it would print a hundred lines of usage above the one that matters
         )
     except SettingsError as error:
-        fault = flag_error(str(error), settings_cls.model_fields)
+        fault = flag_error(str(error), settings_cls.model_fields, settings_cls.ended)
         print(f"{program}: {fault} ({program} --help lists all)", file=sys.stderr)
         raise SystemExit(2) from error
-    for message in misspelt_variables(settings_cls.model_fields):
+    for message in (*misspelt_variables(settings_cls.model_fields), *ended_variables(settings_cls.ended)):
         print(f"{program}: {message}", file=sys.stderr)
     try:
         return settings_cls(**source())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from torchrelay.common.liveness import EngineProgress
@@ -126,56 +128,50 @@ class StoreGone(_Input, frozen=True):
     store_id: str
 
 
-class LoadAccepted(_Input, frozen=True):
-    instance_id: str
+class _CommandId(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
+    pass
 
 
-class LoadUnanswered(_Input, frozen=True):
-    """The deadline of the Load passed; the worker's reports will show whether it was accepted."""
-
-    instance_id: str
-
-
-class LoadRefused(_Input, frozen=True):
-    """A load failed to start. ``failed_store``: the store whose relay could not be started, if that was the reason; the
-    worker may have accepted the load nevertheless.
-    """
+class Load(_CommandId, frozen=True):
+    """``failed_store``: the store that did not accept the relay, while the worker may have accepted the load."""
 
     instance_id: str
-    cause: str
     failed_store: str = ""
 
 
-class RolesSet(_Input, frozen=True):
+class RoleChange(_CommandId, frozen=True):
     instance_id: str
 
 
-class RolesFailed(_Input, frozen=True):
+class Unload(_CommandId, frozen=True):
     instance_id: str
-    cause: str
 
 
-class UnloadFailed(_Input, frozen=True):
-    instance_id: str
-    cause: str
-
-
-class CopyAccepted(_Input, frozen=True):
+class Copy(_CommandId, frozen=True):
     pack_id: str
     store_id: str
 
 
-class CopyFailed(_Input, frozen=True):
-    """The store did not accept the order. ``deleted``: the pack exists nowhere any more."""
-
-    pack_id: str
+class Retention(_CommandId, frozen=True):
     store_id: str
-    cause: str
-    deleted: bool = False
 
 
-class RetainFailed(_Input, frozen=True):
-    store_id: str
+CommandId = Load | RoleChange | Unload | Copy | Retention
+
+
+class CommandOutcome(StrEnum):
+    ACCEPTED = "accepted"
+    REFUSED = "refused"  # or its peer was not reached
+    UNANSWERED = "unanswered"  # the deadline passed; the peer's reports will show whether it was accepted
+    NOT_FOUND = "not_found"  # refused, because its object does not exist; of a copy: the pack exists nowhere any more
+
+
+class CommandEnded(_Input, frozen=True):
+    """The call of a command has ended. ``cause``: why it was not accepted."""
+
+    command: CommandId
+    outcome: CommandOutcome
+    cause: str = ""
 
 
 class Due(_Input, frozen=True):
@@ -212,15 +208,7 @@ Input = (
     | StoreReported
     | StoreBeat
     | StoreGone
-    | LoadAccepted
-    | LoadUnanswered
-    | LoadRefused
-    | RolesSet
-    | RolesFailed
-    | UnloadFailed
-    | CopyAccepted
-    | CopyFailed
-    | RetainFailed
+    | CommandEnded
     | Due
     | Turn
     | Tick

@@ -16,7 +16,6 @@ Called from a single thread, one input at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import assert_never
 
 from torchrelay.scheduler.policy import inputs
@@ -25,6 +24,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, SchedulerEvent
 from torchrelay.scheduler.policy.handlers import (
     cluster_load,
+    command_outcomes,
     dispatch,
     endpoints,
     instance_changes,
@@ -101,38 +101,9 @@ class Policy:
             case inputs.StoreGone(store_id):
                 if lost := state.membership.drop_store(store_id, now):
                     self._remove_store(lost, "the store's process is gone", now)
-            case inputs.LoadAccepted(instance_id):
-                instance_changes.load_accepted(state, instance_id, now)
-            case inputs.LoadUnanswered(instance_id):
-                instance = state.instances.get(instance_id)
-                if instance is not None and not instance.accepted:
-                    state.instances.put(replace(instance, unanswered_at=now))
-            case inputs.LoadRefused():
-                if instance_changes.load_refused(state, input_, now):
+            case inputs.CommandEnded():
+                if command_outcomes.apply(state, input_, now):
                     self._react(now)
-            case inputs.RolesSet(instance_id):
-                instance = state.instances.get(instance_id)
-                if instance is not None and instance.pending_roles is not None:
-                    state.membership.set_roles(instance.worker_id, instance.pending_roles)
-                    state.instances.put(replace(instance, roles=instance.pending_roles, pending_roles=None))
-                    self._react(now)
-            case inputs.RolesFailed(instance_id, cause):
-                if instance := state.instances.get(instance_id):
-                    retry_at = now + state.config.roles_retry_s
-                    state.instances.put(replace(instance, pending_roles=None, roles_retry_at=retry_at))
-                    state.record_event(now, "set_roles_failed", instance, cause)
-            case inputs.UnloadFailed(instance_id, cause):
-                scaling.unload_failed(state, instance_id, now)
-                if instance := state.instances.get(instance_id):
-                    state.record_event(now, "drain_failed", instance, cause)
-            case inputs.CopyAccepted(pack_id, store_id):
-                state.transfers.accepted((pack_id, store_id), now)
-            case inputs.CopyFailed(pack_id, store_id, cause, deleted):
-                relay_plans.relay_refused(state, pack_id, store_id, cause, now)
-                if deleted:
-                    state.replication_state.forget(pack_id)
-            case inputs.RetainFailed(store_id):
-                state.replication_state.retain_failed(store_id, now)
             case inputs.Due():
                 dispatch.place_due(state, now)
             case inputs.Turn():

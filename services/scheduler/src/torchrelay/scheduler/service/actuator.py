@@ -1,15 +1,16 @@
-"""Carries out commands over gRPC; their outcomes go back as inputs. Each command is a task with a deadline."""
+"""Carries out commands over gRPC. Each is a task with a deadline, whose outcome goes back as ``CommandEnded``."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import Message
+from msgspec import structs
 
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
@@ -18,6 +19,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
 from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels
@@ -95,25 +97,26 @@ class Actuator:
                         await event.wait()
         async with asyncio.TaskGroup() as calls:
             relay = calls.create_task(self._request_relay(command, hop, answered[hop.store_id]))
-            if not has_pack and (cause := await relay):
-                for order in hop.loads:
-                    self._refuse_load(hop, order, cause)
-                return
             for order in hop.loads:
-                calls.create_task(self._load_beside(command, hop, order, relay))
+                calls.create_task(self._load_with(relay, command, hop, order, is_beside=has_pack))
 
-    async def _load_beside(
-        self, command: effects.LoadCommand, hop: effects.Hop, order: effects.LoadOrder, relay: asyncio.Task[str]
+    async def _load_with(
+        self,
+        relay: asyncio.Task[str],
+        command: effects.LoadCommand,
+        hop: effects.Hop,
+        order: effects.LoadOrder,
+        *,
+        is_beside: bool,
     ) -> None:
-        """Loads while the relay may still be refused. The policy learns of a refusal after the worker's answer, so that
-        it ends a load that the worker has accepted.
+        """Loads beside the relay, or once it is accepted. The policy learns of a refused relay after the worker's
+        answer, so that it ends a load that the worker has accepted.
         """
-        await self._load(command, order)
+        if is_beside or not await relay:
+            await self._load(command, order)
         if cause := await relay:
-            self._refuse_load(hop, order, cause)
-
-    def _refuse_load(self, hop: effects.Hop, order: effects.LoadOrder, cause: str) -> None:
-        self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
+            load = inputs.Load(order.instance_id, failed_store=hop.store_id)
+            self._controller.apply(CommandEnded(load, CommandOutcome.REFUSED, cause))
 
     async def _request_relay(self, command: effects.LoadCommand, hop: effects.Hop, answered: asyncio.Event) -> str:
         """Returns why the store did not accept the relay; empty if it did."""
@@ -137,23 +140,19 @@ class Actuator:
         self, command: effects.LoadCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
     ) -> None:
         store, stores = self._store(hop.store_id), self._controller.policy.state.membership.stores
+        pack_id, cluster_tickets = command.model.pack_id, self._controller.cluster_tickets
         holders = [stores[source] for source in hop.sources if source in stores]
-        model, cluster_tickets = command.model, self._controller.cluster_tickets
-        sources = [cluster_tickets.source(model.pack_id, holder, hop.store_id) for holder in holders]
-        sources.append(cluster_tickets.source(model.pack_id, None, hop.store_id))
+        is_urgent = hop.urgent if isinstance(command, effects.LoadCommand) else command.urgent
         request = param_store_pb2.RelayRequest(
             epoch=self._controller.epoch.value,
-            pack_id=model.pack_id,
-            sources=sources,
+            pack_id=pack_id,
+            sources=[cluster_tickets.source(pack_id, holder, hop.store_id) for holder in (*holders, None)],
             relay_id=new_id("relay"),
             num_striped=max(sum(source in stores for source in hop.sources[: hop.num_striped]), 1),
-            urgency=RELAY_URGENCY_URGENT,
+            urgency=RELAY_URGENCY_URGENT if is_urgent else RELAY_URGENCY_IDLE,
+            keep_retained=isinstance(command, effects.CopyCommand) and command.keep_retained,
         )
-        if isinstance(command, effects.CopyCommand):
-            request.keep_retained = command.keep_retained
-        if not (hop.urgent if isinstance(command, effects.LoadCommand) else command.urgent):
-            request.urgency = RELAY_URGENCY_IDLE
-        await self._call(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
+        await self._call(store.Relay, request, _TIMEOUT_S + command.model.pack_bytes / _FAULTING_BYTES_PER_S)
 
     async def _reroute(self, command: effects.RerouteCommand) -> None:
         """Gives a running relay other sources. If the store cannot be reached, the relay goes on unchanged."""
@@ -163,27 +162,19 @@ class Actuator:
             log.info("reroute_failed", store_id=command.hop.store_id, error=logged_cause(error))
 
     async def _copy(self, command: effects.CopyCommand) -> None:
-        pack_id, store_id = command.model.pack_id, command.hop.store_id
-        try:
+        copy = inputs.Copy(command.model.pack_id, command.hop.store_id)
+        with self._outcome(copy, "the relay could not be started: "):
             await self._relay(command, command.hop)
-        except TorchrelayError as error:
-            cause = f"the relay could not be started: {error.message}"
-            self._controller.apply(inputs.CopyFailed(pack_id, store_id, cause, isinstance(error, NotFound)))
-            return
-        self._controller.apply(inputs.CopyAccepted(pack_id, store_id))
 
     async def _retain(self, command: effects.RetainCommand) -> None:
-        request = param_store_pb2.RetainRequest(
-            epoch=self._controller.epoch.value,
-            pack_ids=command.pack_ids,
-            lease_s=command.lease_s,
-            disk_pack_ids=command.disk_pack_ids,
-        )
-        try:
+        with self._outcome(inputs.Retention(command.store_id)):
+            request = param_store_pb2.RetainRequest(
+                epoch=self._controller.epoch.value,
+                pack_ids=command.pack_ids,
+                lease_s=command.lease_s,
+                disk_pack_ids=command.disk_pack_ids,
+            )
             await self._call(self._store(command.store_id).Retain, request)
-        except TorchrelayError as error:
-            log.info("retain_failed", store_id=command.store_id, error=logged_cause(error))
-            self._controller.apply(inputs.RetainFailed(command.store_id))
 
     def _store(self, store_id: str) -> ParamStoreAsyncStub:
         store = self._controller.policy.state.membership.stores.get(store_id)
@@ -192,7 +183,7 @@ class Actuator:
         return self._channels.store(store.grpc_address, store_id)
 
     async def _load(self, command: effects.LoadCommand, order: effects.LoadOrder) -> None:
-        try:
+        with self._outcome(inputs.Load(order.instance_id), f"worker {order.worker_id} cannot load it: "):
             request = worker_pb2.LoadRequest(
                 epoch=self._controller.epoch.value,
                 instance_id=order.instance_id,
@@ -201,42 +192,40 @@ class Actuator:
                 traceparent=command.traceparent,
             )
             await self._call(self._worker(order.worker_id).Load, request)
-        except _Unanswered:
-            self._controller.apply(inputs.LoadUnanswered(order.instance_id))
-            return
-        except TorchrelayError as error:
-            cause = f"worker {order.worker_id} cannot load it: {error.message}"
-            self._controller.apply(inputs.LoadRefused(order.instance_id, cause))
-            return
-        self._controller.apply(inputs.LoadAccepted(order.instance_id))
 
     async def _set_roles(self, command: effects.SetRolesCommand) -> None:
-        request = worker_pb2.SetRolesRequest(
-            epoch=self._controller.epoch.value,
-            instance_id=command.instance_id,
-            roles=converters.roles_to_proto(command.roles),
-        )
-        try:
+        with self._outcome(inputs.RoleChange(command.instance_id)):
+            request = worker_pb2.SetRolesRequest(
+                epoch=self._controller.epoch.value,
+                instance_id=command.instance_id,
+                roles=converters.roles_to_proto(command.roles),
+            )
             await self._call(self._worker(command.worker_id).SetRoles, request)
-        except TorchrelayError as error:
-            self._controller.apply(inputs.RolesFailed(command.instance_id, error.message))
-            return
-        self._controller.apply(inputs.RolesSet(command.instance_id))
 
     async def _unload(self, command: effects.UnloadCommand) -> None:
-        request = worker_pb2.UnloadRequest(
-            epoch=self._controller.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
-        )
-        try:
+        with self._outcome(inputs.Unload(command.instance_id)):
+            request = worker_pb2.UnloadRequest(
+                epoch=self._controller.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
+            )
             await self._call(self._worker(command.worker_id).Unload, request, command.drain_s + _TIMEOUT_S)
-        except TorchrelayError as error:
-            self._controller.apply(inputs.UnloadFailed(command.instance_id, error.message))
 
     def _worker(self, worker_id: str) -> WorkerAsyncStub:
         worker = self._controller.policy.state.membership.workers.get(worker_id)
         if worker is None:
             raise Unavailable("the worker is gone")
         return self._channels.worker(worker.grpc_address, worker_id)
+
+    @contextmanager
+    def _outcome(self, command: inputs.CommandId, why: str = "") -> Iterator[None]:
+        """Passes on whether the block has carried the command out. ``why`` begins the cause if it has not."""
+        outcome, cause = CommandOutcome.ACCEPTED, ""
+        try:
+            yield
+        except TorchrelayError as error:
+            kind = type(command).__name__
+            log.info("command_failed", command=kind, error=logged_cause(error), **structs.asdict(command))
+            outcome, cause = _outcome_of(error), why + error.message
+        self._controller.apply(CommandEnded(command, outcome, cause))
 
     async def _call(
         self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S
@@ -265,3 +254,12 @@ class Actuator:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _Unanswered(f"there was no answer within {timeout_s:g} s") from error
             raise error_from_rpc(error) from error
+
+
+def _outcome_of(error: TorchrelayError) -> CommandOutcome:
+    match error:
+        case _Unanswered():
+            return CommandOutcome.UNANSWERED
+        case NotFound():
+            return CommandOutcome.NOT_FOUND
+    return CommandOutcome.REFUSED

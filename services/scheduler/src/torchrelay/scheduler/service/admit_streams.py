@@ -26,7 +26,7 @@ class AdmitStream:
         self._pace = MessagePace(message_every_s)
         self._changed = asyncio.Event()
         self._error: TorchrelayError | None = None
-        self._closed = False
+        self.is_closed = False
         self._beat_every_s: float | None = None
         self.gateway_id = ""  # known after its hello
 
@@ -39,7 +39,7 @@ class AdmitStream:
 
     def close(self, error: TorchrelayError | None = None) -> None:
         """Ends the stream; with ``error``, at once."""
-        self._closed = True
+        self.is_closed = True
         self._error = self._error or error
         self._changed.set()
 
@@ -54,7 +54,7 @@ class AdmitStream:
                 yield AdmitEvents(events=batch)
             if self._error is not None:
                 raise self._error
-            if self._closed:
+            if self.is_closed:
                 return
             self._changed.clear()
             try:

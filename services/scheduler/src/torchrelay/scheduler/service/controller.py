@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, assert_never
+from typing import Protocol, TypeAlias
 
 from opentelemetry import metrics
 
@@ -19,27 +19,8 @@ from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
-from torchrelay.scheduler.policy.effects import (
-    AdmissionRefused,
-    Answer,
-    AttemptPlaced,
-    Command,
-    Effects,
-    LoadCommand,
-    Placed,
-    Recall,
-)
+from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.inputs import (
-    Admit,
-    Due,
-    Input,
-    MinimumsSet,
-    Release,
-    StoreReported,
-    Tick,
-    WorkerReported,
-)
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
@@ -49,13 +30,7 @@ from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder
-from torchrelay.scheduler.service.metrics import (
-    AdmissionMetrics,
-    RelayMetrics,
-    ReplicationMetrics,
-    SlotMetrics,
-    TargetMetrics,
-)
+from torchrelay.scheduler.service.metrics import SchedulerMetrics
 from torchrelay.scheduler.service.tickets import ClusterTickets
 
 log = get_logger(__name__)
@@ -82,7 +57,7 @@ class Clock:
 
 
 class CommandExecutor(Protocol):
-    def start(self, command: Command) -> None:
+    def start(self, command: effects.Command) -> None:
         """Starts to carry a command out; its outcome comes back as an input."""
 
     def stop(self) -> None:
@@ -121,18 +96,13 @@ class Controller:
         self._watchers: set[asyncio.Event] = set()
         self._pool_watchers: set[asyncio.Event] = set()
         self._pools_seen_at: float | None = None  # when the pools were evaluated that watchers know
-        meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state
-        self._metrics = AdmissionMetrics(meter, state, lambda: event_publisher.num_dropped)
-        self._target_metrics, self._slot_metrics = TargetMetrics(meter), SlotMetrics(meter, state)
-        self._copy_metrics = ReplicationMetrics(
-            meter, lambda: state.replication_state.num_short, lambda: len(state.transfers.ordered)
-        )
-        self._relay_metrics = RelayMetrics(meter, lambda: state.transfers.num_running)
+        meter = metrics.get_meter("torchrelay.scheduler")
+        self._metrics = SchedulerMetrics(meter, policy.state, lambda: event_publisher.num_dropped)
 
-    def apply(self, input_: Input) -> None:
+    def apply(self, input_: inputs.Input) -> None:
         self._apply(input_, self.clock.now())
 
-    def _apply(self, input_: Input, now: float) -> None:
+    def _apply(self, input_: inputs.Input, now: float) -> None:
         if self._recorder is not None:
             self._recorder.record(input_, now)
         self._carry_out(self.policy.apply(input_, now))
@@ -147,7 +117,7 @@ class Controller:
 
     def _due(self) -> None:
         self._due_at = math.inf
-        self.apply(Due())
+        self.apply(inputs.Due())
 
     def stop_timer(self) -> None:
         """Stops ``Due`` inputs until another input asks for one."""
@@ -163,7 +133,7 @@ class Controller:
         if request.HasField("current"):
             current = converters.placement_from_proto(request.current, admission.key)
         model = self._note_version(request.version)
-        self._apply(Admit(admission, model, current, request.is_computed), now)
+        self._apply(inputs.Admit(admission, model, current, request.is_computed), now)
 
     def _note_version(self, version: types_pb2.ModelVersion) -> Model:
         """The model of a version. Most requests name a version exactly as the last request did, so it is cached."""
@@ -175,7 +145,7 @@ class Controller:
 
     def set_minimums(self, minimums: scheduler_pb2.Minimums) -> None:
         self._with_minimum = {version.version_id: version for version in minimums.versions}
-        self.apply(MinimumsSet(tuple(map(self._note_version, minimums.versions))))
+        self.apply(inputs.MinimumsSet(tuple(map(self._note_version, minimums.versions))))
 
     def release(self, release: scheduler_pb2.Release) -> None:
         key = converters.key_from_proto(release.key)
@@ -187,28 +157,28 @@ class Controller:
         if attempt is not None:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome, now)
-            self._metrics.record_accuracy(attempt.placement, outcome)
-            self._target_metrics.ended(attempt.admission, release.ttft_s, outcome.tbt_s)
-        self._apply(Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
+            self._metrics.ended(attempt.admission, attempt.placement, outcome, release.ttft_s)
+        self._apply(inputs.Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
 
     def is_present(self, peer: Peer) -> bool:
-        kind, node_id = peer
-        membership = self.policy.state.membership
-        return node_id in (membership.workers if kind is WorkerReport else membership.stores)
+        return self._status(peer) is not None
 
     def is_accepted(self, report: Report) -> bool:
         """Whether its process is the present one of its node."""
+        status = self._status(peer_of(report))
+        return status is not None and status.incarnation == report.incarnation
+
+    def _status(self, peer: Peer) -> WorkerStatus | StoreStatus | None:
+        kind, node_id = peer
         membership = self.policy.state.membership
-        if isinstance(report, WorkerReport):
-            known: WorkerStatus | StoreStatus | None = membership.workers.get(report.worker_id)
-        else:
-            known = membership.stores.get(report.store_id)
-        return known is not None and known.incarnation == report.incarnation
+        return membership.workers.get(node_id) if kind is WorkerReport else membership.stores.get(node_id)
 
     def reported(self, report: Report, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the one that reports among them, obey a newer scheduler."""
         now, peer = self.clock.now(), peer_of(report)
-        self._check_epoch(report.epoch, peer[1], now)
+        membership = self.policy.state.membership
+        num_peers = len(membership.workers) + len(membership.stores) + (not self.is_present(peer))
+        self.epoch.check(report.epoch, peer[1], num_peers, now)
         if report.is_beat:
             self._apply(converters.beat_from_proto(report), now)
             return
@@ -217,9 +187,9 @@ class Controller:
         elif report == self._streamed.pop(peer, None) and self.repeated(peer):
             return
         if isinstance(report, WorkerReport):
-            self._apply(WorkerReported(converters.worker_from_proto(report, now), streamed), now)
+            self._apply(inputs.WorkerReported(converters.worker_from_proto(report, now), streamed), now)
         else:
-            self._apply(StoreReported(converters.store_from_proto(report, now), streamed), now)
+            self._apply(inputs.StoreReported(converters.store_from_proto(report, now), streamed), now)
             report.ClearField("disk")  # the policy has it; a view of many stores would grow too large
         if self.is_accepted(report):
             self.reports[peer] = report
@@ -247,11 +217,6 @@ class Controller:
             return () if instance is None else (instance,)
         return tuple(instances.on_host(report.host_id))
 
-    def _check_epoch(self, epoch: int, node_id: str, now: float) -> None:
-        workers, stores = self.policy.state.membership.workers, self.policy.state.membership.stores
-        is_new = node_id not in workers and node_id not in stores
-        self.epoch.check(epoch, node_id, len(workers) + len(stores) + is_new, now)
-
     def _explain_load(self, worker_id: str) -> None:
         """Passes on what the reports say about the load of the worker's instance."""
         state = self.policy.state
@@ -263,7 +228,7 @@ class Controller:
         self.explain.observe(instance, worker.slot, store.store_id if store else "", copy)
 
     def tick(self, listening_since: float) -> None:
-        self.apply(Tick(listening_since))
+        self.apply(inputs.Tick(listening_since))
         membership = self.policy.state.membership
         for peer in [peer for peer in self.reports if not self.is_present(peer)]:
             del self.reports[peer]
@@ -283,50 +248,45 @@ class Controller:
 
     # Effects
 
-    def _carry_out(self, effects: Effects) -> None:
-        if not effects:
+    def _carry_out(self, done: effects.Effects) -> None:
+        if not done:
             return
-        for command in effects.commands:
+        for command in done.commands:
             assert self.actuator is not None
-            if isinstance(command, LoadCommand):
+            if isinstance(command, effects.LoadCommand):
                 for order in (order for hop in command.hops for order in hop.loads):
                     self._explain_load(order.worker_id)
             self.actuator.start(command)
-        for answer in effects.answers:
+        for answer in done.answers:
             self._send(answer)
-        for notice in effects.notices:
+        for notice in done.notices:
             self.streams.send(notice.gateway_id, AdmitEvent(loading=converters.notice_to_proto(notice)))
-        for placed in effects.opened:
+        for placed in done.opened:
             self._record_placement(placed)
-        for event in effects.events:
+        for event in done.events:
             if not event.topic.startswith(transfer_events.EVENT_PREFIX):  # transfer events are for operators only
                 self.explain.note(event)
             self._event_publisher.note(event)
-            self._copy_metrics.note(event)
-            self._relay_metrics.note(event)
-            self._target_metrics.note(event)
+            self._metrics.note(event)
             log.info(event.kind, model=event.model, subject=event.subject, reason=event.reason)
         self._notify_watchers()
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: effects.Answer) -> None:
         event: AdmitEvent | converters.EventFields
-        if isinstance(answer, Placed):
-            tickets, placement, kind = self.cluster_tickets, answer.placement, "placed"
-            event = converters.placed_to_fields(
-                placement, tickets.kv(placement), tickets.prompt(placement), tickets.call_tokens
-            )
-        elif isinstance(answer, AdmissionRefused):
-            kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
-        elif isinstance(answer, Recall):
-            key = converters.key_to_proto(answer.key)
-            message = scheduler_pb2.Recall(key=key, keeps_prompt=answer.keeps_prompt)
-            kind, event = "recalled", AdmitEvent(recall=message)
-        else:
-            assert_never(answer)
+        match answer:
+            case effects.Placed(placement=placement):
+                tickets, kind = self.cluster_tickets, "placed"
+                event = converters.placed_to_fields(
+                    placement, tickets.kv(placement), tickets.prompt(placement), tickets.call_tokens
+                )
+            case effects.AdmissionRefused():
+                kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
+            case effects.Recall():
+                kind, event = "recalled", AdmitEvent(recall=converters.recall_to_proto(answer))
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 
-    def _record_placement(self, placed: AttemptPlaced) -> None:
+    def _record_placement(self, placed: effects.AttemptPlaced) -> None:
         self.explain.placed(placed)
         self._metrics.placed(placed)
         begin_ns, end_ns = int(placed.admitted_at * 1e9), int(placed.placed_at * 1e9)

@@ -10,7 +10,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import inputs, types
-from torchrelay.scheduler.policy.effects import AdmissionRefused, LoadNotice, SchedulerEvent
+from torchrelay.scheduler.policy.effects import AdmissionRefused, LoadNotice, Recall, SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -273,6 +273,10 @@ def refusal_to_proto(refused: AdmissionRefused) -> scheduler_pb2.Refusal:
         message=refused.message,
         retry_after_s=refused.retry_after_s,
     )
+
+
+def recall_to_proto(recall: Recall) -> scheduler_pb2.Recall:
+    return scheduler_pb2.Recall(key=key_to_proto(recall.key), keeps_prompt=recall.keeps_prompt)
 
 
 def notice_to_proto(notice: LoadNotice) -> scheduler_pb2.Loading:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc.aio import UnaryStreamCall
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -30,8 +29,7 @@ from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
 from torchrelay.scheduler.service.controller import Clock, Controller, Peer, Report, peer_of
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
-from torchrelay.scheduler.service.repeats import Repeats
-from torchrelay.scheduler.service.report_check import ReportCheck, node_id
+from torchrelay.scheduler.service.signed_reports import SignedReports, node_id
 
 log = get_logger(__name__)
 
@@ -56,18 +54,17 @@ class Discovery:
         channels: PeerChannels,
         nats: Client,
         subjects: Subjects,
-        report_check: ReportCheck,
+        signed_reports: SignedReports,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._controller = controller
         self._channels = channels
         self._nats = nats
         self._subjects = subjects
-        self._report_check = report_check
+        self._signed_reports = signed_reports
         self._tasks = tasks
         # The error of a report. Cancelled as soon as the group of tasks ends for another reason: it takes no task then.
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._repeats = Repeats()
         self._watches: dict[Peer, _Watch] = {}
 
     async def start(self) -> None:
@@ -82,9 +79,9 @@ class Discovery:
     async def _on_report(self, kind: type[Report], message: Msg) -> None:
         if self._failure.done():
             return
-        if self._repeats.is_repeat(message) and self._controller.repeated((kind, node_id(message))):
+        if self._signed_reports.is_repeat(message) and self._controller.repeated((kind, node_id(message))):
             return
-        report = self._read(kind, message)
+        report = self._signed_reports.read(kind, message)
         if report is None:
             return
         try:
@@ -94,18 +91,6 @@ class Discovery:
             return
         if self._controller.is_accepted(report):
             self._watch(report)
-
-    def _read(self, kind: type[Report], message: Msg) -> Report | None:
-        """The report in a message; None if it cannot be read, or its own node has not signed it."""
-        if not self._report_check.is_signed(message):
-            return None
-        self._repeats.note(message)
-        try:
-            report = kind.FromString(message.data)
-        except DecodeError as error:
-            log.warning("report_unreadable", subject=message.subject, error=str(error))
-            return None
-        return report if self._report_check.names_its_node(message, peer_of(report)[1]) else None
 
     def _watch(self, report: Report) -> None:
         """Watches the process that reports, unless a task does so already."""

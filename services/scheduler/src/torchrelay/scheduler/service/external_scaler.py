@@ -7,18 +7,28 @@ Answers name no tenant and no model.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
 from torchrelay.common.identity.callers import ANYONE, MethodCallers
 from torchrelay.control.v1 import external_scaler_pb2, external_scaler_pb2_grpc
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import Role
 from torchrelay.scheduler.service.controller import Controller
-from torchrelay.scheduler.service.pool_selector import PoolSelector
 
 METRIC: Final = "slots-wanted"
 _TARGET: Final = 1
 MAX_STREAMS: Final = 256  # KEDA opens one for each ScaledObject
+_DEVICES: Final = "numDevices"
+_ROLE: Final = "role"
+_ROLES: Final = {"both": None, **{role.name.lower(): role for role in Role}}
+_COUNT: Final = re.compile("[1-9][0-9]{0,3}")
+# KEDA reads these itself and passes them on.
+_OF_KEDA: Final = frozenset(("scalerAddress", "enableTLS", "unsafeSsl", "tlsCertFile"))
+_MAX_SHOWN: Final = 64  # characters of a value in an error
 
 _SERVICE: Final = "/externalscaler.ExternalScaler"
 # KEDA can send no token of ours; with TLS it shows a certificate of the cluster's CA.
@@ -27,6 +37,46 @@ CALLERS: MethodCallers = {
 }
 
 Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSelector:
+    """The pool that the metadata of a KEDA trigger selects: slots of ``num_devices`` each, of workers that can play
+    ``role`` alone; None: of all workers.
+    """
+
+    num_devices: int
+    role: Role | None = None
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str]) -> PoolSelector:
+        """Raises ``InvalidRequest`` naming the key."""
+        for key in sorted(metadata.keys() - _OF_KEDA - {_DEVICES, _ROLE}):
+            raise _invalid(
+                key, f"{key[:_MAX_SHOWN]!r} is not a key of this scaler, whose keys are {_DEVICES} and {_ROLE}"
+            )
+        devices, role = metadata.get(_DEVICES, ""), metadata.get(_ROLE, "both")
+        if not _COUNT.fullmatch(devices):
+            given = f"is {devices[:_MAX_SHOWN]!r}" if _DEVICES in metadata else "is missing"
+            raise _invalid(_DEVICES, f'{_DEVICES} {given}; give the number of devices of each worker, such as "1"')
+        if role not in _ROLES:
+            known = ", ".join(_ROLES)
+            raise _invalid(_ROLE, f"{_ROLE} is {role[:_MAX_SHOWN]!r}; give the part that the workers play: {known}")
+        return cls(int(devices), _ROLES[role])
+
+    def num_wanted(self, state: State) -> int | None:
+        """Slots that the pool should have; None until the pools were evaluated."""
+        if state.pools_evaluated_at is None:
+            return None
+        if self.role is None:
+            target = state.pool_targets.get(self.num_devices)
+        else:
+            target = state.role_targets.get((self.num_devices, self.role))
+        return target.num_wanted if target is not None else 0
+
+
+def _invalid(key: str, message: str) -> InvalidRequest:
+    return InvalidRequest(message, field=f"scalerMetadata.{key}")
 
 
 class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):

@@ -38,6 +38,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 _LOG_ENCODER = msgspec.json.Encoder()  # keeps the order of mappings: decisions may follow it
 _EFFECTS_ENCODER = msgspec.json.Encoder(order="deterministic")
+_USE_OTHER = "use the release of Torchrelay that recorded the log"
 
 
 class InputRecorder:
@@ -64,17 +65,22 @@ class Step(NamedTuple):
 
 
 def steps(path: Path) -> Iterator[Step]:
-    """Raises ``msgspec.DecodeError`` for a line that is not of a log, or settings that this release does not know."""
+    """Raises ``msgspec.DecodeError`` for a line that is not of a log, or settings and inputs that this release does not
+    know.
+    """
     entries = msgspec.json.Decoder(_Entry)
     with path.open("rb") as log:
         first = log.readline()
         start = msgspec.json.decode(first, type=PolicyStart)
         if unknown := msgspec.json.decode(first)["config"].keys() - {each.name for each in fields(PolicyConfig)}:
             names = ", ".join(sorted(unknown))
-            raise msgspec.ValidationError(f"config has {names}: use the release of Torchrelay that recorded the log")
+            raise msgspec.ValidationError(f"config has {names}: {_USE_OTHER}")
         policy = start.policy()
         for line in log:
-            entry = entries.decode(line)
+            try:
+                entry = entries.decode(line)
+            except msgspec.ValidationError as error:
+                raise msgspec.ValidationError(f"{error}: {_USE_OTHER}") from error
             yield Step(policy, entry.input, entry.now, policy.apply(entry.input, entry.now))
 
 

@@ -22,12 +22,12 @@ from torchrelay.scheduler.policy.inputs import (
 )
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
-from torchrelay.scheduler.service.cluster_view import cluster_view
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.enrolment import Enrolment
 from torchrelay.scheduler.service.events.reader import EventReader
+from torchrelay.scheduler.service.views import ClusterViews
 
-_VIEW_EVERY_S = 0.1
+_MAX_PER_TURN = 32  # commands of a stream before other streams get their turn; an admission takes some 0.2 ms
 _MAX_WAITS_CHARS = 500
 
 _SERVICE = "/torchrelay.control.v1.Scheduler"
@@ -46,6 +46,7 @@ Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callba
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(self, controller: Controller, event_reader: EventReader, enrolment: Enrolment) -> None:
         self._controller = controller
+        self._views = ClusterViews(controller)
         self._event_reader = event_reader
         self._enrolment = enrolment
 
@@ -70,8 +71,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def _read(self, batches: AsyncIterator[scheduler_pb2.AdmitCommands], stream: AdmitStream) -> None:
         try:
             async for batch in batches:
-                for command in batch.commands:
+                for number, command in enumerate(batch.commands, 1):
                     self._dispatch_command(command, stream)
+                    if number % _MAX_PER_TURN == 0:
+                        await asyncio.sleep(0)  # the turn of other streams and reports
+                        if stream.is_closed:  # its gateway has a newer stream, on which it repeats its admissions
+                            return
         except TorchrelayError as error:
             stream.close(error)
         finally:
@@ -131,8 +136,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         try:
             while True:
                 changed.clear()
-                yield cluster_view(self._controller)
-                await asyncio.sleep(_VIEW_EVERY_S)  # bounds the rate
+                view, is_current = self._views.latest()
+                if not is_current:
+                    changed.set()
+                yield view
+                await asyncio.sleep(self._views.every_s)  # bounds the rate
                 await changed.wait()
         finally:
             self._controller.unwatch(changed)

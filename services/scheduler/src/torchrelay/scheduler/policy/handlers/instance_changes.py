@@ -1,41 +1,15 @@
-"""Consequences of a new phase or the end of an instance, and of an accepted, refused or given-up load."""
+"""Consequences of a new phase or the end of an instance, and of a given-up load."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
-from torchrelay.scheduler.policy.handlers import dispatch, lifecycle, relay_plans, scaling
-from torchrelay.scheduler.policy.inputs import LoadRefused
+from torchrelay.scheduler.policy.handlers import lifecycle, scaling
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Instance, InstancePhase
-
-
-def load_accepted(state: State, instance_id: str, now: float) -> None:
-    """Places requests on an accepted load at once: the worker computes with the layers that it has."""
-    instance = state.instances.get(instance_id)
-    if instance is not None and not instance.accepted:
-        state.instances.put(replace(instance, accepted_at=now))
-        dispatch.place_waiting(state, now, (instance.version_id,))
-
-
-def load_refused(state: State, refusal: LoadRefused, now: float) -> bool:
-    """Gives up a load that its worker refused; returns whether it was not accepted or given up before."""
-    cause = refusal.cause
-    instance = state.instances.get(refusal.instance_id)
-    if instance is None:
-        return False
-    waits_for_store = refusal.failed_store and instance.phase is InstancePhase.LOADING and not instance.num_layers_ready
-    if instance.accepted and not waits_for_store:
-        return False
-    if refusal.failed_store:
-        relay_plans.relay_refused(state, instance.pack_id, refusal.failed_store, cause, now)
-    figures = {"error": cause} | ({"store": refusal.failed_store} if refusal.failed_store else {})
-    give_up_load(state, instance, Reason(scaling.LOAD_REFUSED, cause, figures), now)
-    return True
 
 
 def give_up_load(state: State, instance: Instance, reason: Reason, now: float) -> None:

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, ScriptedCluster, cluster, scripted_cluster
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
-from torchrelay.scheduler.service.repeats import WHOLE_EVERY, Repeats
+from torchrelay.scheduler.service.signed_reports import WHOLE_EVERY, SignedReports
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
 KEY = bytes.fromhex(CLUSTER_KEY)
@@ -114,32 +114,39 @@ async def test_false_epoch_of_one_worker_ends_no_scheduler(nats_url: str) -> Non
             assert later.epoch == view.epoch
 
 
-def message(data: bytes = b"report", mac: str = "aa", subject: str = "relay.load.worker.w1") -> Msg:
-    return Msg(Client(), subject=subject, data=data, headers={MAC_HEADER: mac})
+REPORT, OTHER = (WorkerReport(worker_id="w1", epoch=epoch).SerializeToString() for epoch in (1, 2))
+
+
+def message(data: bytes = REPORT, mac: str | None = None, subject: str = "relay.load.worker.w1") -> Msg:
+    """A message with the signature of its node, or another one."""
+    headers = signed(subject.rpartition(".")[2], subject, data) if mac is None else {MAC_HEADER: mac}
+    return Msg(Client(), subject=subject, data=data, headers=headers)
 
 
 def test_second_repeat_counts_and_every_fortieth_does_not() -> None:
-    repeats, verdicts = Repeats(), []
-    assert not repeats.is_repeat(message())
-    repeats.note(message())
+    reports, verdicts = SignedReports(KEY), []
+    assert not reports.is_repeat(message())
+    assert reports.read(WorkerReport, message())
     for _ in range(2 * WHOLE_EVERY):
-        verdicts.append(repeats.is_repeat(message()))
+        verdicts.append(reports.is_repeat(message()))
         if not verdicts[-1]:
-            repeats.note(message())
+            assert reports.read(WorkerReport, message())
     assert not verdicts[0] and all(verdicts[1 : WHOLE_EVERY - 1])
     assert verdicts.count(False) == 3
 
 
 @pytest.mark.parametrize(
-    "other", [message(data=b"rep0rt"), message(mac="ab"), message(subject="relay.load.worker.w2"), message(mac="")]
+    "other", [message(data=OTHER), message(mac="ab"), message(subject="relay.load.worker.w2"), message(mac="")]
 )
 def test_different_message_is_no_repeat(other: Msg) -> None:
-    repeats = Repeats()
-    repeats.note(message())
-    repeats.is_repeat(message())
-    assert not any(repeats.is_repeat(other) for _ in range(3))
+    reports = SignedReports(KEY)
+    assert reports.read(WorkerReport, message())
+    reports.is_repeat(message())
+    assert not any(reports.is_repeat(other) for _ in range(3))
 
 
-def test_unchecked_message_is_no_repeat() -> None:
-    repeats = Repeats()
-    assert not any(repeats.is_repeat(message(mac="forged")) for _ in range(5))
+def test_message_that_is_not_signed_is_no_repeat() -> None:
+    reports = SignedReports(KEY)
+    for _ in range(5):
+        assert not reports.is_repeat(message(mac="forged"))
+        assert reports.read(WorkerReport, message(mac="forged")) is None

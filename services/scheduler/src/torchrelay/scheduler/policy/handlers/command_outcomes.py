@@ -1,0 +1,78 @@
+"""Consequences of the outcomes of commands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchrelay.scheduler.policy.handlers import dispatch, instance_changes, relay_plans, scaling
+from torchrelay.scheduler.policy.inputs import (
+    CommandEnded,
+    CommandOutcome,
+    Copy,
+    Load,
+    Retention,
+    RoleChange,
+    Unload,
+)
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import Instance, InstancePhase
+
+
+def apply(state: State, ended: CommandEnded, now: float) -> bool:
+    """Applies an outcome. Returns whether requests and slots are to be decided on anew."""
+    command, cause, is_accepted = ended.command, ended.cause, ended.outcome is CommandOutcome.ACCEPTED
+    match command:
+        case Load(instance_id):
+            if instance := state.instances.get(instance_id):
+                return _load_ended(state, instance, ended, command.failed_store, now)
+        case RoleChange(instance_id):
+            if instance := state.instances.get(instance_id):
+                return _set_roles(state, instance) if is_accepted else _keep_roles(state, instance, cause, now)
+        case Unload(instance_id):
+            if not is_accepted and (instance := state.instances.get(instance_id)):
+                scaling.unload_failed(state, instance_id, now)
+                state.record_event(now, "drain_failed", instance, cause)
+        case Copy(pack_id, store_id):
+            if is_accepted:
+                state.transfers.accepted((pack_id, store_id), now)
+            else:
+                relay_plans.relay_refused(state, pack_id, store_id, cause, now)
+            if ended.outcome is CommandOutcome.NOT_FOUND:
+                state.replication_state.forget(pack_id)
+        case Retention(store_id):
+            if not is_accepted:
+                state.replication_state.retain_failed(store_id, now)
+    return False
+
+
+def _load_ended(state: State, instance: Instance, ended: CommandEnded, failed_store: str, now: float) -> bool:
+    waits_for_store = failed_store and instance.phase is InstancePhase.LOADING and not instance.num_layers_ready
+    if instance.accepted and not waits_for_store:
+        return False
+    if ended.outcome is CommandOutcome.ACCEPTED:  # the worker computes with the layers that it has
+        state.instances.put(replace(instance, accepted_at=now))
+        dispatch.place_waiting(state, now, (instance.version_id,))
+        return False
+    if ended.outcome is CommandOutcome.UNANSWERED:
+        state.instances.put(replace(instance, unanswered_at=now))
+        return False
+    if failed_store:
+        relay_plans.relay_refused(state, instance.pack_id, failed_store, ended.cause, now)
+    figures = {"error": ended.cause} | ({"store": failed_store} if failed_store else {})
+    instance_changes.give_up_load(state, instance, Reason(scaling.LOAD_REFUSED, ended.cause, figures), now)
+    return True
+
+
+def _set_roles(state: State, instance: Instance) -> bool:
+    if instance.pending_roles is None:
+        return False
+    state.membership.set_roles(instance.worker_id, instance.pending_roles)
+    state.instances.put(replace(instance, roles=instance.pending_roles, pending_roles=None))
+    return True
+
+
+def _keep_roles(state: State, instance: Instance, cause: str, now: float) -> bool:
+    state.instances.put(replace(instance, pending_roles=None, roles_retry_at=now + state.config.roles_retry_s))
+    state.record_event(now, "set_roles_failed", instance, cause)
+    return False
