@@ -30,6 +30,7 @@ from torchrelay.scheduler.policy.inputs import (
     CommandEnded,
     CommandOutcome,
     Copy,
+    Due,
     FirstToken,
     GatewayConnected,
     Input,
@@ -212,6 +213,8 @@ class PaperCluster:
         effects = self.policy.apply(input_, self.now)
         self.effects.append(effects)
         self.do(effects)
+        if not isinstance(input_, Due) and self.policy.next_due() <= self.now:
+            self.apply(Due())
 
     def do(self, effects: Effects) -> None:
         self.answers += effects.answers

@@ -106,6 +106,7 @@ class Policy:
                     self._react(now)
             case inputs.Due():
                 dispatch.place_due(state, now)
+                scaling.scale_marked(state, now)
             case inputs.Turn():
                 self._turn(now)
             case inputs.Tick(listening_since):
@@ -115,8 +116,10 @@ class Policy:
         return state.take_effects()
 
     def next_due(self) -> float:
-        """When a waiting request may be placed without another input; infinite: at no known time."""
-        return self.state.due.earliest
+        """When a waiting request may be placed, or a marked model be evaluated, without another input; infinite: at no
+        known time.
+        """
+        return min(self.state.due.earliest, self.state.marked_at)
 
     # Requests
 
@@ -189,11 +192,10 @@ class Policy:
         if is_new and (instance := state.instances.on_worker(accepted.worker_id)):
             own = sorted({*own, instance.version_id})
         dispatch.place_waiting(state, now, own)
-        wanting = {version_id for version_id in own if scaling.has_waiting_or_minimum(state, version_id)}
+        # Reports of many workers come at once: one evaluation follows them all.
+        scaling.mark(state, (each for each in own if scaling.has_waiting_or_minimum(state, each)), now)
         if is_new or any(change.gone for change in changes):  # a slot may be free for a version without one
-            wanting.update(scaling.starving_versions(state, now))
-        if wanting:
-            scaling.scale(state, now, sorted(wanting))
+            scaling.mark_starving(state, now)
 
     def _worker_leaves(self, worker: WorkerStatus, now: float) -> None:
         if instance := self.state.instances.on_worker(worker.worker_id):
@@ -215,7 +217,7 @@ class Policy:
             if before is not None:
                 return
             if state.strategies.decides_in_turns:  # slots of its host can be loaded now for versions without one
-                scaling.scale(state, now, scaling.starving_versions(state, now))
+                scaling.mark_starving(state, now)
             else:
                 self._react(now)
         elif before is not None and state.membership.finds_duplicate(store):

@@ -100,10 +100,28 @@ def has_waiting_or_minimum(state: State, version_id: str) -> bool:
     return bool(state.queues.num_waiting(version_id)) or version_id in state.minimums.in_force
 
 
-def starving_versions(state: State, now: float) -> list[str]:
-    """Versions with waiting requests that lack a role for any of them."""
-    models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
-    return [model.version_id for model in models if _lacks_role(state, model, now)]
+def mark(state: State, version_ids: Iterable[str], now: float) -> None:
+    """Notes versions to decide on at once, but after the inputs that have come with this one."""
+    state.marked.update(dict.fromkeys(version_ids))
+    if state.marked or state.are_starving_marked:
+        state.marked_at = min(state.marked_at, now)
+
+
+def mark_starving(state: State, now: float) -> None:
+    """Notes all versions with waiting requests that lack a role for any of them by then."""
+    state.are_starving_marked = bool(len(state.queues))
+    mark(state, (), now)
+
+
+def scale_marked(state: State, now: float) -> None:
+    """Decides on the marked versions."""
+    marked = dict(state.marked)
+    if state.are_starving_marked:
+        models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
+        marked.update(dict.fromkeys(model.version_id for model in models if _lacks_role(state, model, now)))
+    state.marked, state.marked_at, state.are_starving_marked = {}, math.inf, False
+    if marked:
+        scale(state, now, sorted(marked))
 
 
 def _lacks_role(state: State, model: Model, now: float) -> bool:
