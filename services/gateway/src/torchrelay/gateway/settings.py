@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -20,6 +21,17 @@ class GatewaySettings(ServiceSettings):
     """Each field is a flag (``--http-port``), a variable (``TORCHRELAY_HTTP_PORT``) and a key of the TOML file."""
 
     caller = Caller.GATEWAY
+    ended: ClassVar = {
+        "body_silence_s": "set message_timeout_s for gRPC; REST bodies may pause for 30 s",
+        **dict.fromkeys(
+            (
+                "max_connections", "max_keyless_connections", "max_grpc_connections", "max_head_bytes", "max_headers",
+                "max_url_bytes", "head_timeout_s", "min_body_bytes_per_s",
+            ),
+            "the ingress bounds it (docs/security.md)",
+        ),
+        "max_grpc_streams": "set max_open_streams and max_open_streams_per_tenant",
+    }  # fmt: skip
     gateway_id: str = Field("gateway", description="Name of this gateway; each process appends a random suffix.")
     http_port: int = Field(0, ge=0, le=65535, description="REST port; 0: any free port.")
     grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0: any free port.")

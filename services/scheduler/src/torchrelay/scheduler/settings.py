@@ -18,7 +18,10 @@ class SchedulerSettings(ServiceSettings):
     """Every field is a flag (``--port``), a variable (``TORCHRELAY_PORT``) and a line of the TOML file."""
 
     caller = Caller.SCHEDULER
-    ended: ClassVar = {"gateway_grace_s": "a disconnected gateway always has 10 s to return"}
+    ended: ClassVar = {
+        "gateway_grace_s": "a disconnected gateway always has 10 s to return",
+        "late_cost": "set late_cost_s, in device seconds, to the former idle_timeout_s times late_cost",
+    }
     port: int = Field(0, description="gRPC port; 0: any free one.")
     lease_s: float = Field(
         0.0,
