@@ -125,7 +125,7 @@ class Controller:
         self._metrics = AdmissionMetrics(meter, state, lambda: event_publisher.num_dropped)
         self._target_metrics, self._slot_metrics = TargetMetrics(meter), SlotMetrics(meter, state)
         self._copy_metrics = ReplicationMetrics(
-            meter, lambda: state.replication_state.num_short, lambda: len(state.transfers.ordered)
+            meter, lambda: state.copies.num_short, lambda: len(state.transfers.ordered)
         )
         self._relay_metrics = RelayMetrics(meter, lambda: state.transfers.num_running)
 
