@@ -232,8 +232,9 @@ class Policy:
             return
         store = state.membership.store_of(instance.host_id)
         copy = store.copies.get(instance.pack_id) if store is not None else None
-        if copy is not None or instance.pack_id in state.copies.packs:
-            state.copies.use(state.model_of_pack(instance.pack_id, copy.pack_bytes if copy else 0), now)
+        num_bytes = copy.pack_bytes if copy is not None else 0
+        if num_bytes or instance.pack_id in state.copies.packs:
+            state.copies.use(state.model_of_pack(instance.pack_id, num_bytes), now)
 
     def _worker_leaves(self, worker: WorkerStatus, now: float) -> None:
         if instance := self.state.instances.on_worker(worker.worker_id):

@@ -227,10 +227,10 @@ class Copies:
         num_wanted = min(config.recent_copies, len(self._membership.stores) + len(self._away))
         kept = self._chosen(pack, whole, [], num_wanted)
         kept.sort(key=lambda store: self._last_cost(pack, store))
-        num_expected = num_wanted - self._num_apart(kept)
-        kept += self._chosen(pack, incoming, kept, num_expected)
+        num_lacking = num_wanted - self._num_apart(kept)
+        kept += self._chosen(pack, incoming, kept, num_lacking)
         self._keep(pack, tuple(store.store_id for store in kept))
-        pack.is_short = num_expected > 0
+        pack.is_short = num_lacking > 0
         pack.is_lost = pack.is_lost and len(whole) < num_wanted
         # A pack whose copies were all evicted is not copied: the next load reads it from afar.
         can_be_copied = pack.is_lost or any(not self._is_away(store) for store in whole + incoming)
