@@ -1,13 +1,10 @@
-"""Which copies are kept and made: every rule on small clusters, and what holds at rest after any history."""
+"""Which copies are kept and made: every rule on small clusters."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.replication.copy_cluster import GB, CopyCluster, a_copy, a_store
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -213,102 +210,3 @@ def test_longest_unused_pack_is_forgotten_first(monkeypatch: pytest.MonkeyPatch)
     cluster.use("p", ago_s=5.0).use("r")
     cluster.decide()
     assert cluster.copies.packs.keys() == {"p", "r"} and cluster.retained["a"] == ("p", "r")
-
-
-class RandomHistory:
-    """Stores that obey, of which each may be lost, may return, and may fail to make copies."""
-
-    def __init__(self, random: Random) -> None:
-        self.random, self.lost, self.may_evict = random, list[str](), dict[tuple[str, str], bool]()
-        self.cluster = CopyCluster(PolicyConfig(max_replications=4))
-        self.racks = {f"s{number}": f"r{random.randint(1, 3)}" for number in range(random.randint(1, 6))}
-        self.arena = random.randint(3, 8) * GB
-        self.sizes = {f"p{number}": random.randint(1, 3) * GB for number in range(8)}
-        self.cluster.report(*(a_store(name, domain=rack, arena=self.arena) for name, rack in self.racks.items()))
-
-    def go_on(self) -> None:
-        random, cluster = self.random, self.cluster
-        pack_id, stores = random.choice([*self.sizes]), [*cluster.stores]
-        match random.randint(0, 7):
-            case 0 | 1 | 2:
-                cluster.use(pack_id, ago_s=0.0, num_bytes=self.sizes[pack_id])
-                if not cluster.membership.holders(pack_id) and stores:
-                    self.receive(random.choice(stores), pack_id, may_evict_retained=True)
-            case 3 if stores:
-                self.lost.append(cluster.lose(random.choice(stores)).store_id)
-            case 4 if self.lost:
-                name = self.lost.pop()
-                again = f"{name} at {cluster.now}"
-                cluster.report(replace(a_store(name, domain=self.racks[name], arena=self.arena), incarnation=again))
-            case 5 if cluster.under_way:
-                key = random.choice(cluster.under_way)
-                cluster.end(key, "it failed")
-            case _:
-                self.end_copies()
-        self.step(random.choice([0.02, 0.5, 3.0]))
-
-    def step(self, seconds: float) -> None:
-        """A turn of the policy. No order may cost a last copy if its store evicts what it was told to."""
-        for order in self.cluster.step(seconds):
-            model = order.pack.model
-            self.may_evict[model.pack_id, order.store_id] = order.may_evict_retained
-            for evicted in self.evicted_for(order.store_id, model.pack_id, may_evict_retained=order.may_evict_retained):
-                has_another = len(self.cluster.membership.whole_holders(evicted)) > 1
-                assert has_another or not self.cluster.copies.packs[evicted].kept, "a last copy is evicted last"
-
-    def evicted_for(self, store_id: str, pack_id: str, *, may_evict_retained: bool) -> list[str]:
-        """The packs that the store evicts to make space for a copy; retained packs go last, in their order."""
-        copies, retained = self.cluster.stores[store_id].copies, self.cluster.retained.get(store_id, ())
-        in_order = [*sorted(copies.keys() - set(retained)), *(each for each in retained if each in copies)]
-        num_missing = self.sizes[pack_id] + sum(copy.pack_bytes for copy in copies.values()) - self.arena
-        evicted: list[str] = []
-        for each in in_order if pack_id not in copies else ():
-            if num_missing > 0 and (may_evict_retained or each not in retained):
-                num_missing -= copies[each].pack_bytes
-                evicted.append(each)
-        return evicted
-
-    def receive(self, store_id: str, pack_id: str, *, may_evict_retained: bool) -> None:
-        cluster = self.cluster
-        for evicted in self.evicted_for(store_id, pack_id, may_evict_retained=may_evict_retained):
-            cluster.drop(store_id, evicted)
-        others = (copy.pack_bytes for key, copy in cluster.stores[store_id].copies.items() if key != pack_id)
-        has_space = sum(others) + self.sizes[pack_id] <= self.arena
-        if (pack_id, store_id) in cluster.under_way:
-            cluster.end((pack_id, store_id), "" if has_space else "the arena is full")
-        elif has_space:
-            cluster.hold(store_id, pack_id, self.sizes[pack_id])
-
-    def end_copies(self) -> None:
-        """All copies under way arrive, or fail for want of space."""
-        for pack_id, store_id in list(self.cluster.under_way):
-            self.receive(store_id, pack_id, may_evict_retained=self.may_evict.get((pack_id, store_id), False))
-
-    def rest(self) -> None:
-        for _ in range(40):
-            self.step(2.0)
-            self.end_copies()
-
-    def check(self) -> None:
-        """Each pack in demand is in two domains, or nowhere, or no store in another domain has space for it."""
-        cluster = self.cluster
-        num_domains = len({store.domain for store in cluster.stores.values()})
-        for pack_id, pack in cluster.copies.packs.items():
-            holders = cluster.membership.holders(pack_id)
-            domains = {store.domain for store in holders}
-            if not pack.is_in_demand or not holders or len(domains) >= min(2, num_domains):
-                continue
-            for store in cluster.stores.values():
-                kept = [each for each, other in cluster.copies.packs.items() if store.store_id in other.kept]
-                has_space = sum(self.sizes[each] for each in kept) + self.sizes[pack_id] <= self.arena
-                assert store.domain in domains or not has_space, (pack_id, store.store_id)
-
-
-@given(st.integers(0, 1 << 32))
-def test_packs_in_demand_are_in_two_domains_at_rest(seed: int) -> None:
-    history = RandomHistory(Random(seed))
-    for _ in range(history.random.randint(5, 60)):
-        history.go_on()
-    history.rest()
-    history.check()
-    assert not history.cluster.under_way
