@@ -120,13 +120,10 @@ def test_lost_pack_without_demand_is_not_made_again() -> None:
     cluster.use("p", ago_s=0.0)
     assert not cluster.decide(1.0), "its load brings it"
     cluster.hold("a", "p")
-    assert briefly(cluster.decide()) == [("p", "c", REPLICATE)]
-
-
-def test_pack_evicted_everywhere_waits_for_its_load() -> None:
-    cluster = two_racks(a_copy("p")).use("p")
     cluster.drop("a", "p")
-    assert not cluster.decide(9.0)
+    assert not cluster.decide(9.0), "it was evicted with permission"
+    cluster.hold("a", "p")
+    assert briefly(cluster.decide()) == [("p", "c", REPLICATE)]
 
 
 def test_expected_pack_is_kept_like_recent_pack() -> None:

@@ -113,15 +113,11 @@ class Hosts:
             self.pass_time(0.1)
 
 
-def large_cluster(config: PolicyConfig = RULES) -> Hosts:
-    random = Random(7)
-    sizes = [int(GB * 2 ** random.uniform(-1, 3)) for _ in range(600)]
-    return Hosts(random, [f"rack-{number % 10}" for number in range(60)], sizes, 1024 * GB, config)
-
-
 def test_single_losses_leave_every_pack_a_copy() -> None:
     """Hosts and stores fail one after the other, each once the last loss is repaired; then two at once, then a rack."""
-    hosts = large_cluster()
+    random = Random(7)
+    sizes = [int(GB * 2 ** random.uniform(-1, 3)) for _ in range(600)]
+    hosts = Hosts(random, [f"rack-{number % 10}" for number in range(60)], sizes, 1024 * GB)
     cluster = hosts.cluster
     hosts.pass_time(40.0)
     for number in range(6):
@@ -145,15 +141,6 @@ def test_single_losses_leave_every_pack_a_copy() -> None:
     for store in [store for store in cluster.stores.values() if store.domain == "rack-1"]:
         hosts.fail(store.store_id, 30.0)
     assert not hosts.without_copy(protected), "many hosts at once, but of one failure domain"
-
-
-def test_single_copies_do_not_survive_losses() -> None:
-    hosts = large_cluster(replace(RULES, recent_copies=1))
-    hosts.pass_time(20.0)
-    had_copies = hosts.in_demand().keys()
-    for store_id in hosts.random.sample([*hosts.cluster.stores], 6):
-        hosts.fail(store_id, 30.0)
-    assert hosts.without_copy(had_copies)
 
 
 @given(st.integers(0, 1 << 32))
