@@ -75,6 +75,7 @@ class CopyCluster:
         assert store is not None
         self.copies.store_left(store, self.now)
         self.under_way = [key for key in self.under_way if key[1] != store_id]
+        self.commands = [command for command in self.commands if command.store_id != store_id]
         return store
 
     def step(self, seconds: float = TURN_S) -> list[CopyOrder]:

@@ -26,7 +26,7 @@ from torchrelay.scheduler.policy.replication.worth import UNKNOWN, PackWorth
 from torchrelay.scheduler.policy.types import MAX_VERSIONS, CopyCause, Model, StoreStatus
 
 _MAX_EVALUATED: Final = 24  # packs per call
-_MAX_SEARCHES: Final = 4  # for a store, per call: each looks at all stores
+_MAX_SEARCHES: Final = 2  # for a store, per call: each looks at all stores
 _ROTATION_S: Final = 4.0  # at least, between evaluations of a pack that does not change
 
 _MAX_FAILED: Final = 4096
@@ -132,14 +132,16 @@ class Copies:
         if before is None or before.incarnation != store.incarnation:
             self.kept.changed_stores[store.store_id] = None
             self._num_domains = None
-            self._retry()
         if before is None:
             for copy in store.copies.values():
                 if copy.retained and copy.pack_id not in self.packs:
                     self.use(Model(copy.pack_id[:12], "", copy.pack_id, copy.pack_bytes, 0), now)
         if known is not None and known.incarnation != store.incarnation:
             self._lose(known.whole_pack_ids - store.copies.keys())
-        self._change((known.whole_pack_ids if known else frozenset()) ^ store.whole_pack_ids)
+        changed = (known.whole_pack_ids if known else frozenset()) ^ store.whole_pack_ids
+        if changed or before is None:
+            self._change(changed)
+            self._retry()
 
     def evicted(self, streamed: StoreStatus) -> list[str]:
         """Remembered packs that the store no longer has, and had whole in its last report on the same stream."""
