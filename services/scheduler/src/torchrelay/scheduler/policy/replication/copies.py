@@ -11,6 +11,7 @@ worth.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from torchrelay.scheduler.policy.replication.worth import UNKNOWN, PackWorth
 from torchrelay.scheduler.policy.types import MAX_VERSIONS, CopyCause, Model, StoreStatus
 
 _MAX_EVALUATED: Final = 24  # packs per call
-_MAX_SEARCHES: Final = 2  # for a store, per call: each looks at all stores
+_MAX_SEARCHES: Final = 2  # for a store, per queue and call: each looks at all stores
 _ROTATION_S: Final = 4.0  # at least, between evaluations of a pack that does not change
 
 _MAX_FAILED: Final = 4096
@@ -65,12 +66,13 @@ class _Queue:
     packs: set[str] = field(default_factory=set)
     tried: set[str] = field(default_factory=set)
     begins_again: bool = False  # after this round
+    max_bytes: float = math.inf  # larger packs have no space on any store in this round
 
     def take(self, number: int, rank: Callable[[str], tuple[float, float, str]]) -> list[str]:
         """The first packs by ``rank`` that this round has not tried."""
         if self.begins_again and self.tried >= self.packs:
             self.tried.clear()
-            self.begins_again = False
+            self.begins_again, self.max_bytes = False, math.inf
         first = nsmallest(number, self.packs - self.tried, key=rank)
         self.tried.update(first)
         return first
@@ -88,7 +90,7 @@ class Copies:
         self._config, self._membership, self._worth = config, membership, worth
         self.packs: OrderedDict[str, Pack] = OrderedDict()  # by id, in the order of their last use
         self.changed: dict[str, None] = {}  # packs to evaluate
-        self.kept = KeptCopies()
+        self.kept_copies = KeptCopies()
         self._rotation: list[str] = []  # packs that this rotation has not evaluated, the next one last
         self._rotation_at = 0.0  # when the next rotation begins
         self._lost, self._missing = _Queue(), _Queue()  # packs that lack a copy, by whether it was lost with a host
@@ -130,7 +132,7 @@ class Copies:
         away, _ = self._away.pop(store.store_id, (None, 0.0))
         known = before or away
         if before is None or before.incarnation != store.incarnation:
-            self.kept.changed_stores[store.store_id] = None
+            self.kept_copies.changed_stores[store.store_id] = None
             self._num_domains = None
         if before is None:
             for copy in store.copies.values():
@@ -155,7 +157,7 @@ class Copies:
         """Records that the store is silent or gone; its copies count until it can no longer come back with them."""
         self._away[store.store_id] = store, now + self._config.loss_grace_s
         self._streamed.pop(store.store_id, None)
-        self.kept.changed_stores[store.store_id] = None
+        self.kept_copies.changed_stores[store.store_id] = None
         self._change(store.whole_pack_ids)
 
     def copy_ended(self, key: CopyKey, now: float, error: str = "") -> None:
@@ -268,7 +270,7 @@ class Copies:
             is_repeated = any(store.domain == other.domain for other in (*beside, *chosen))
             copy = store.copies.get(pack.model.pack_id)
             is_pinned, was_kept = copy is not None and copy.num_pins > 0, store.store_id in pack.kept
-            fullness = self.kept.fullness(store)
+            fullness = self.kept_copies.fullness(store)
             return self._is_away(store), is_repeated, not is_pinned, not was_kept, fullness, store.store_id
 
         while left and len(chosen) < number:
@@ -278,7 +280,7 @@ class Copies:
 
     def _last_cost(self, pack: Pack, store: StoreStatus) -> tuple[bool, int, bool, str]:
         """Last copies are spread over the stores, so that each store has some packs that it can give up."""
-        num_bytes = self.kept.last_bytes(store.store_id, without=pack.model.pack_id)
+        num_bytes = self.kept_copies.last_bytes(store.store_id, without=pack.model.pack_id)
         return self._is_away(store), num_bytes, pack.kept[:1] != (store.store_id,), store.store_id
 
     def _is_away(self, store: StoreStatus) -> bool:
@@ -287,29 +289,35 @@ class Copies:
     def _keep(self, pack: Pack, store_ids: tuple[str, ...]) -> None:
         """Keeps the pack's copies on these stores, and no others."""
         if store_ids != pack.kept:
-            self.kept.change(pack.model.pack_id, pack.model.pack_bytes, pack.kept, store_ids)
+            self.kept_copies.change(pack.model.pack_id, pack.model.pack_bytes, pack.kept, store_ids)
             pack.kept = store_ids
 
     # New copies
 
     def orders(self, now: float) -> list[CopyOrder]:
-        """The copies to order now, lost copies first, by worth; at most ``_MAX_SEARCHES``."""
+        """The copies to order now, by worth: lost copies, or others if none of the lost copies can be ordered."""
+        return self._orders(self._lost, now, is_urgent=True) or self._orders(self._missing, now, is_urgent=False)
 
+    def _orders(self, queue: _Queue, now: float, *, is_urgent: bool) -> list[CopyOrder]:
         def rank(pack_id: str) -> tuple[float, float, str]:
             pack = self.packs[pack_id]
             return -pack.worth.in_ram, -pack.last_used, pack_id
 
-        orders, num_left = list[CopyOrder](), _MAX_SEARCHES
-        for queue, is_urgent in ((self._lost, True), (self._missing, False)):
-            num_left = min(num_left, _limit(self._config.max_replications, is_urgent) - self._num_under_way)
-            for pack_id in queue.take(num_left, rank):
-                num_left -= 1
-                if (order := self._order(self.packs[pack_id], now)) is not None:
-                    orders.append(order)
-                    self._num_under_way += 1
-                    self._unseen.append((pack_id, order.store_id))
-                    self.evaluate(pack_id, now)
-                    queue.tried.discard(pack_id)
+        orders = list[CopyOrder]()
+        max_orders = _limit(self._config.max_replications, is_urgent) - self._num_under_way
+        for pack_id in queue.take(min(_MAX_SEARCHES, max_orders), rank):
+            if (pack := self.packs[pack_id]).model.pack_bytes > queue.max_bytes:
+                continue
+            if (order := self._order(pack, now)) is not None:
+                orders.append(order)
+                self._num_under_way += 1
+                self._unseen.append((pack_id, order.store_id))
+                self.evaluate(pack_id, now)
+                queue.tried.discard(pack_id)
+            elif queue.max_bytes == math.inf:
+                stores = self._membership.stores.values()
+                spaces = (self.kept_copies.space(store, may_evict_spare=is_urgent) for store in stores)
+                queue.max_bytes = max(spaces, default=0)
         return orders
 
     def _order(self, pack: Pack, now: float) -> CopyOrder | None:
@@ -350,7 +358,7 @@ class Copies:
 
         def cost(store: StoreStatus) -> tuple[bool, bool, float, str]:
             is_far = not holding and model.pack_id not in (store.disk_pack_ids or ())
-            return store.domain in domains, is_far, self.kept.fullness(store, model.pack_bytes), store.store_id
+            return store.domain in domains, is_far, self.kept_copies.fullness(store, model.pack_bytes), store.store_id
 
         def is_allowed(store: StoreStatus) -> bool:
             if store.store_id in holding or (is_enough and store.domain in domains):
@@ -362,7 +370,7 @@ class Copies:
         for store in sorted(filter(is_allowed, self._membership.stores.values()), key=cost):
             if is_any_busy and store.domain in domains:
                 break  # the copy waits for a store that does not fail together with the others
-            if self.kept.space(store, may_evict_spare=may_evict_spare) >= model.pack_bytes:
+            if self.kept_copies.space(store, may_evict_spare=may_evict_spare) >= model.pack_bytes:
                 num_unseen = sum(store_id == store.store_id for _, store_id in self._unseen)
                 if store.num_receiving + num_unseen < max_incoming:
                     return store, is_any_busy
@@ -378,7 +386,7 @@ class Copies:
 
     def check_integrity(self) -> None:
         """Checks the indexes against all packs. For tests."""
-        self.kept.check_integrity((key, pack.model.pack_bytes, pack.kept) for key, pack in self.packs.items())
+        self.kept_copies.check_integrity((key, pack.model.pack_bytes, pack.kept) for key, pack in self.packs.items())
         assert self.changed.keys() | self._lost.packs | self._missing.packs <= self.packs.keys()
 
 

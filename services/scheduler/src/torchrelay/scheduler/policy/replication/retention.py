@@ -41,7 +41,7 @@ class Retention:
         """Yields the commands that are due: to stores whose kept packs changed, and to stores whose lease is to be
         renewed, of which each call looks at a few.
         """
-        changed = self._copies.kept.changed_stores
+        changed = self._copies.kept_copies.changed_stores
         due = dict.fromkeys(islice(changed, _MAX_STORES), True)
         for store_id in due:
             del changed[store_id]
@@ -75,7 +75,7 @@ class Retention:
             pack = self._copies.packs[pack_id]
             return pack.kept[0] == store.store_id, pack.worth.in_ram, pack.last_used, pack_id
 
-        return tuple(sorted(self._copies.kept.on(store.store_id), key=rank))
+        return tuple(sorted(self._copies.kept_copies.on(store.store_id), key=rank))
 
     def _disk_order_of(self, store: StoreStatus) -> tuple[str, ...]:
         """The packs on the store's disk and its copies in RAM, which it may write to disk next, by rising worth."""
