@@ -29,7 +29,6 @@ from torchrelay.scheduler.policy.types import MAX_VERSIONS, CopyCause, Model, St
 _MAX_EVALUATED: Final = 24  # packs per call
 _MAX_SEARCHES: Final = 2  # for a store, per queue and call: each looks at all stores
 _ROTATION_S: Final = 4.0  # at least, between evaluations of a pack that does not change
-
 _MAX_FAILED: Final = 4096
 
 CopyKey: TypeAlias = tuple[str, str]  # pack, store
@@ -94,8 +93,7 @@ class Copies:
         self._rotation: list[str] = []  # packs that this rotation has not evaluated, the next one last
         self._rotation_at = 0.0  # when the next rotation begins
         self._lost, self._missing = _Queue(), _Queue()  # packs that lack a copy, by whether it was lost with a host
-        # Number of failures, and when to try again:
-        self._failed: Recent[CopyKey, tuple[int, float]] = Recent(_MAX_FAILED)
+        self._failed: Recent[CopyKey, tuple[float, float]] = Recent(_MAX_FAILED)  # pause, and its end
         self._away: dict[str, tuple[StoreStatus, float]] = {}  # silent stores, and until when each may come back
         self._num_domains: int | None = None  # of all stores; None: to be counted
         self._streamed: dict[str, StoreStatus] = {}  # last report on a stream
@@ -162,10 +160,10 @@ class Copies:
 
     def copy_ended(self, key: CopyKey, now: float, error: str = "") -> None:
         """Records the end of an ordered copy. After a failure the pack is not copied to this store for a while."""
-        config, (num_failures, _) = self._config, self._failed.pop(key, (0, now))
+        config, (pause_s, _) = self._config, self._failed.pop(key, (0.0, now))
         if error:
-            pause_s = min(config.copy_backoff_s * 2**num_failures, config.copy_backoff_max_s)
-            self._failed[key] = num_failures + 1, now + pause_s
+            pause_s = min(max(2 * pause_s, config.copy_backoff_s), config.copy_backoff_max_s)
+            self._failed[key] = pause_s, now + pause_s
         self._change((key[0],))
         self._retry()
 
@@ -363,7 +361,7 @@ class Copies:
         def is_allowed(store: StoreStatus) -> bool:
             if store.store_id in holding or (is_enough and store.domain in domains):
                 return False
-            _, not_before = self._failed.get((model.pack_id, store.store_id), (0, now))
+            _, not_before = self._failed.get((model.pack_id, store.store_id), (0.0, now))
             return not_before <= now
 
         is_any_busy = False
