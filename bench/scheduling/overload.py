@@ -258,8 +258,8 @@ def repair_times(num_stores: int, num_packs: int, seconds: float) -> CallTimes:
     ]
     run = _PolicyRun(PolicyConfig(), peers)
     for model in models:
-        run.policy.state.replication_state.recent_packs.note(model, run.now)
+        run.policy.state.copies.use(model, run.now)
     run.prepare(SETTLE_S)
     times = run.measure(seconds)
-    assert run.policy.state.replication_state.settled, "no pack has its copies"
+    assert not run.policy.state.copies.num_short, "a pack lacks copies"
     return times

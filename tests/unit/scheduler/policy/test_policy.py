@@ -20,11 +20,11 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand
+from torchrelay.scheduler.policy.effects import CopyCommand, RefusalReason, RetainCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Release, Turn, Withdraw
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
-from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
+from torchrelay.scheduler.policy.replication.copies import Copies, CopyKey, CopyOrder
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import REMOTE, AttemptKey, InstancePhase, Model
 
@@ -247,14 +247,17 @@ def test_another_plan_names_the_sources() -> None:
 
 
 def test_another_replicator_is_asked_instead() -> None:
-    asked: list[ReplicationInput] = []
+    asked: list[str] = []
 
-    def copies_nothing(replication_input: ReplicationInput, config: PolicyConfig) -> Steps[ReplicationPlan]:
-        yield 1
-        asked.append(replication_input)
-        return ReplicationPlan()
+    def copies_nothing(
+        copies: Copies, pack_ids: Sequence[str], under_way: Sequence[CopyKey], now: float
+    ) -> Sequence[CopyOrder]:
+        asked.extend(pack_ids)
+        return ()
 
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    deciding_by(scene, Strategies(repair=copies_nothing))
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_store("store-2", "host-2"), a_worker("w-a"))
+    deciding_by(scene, Strategies(evaluate_packs=copies_nothing))
+    scene.serve(a_model(), "r1")
     scene.pass_time(20)
-    assert asked
+    assert a_model().pack_id in asked
+    assert not {type(command) for command in scene.commands} & {CopyCommand, RetainCommand}

@@ -70,7 +70,7 @@ def distserve(
     decide = StaticInstances(numbers, fleet.num_hosts * len(fleet.groups))
     large, held = all_everywhere(fleet, models)  # the start does not wait for disks
     strategies = by_deadline(
-        Strategies(decide=decide, plan=from_disk, repair=no_copies, loading_prompts=LoadingPrompts.KEPT)
+        Strategies(decide=decide, plan=from_disk, evaluate_packs=no_copies, loading_prompts=LoadingPrompts.KEPT)
     )
     return Setup(knobs.config(), large, strategies, held)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
-from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps
+from torchrelay.scheduler.policy.replication.copies import Copies, CopyKey, CopyOrder
 from torchrelay.scheduler.policy.types import REMOTE
 
 
@@ -36,7 +35,6 @@ def _edge(target: str, source: str, whole: Sequence[str], receiving: Sequence[st
     return TransferEdge(target, sources, already_there=is_whole or target in receiving, whole=is_whole)
 
 
-def no_copies(replication_input: ReplicationInput, config: PolicyConfig) -> Steps[ReplicationPlan]:
-    """Plans no copies: packs stay in RAM where instances were loaded, until their space is needed."""
-    yield from ()
-    return ReplicationPlan()
+def no_copies(copies: Copies, pack_ids: Sequence[str], under_way: Sequence[CopyKey], now: float) -> Sequence[CopyOrder]:
+    """Orders and keeps no copies: packs stay in RAM where instances were loaded, until their space is needed."""
+    return ()

@@ -20,7 +20,9 @@ from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 def strategies(knobs: Knobs) -> Strategies:
     decide = CountScaling(knobs.requests_per_instance)
-    return by_deadline(Strategies(decide=decide, plan=from_disk, repair=no_copies, loading_prompts=LoadingPrompts.KEPT))
+    return by_deadline(
+        Strategies(decide=decide, plan=from_disk, evaluate_packs=no_copies, loading_prompts=LoadingPrompts.KEPT)
+    )
 
 
 def serverlessllm(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:

@@ -184,7 +184,7 @@ def test_wake_times_out_from_plan_and_order_from_acceptance(transfers: ReportedT
     plan(transfers)
     report.now += START_TIMEOUT_S
     assert words(report()) == ["s2 ended: its store has not begun it"]
-    plan(transfers, report.now, cause=CopyCause.KEEP)
+    plan(transfers, report.now, cause=CopyCause.REPLICATE)
     report.now += 6 * START_TIMEOUT_S  # its range may have to be faulted in: the command has a deadline of its own
     assert report() == []
     transfers.accepted(KEY, report.now)

@@ -1,184 +1,172 @@
-"""Copies survive losses: hosts in racks, models with Zipf demand, hosts that fail and return at random."""
+"""Copies survive losses, and are where they should be at rest: hosts in racks that fail and return at random."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 from random import Random
 
-from torchrelay.scheduler.policy.config import TICK_S, PolicyConfig
-from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand
-from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, Copy, Input, StoreGone, StoreReported, Tick
-from torchrelay.scheduler.policy.policy import Policy
-from torchrelay.scheduler.policy.types import Model, PackCopy, StoreStatus
+from hypothesis import given
+from hypothesis import strategies as st
 
-GB = 1 << 30
-NUM_CHUNKS = 256
-STEP_S = 0.5
+from tests.unit.scheduler.policy.replication.copy_cluster import GB, CopyCluster, a_store
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.replication.copies import CopyKey
+from torchrelay.scheduler.policy.types import CopyCause, StoreStatus
+
 BYTES_PER_S = 1.5e9  # at which each copy arrives
-REQUESTS_PER_S = 3.6
-RULES = PolicyConfig(recent_s=300.0)
+RULES = PolicyConfig(recent_s=60.0)
 
 
-@dataclass
-class Host:
-    store_id: str
-    domain: str
-    run: int = 1
-    is_up: bool = True
-    held: dict[str, float] = field(default_factory=dict)  # bytes that have arrived, by pack
-    retained_packs: tuple[str, ...] = ()
+class Hosts:
+    """Stores that obey, and models with Zipf demand. A model without a copy is loaded on the emptiest host."""
 
-
-class Simulation:
-    """Hosts whose arenas hold all packs that come, in racks of equal size."""
-
-    def __init__(self, seed: int, num_hosts: int, num_racks: int, num_models: int, config: PolicyConfig) -> None:
-        self.random, self.config, self.now, ids = Random(seed), config, 1000.0, count()
-        self.policy = Policy(config, lambda: f"{next(ids)}", self.now - 100)
-        names = [f"store-{number:03}" for number in range(num_hosts)]
-        self.hosts = {name: Host(name, f"rack-{rank % num_racks}") for rank, name in enumerate(names)}
-        sizes = [int(GB * 2 ** self.random.uniform(-1, 3)) for _ in range(num_models)]
-        models = [Model(f"model-{n}", f"v{n}", f"pack-{n}", size, 1024) for n, size in enumerate(sizes)]
-        self.models = {model.pack_id: model for model in models}
-        self.weights = [1 / (rank + 1) for rank in range(num_models)]
+    def __init__(
+        self, random: Random, racks: Sequence[str], sizes: Sequence[int], arena: int, config: PolicyConfig = RULES
+    ) -> None:
+        self.random, self.arena, self.cluster = random, arena, CopyCluster(config)
+        self.sizes = {f"p{number}": size for number, size in enumerate(sizes)}
+        self.weights = [1 / (rank + 1) for rank in range(len(sizes))]
         self.num_rebuilds = 0
-        self._protected: set[str] = set()
-        self._returns: list[tuple[float, Host]] = []
+        self._orders: dict[CopyKey, tuple[float, bool]] = {}  # when each arrives, and whether it evicts retained packs
+        self._returns: list[tuple[float, StoreStatus]] = []
+        self.cluster.report(*(a_store(f"s{n}", domain=rack, arena=arena) for n, rack in enumerate(racks)))
 
-    def pass_time(self, seconds: float, *, is_single_loss: bool = True) -> None:
-        for _ in range(int(seconds / STEP_S)):
-            self.step()
-            assert not (is_single_loss and self.without_copy())
+    def request(self) -> None:
+        (pack_id,), stores = self.random.choices([*self.sizes], self.weights), self.cluster.stores
+        self.cluster.use(pack_id, ago_s=0.0, num_bytes=self.sizes[pack_id])
+        if stores and not self.cluster.membership.holders(pack_id):
+            self._receive(min(stores, key=self._num_bytes_on), pack_id, may_evict_retained=True)
 
-    def step(self) -> None:
-        self.now += STEP_S
-        for model in self.random.choices([*self.models.values()], self.weights, k=round(REQUESTS_PER_S * STEP_S)):
-            self._request(model)
-        for due in [due for due in self._returns if due[0] <= self.now]:
+    def fail(self, store_id: str, back_s: float, *, keeps_arena: bool = False) -> None:
+        store = self.cluster.lose(store_id)
+        copies = store.copies if keeps_arena else {}
+        back = replace(store, incarnation=f"{store_id} at {self.cluster.now}", copies=copies)
+        self._returns.append((self.cluster.now + back_s, back))
+
+    def step(self, seconds: float) -> None:
+        """Hosts return, copies are ordered, and copies arrive. No order costs a last copy."""
+        cluster = self.cluster
+        for due in [due for due in self._returns if due[0] <= cluster.now]:
             self._returns.remove(due)
-            due[1].is_up = True
-        for host in self.up():
-            for pack_id, num_bytes in host.held.items():
-                host.held[pack_id] = min(num_bytes + STEP_S * BYTES_PER_S, self.models[pack_id].pack_bytes)
-            self._apply(StoreReported(self._report(host), streamed=True))
-        for _ in range(round(STEP_S / TICK_S)):  # a decision on all copies takes several
-            self._apply(Tick())
-        ordered = self.policy.state.transfers.ordered
-        assert len(ordered) <= self.config.max_replications
-        arriving = Counter(store_id for _, store_id in ordered)
-        assert max(arriving.values(), default=0) <= self.config.max_replications_per_store
-        domains = {pack_id: {host.domain for host in hosts} for pack_id, hosts in self.whole().items()}
-        self._protected &= domains.keys()
-        self._protected |= {pack_id for pack_id, names in domains.items() if len(names) >= self.config.recent_copies}
+            cluster.report(due[1])
+        for order in cluster.step(seconds):
+            model, evicts = order.pack.model, order.may_evict_retained
+            self.num_rebuilds += order.cause is CopyCause.REBUILD
+            arrives_at = cluster.now + model.pack_bytes / BYTES_PER_S
+            self._orders[model.pack_id, order.store_id] = arrives_at, evicts
+            for evicted in self._evicted_for(order.store_id, model.pack_id, may_evict_retained=evicts):
+                is_kept = evicted in cluster.copies.packs and cluster.copies.packs[evicted].kept
+                assert not is_kept or len(cluster.membership.whole_holders(evicted)) > 1, "last copies are evicted last"
+        for pack_id, store_id in list(cluster.under_way):
+            arrives_at, evicts = self._orders[pack_id, store_id]
+            if arrives_at <= cluster.now:
+                self._receive(store_id, pack_id, may_evict_retained=evicts)
 
-    def _report(self, host: Host) -> StoreStatus:
-        copies = {}
-        for pack_id, num_bytes in host.held.items():
-            size = self.models[pack_id].pack_bytes
-            num_verified, retained = int(num_bytes / size * NUM_CHUNKS), pack_id in host.retained_packs
-            copies[pack_id] = PackCopy(pack_id, size, NUM_CHUNKS, num_verified, retained=retained)
-        name = host.store_id
-        return StoreStatus(name, f"{name} {host.run}", name, "", "", self.now, 1024 * GB, copies, host.domain)
+    def _receive(self, store_id: str, pack_id: str, *, may_evict_retained: bool) -> None:
+        cluster = self.cluster
+        for evicted in self._evicted_for(store_id, pack_id, may_evict_retained=may_evict_retained):
+            cluster.drop(store_id, evicted)
+        has_space = self._num_bytes_on(store_id) + self.sizes[pack_id] <= self.arena
+        if (pack_id, store_id) in cluster.under_way:
+            cluster.end((pack_id, store_id), "" if has_space else "the arena is full")
+        elif has_space:
+            cluster.hold(store_id, pack_id, self.sizes[pack_id])
 
-    def _apply(self, input_: Input) -> None:
-        effects = self.policy.apply(input_, self.now)
-        self.num_rebuilds += sum(event.kind == "rebuild" for event in effects.events)
-        for command in effects.commands:
-            if isinstance(command, RetainCommand):
-                self.hosts[command.store_id].retained_packs = command.pack_ids
-            else:
-                assert isinstance(command, CopyCommand) and self.hosts[command.hop.store_id].is_up
-                self.hosts[command.hop.store_id].held.setdefault(command.model.pack_id, 0.0)
-                self._apply(CommandEnded(Copy(command.model.pack_id, command.hop.store_id), CommandOutcome.ACCEPTED))
+    def _evicted_for(self, store_id: str, pack_id: str, *, may_evict_retained: bool) -> Iterable[str]:
+        """The packs that the store evicts to make space for a copy; retained packs go last, in their order."""
+        copies, retained = self.cluster.stores[store_id].copies, self.cluster.retained.get(store_id, ())
+        num_missing = self._num_bytes_on(store_id) + self.sizes[pack_id] - self.arena
+        in_order = [*sorted(copies.keys() - set(retained)), *(each for each in retained if each in copies)]
+        for each in in_order:
+            if num_missing > 0 and (may_evict_retained or each not in retained):
+                num_missing -= copies[each].pack_bytes
+                yield each
 
-    def _request(self, model: Model) -> None:
-        """Without any copy the model is loaded on the emptiest host."""
-        self.policy.state.replication_state.recent_packs.note(model, self.now)
-        if not any(model.pack_id in host.held for host in self.up()):
-            emptiest = min(self.up(), key=lambda host: sum(self.models[each].pack_bytes for each in host.held))
-            emptiest.held[model.pack_id] = 0.0
+    def _num_bytes_on(self, store_id: str) -> int:
+        return sum(copy.pack_bytes for copy in self.cluster.stores[store_id].copies.values())
 
-    def up(self) -> list[Host]:
-        return [host for host in self.hosts.values() if host.is_up]
+    def in_demand(self) -> dict[str, list[StoreStatus]]:
+        """The hosts with a copy, by pack in demand."""
+        packs, membership = self.cluster.copies.packs, self.cluster.membership
+        return {pack_id: membership.holders(pack_id) for pack_id, pack in packs.items() if pack.is_in_demand}
 
-    def fail(self, host: Host, back_s: float, *, keeps_arena: bool = False) -> None:
-        host.is_up, host.retained_packs = False, ()
-        host.run += 1
-        if not keeps_arena:
-            host.held.clear()
-        self._returns.append((self.now + back_s, host))
-        self._apply(StoreGone(host.store_id))
+    def protected(self) -> set[str]:
+        """The packs in demand that are in two racks."""
+        return {pack_id for pack_id, stores in self.in_demand().items() if len({s.domain for s in stores}) > 1}
 
-    def whole(self) -> dict[str, list[Host]]:
-        """The hosts with a whole copy, by pack that was used of late."""
-        since, state = self.now - self.config.recent_s, self.policy.state.replication_state
-        used = [use.model for use in state.recent_packs if use.last_used >= since]
-        up = self.up()
-        return {
-            model.pack_id: [host for host in up if host.held.get(model.pack_id) == model.pack_bytes] for model in used
-        }
+    def without_copy(self, pack_ids: Collection[str]) -> list[str]:
+        return [pack_id for pack_id, stores in self.in_demand().items() if pack_id in pack_ids and not stores]
 
-    def short(self, pack_ids: Iterable[str]) -> list[str]:
-        """Recently used packs among ``pack_ids`` that are in too few failure domains."""
-        whole, num_copies = self.whole(), self.config.recent_copies
-        return [
-            pack_id
-            for pack_id in pack_ids
-            if pack_id in whole and len({host.domain for host in whole[pack_id]}) < num_copies
-        ]
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / 0.1)):
+            self.request()
+            self.request()
+            self.step(0.1)
 
-    def without_copy(self) -> list[str]:
-        """Packs used of late that had all their copies once, and have none now."""
-        whole = self.whole()
-        return [pack_id for pack_id in self._protected if pack_id in whole and not whole[pack_id]]
-
-    def pass_until_repaired(self, pack_ids: Iterable[str], within_s: float, *, is_single_loss: bool = True) -> None:
-        begin, pack_ids = self.now, list(pack_ids)
-        while self.short(pack_ids):
-            assert self.now - begin < within_s
-            self.pass_time(STEP_S, is_single_loss=is_single_loss)
+    def pass_until_repaired(self, pack_ids: set[str], within_s: float) -> None:
+        begin = self.cluster.now
+        while (pack_ids & self.in_demand().keys()) - self.protected():
+            assert self.cluster.now - begin < within_s
+            self.pass_time(0.1)
 
 
 def test_single_losses_leave_every_pack_a_copy() -> None:
     """Hosts and stores fail one after the other, each once the last loss is repaired; then two at once, then a rack."""
-    simulation = Simulation(7, num_hosts=60, num_racks=10, num_models=600, config=RULES)
-    simulation.pass_time(80.0)
-    for number in range(8):
-        restarts, num_rebuilds = number % 4 == 3, simulation.num_rebuilds
-        had_copies = [pack_id for pack_id, hosts in simulation.whole().items() if hosts]
-        host = simulation.random.choice(simulation.up())
-        simulation.fail(host, 1.0 if restarts else simulation.random.uniform(10, 60), keeps_arena=restarts)
-        assert restarts or simulation.short(had_copies), "nothing was lost"
-        assert not simulation.without_copy()
-        simulation.pass_until_repaired(had_copies, 30.0)
-        assert (simulation.num_rebuilds == num_rebuilds) is restarts, "a store that comes back at once costs nothing"
-        simulation.pass_time(5.0)
-        kept = {
-            host.store_id: sum(host.held[pack_id] for pack_id in host.retained_packs if pack_id in host.held)
-            for host in simulation.up()
-        }
-        assert max(kept.values()) < 1.5 * sum(kept.values()) / len(kept)
-        num_kept = Counter(pack_id for host in simulation.up() for pack_id in host.retained_packs)
-        assert max(num_kept.values()) == RULES.recent_copies
-    assert len(simulation.policy.state.replication_state.settled) > 200
-    had_copies = [pack_id for pack_id, hosts in simulation.whole().items() if hosts]
-    for host in simulation.random.choice([hosts for hosts in simulation.whole().values() if len(hosts) == 2]):
-        simulation.fail(host, 30.0)
-    assert simulation.without_copy()
-    simulation.pass_until_repaired(had_copies, 90.0, is_single_loss=False)
-    rack = simulation.up()[0].domain
-    for host in simulation.up():
-        if host.domain == rack:
-            simulation.fail(host, 30.0)
-    assert not simulation.without_copy(), "many hosts at once, but of one failure domain"
+    random = Random(7)
+    sizes = [int(GB * 2 ** random.uniform(-1, 3)) for _ in range(600)]
+    hosts = Hosts(random, [f"rack-{number % 10}" for number in range(60)], sizes, 1024 * GB)
+    cluster = hosts.cluster
+    hosts.pass_time(40.0)
+    for number in range(6):
+        restarts, num_rebuilds, protected = number % 3 == 2, hosts.num_rebuilds, hosts.protected()
+        store = hosts.random.choice([store for store in cluster.stores.values() if store.copies])
+        hosts.fail(store.store_id, 1.0 if restarts else 20.0, keeps_arena=restarts)
+        assert len(protected) > 100 and not hosts.without_copy(protected)
+        hosts.pass_until_repaired(protected, 30.0)
+        hosts.pass_time(2.0)
+        assert (hosts.num_rebuilds == num_rebuilds) is restarts, "a store that comes back at once costs nothing"
+        retained = [cluster.retained[store_id] for store_id in cluster.stores if store_id in cluster.retained]
+        assert max(Counter(chain.from_iterable(retained)).values()) == RULES.recent_copies
+        num_bytes = [sum(hosts.sizes[pack_id] for pack_id in packs) for packs in retained]
+        assert max(num_bytes) < 1.5 * sum(num_bytes) / len(num_bytes)
+    protected = hosts.protected()
+    for store in cluster.membership.holders(min(protected)):
+        hosts.fail(store.store_id, 30.0)
+    assert hosts.without_copy(protected)
+    hosts.pass_until_repaired(protected, 90.0)
+    protected = hosts.protected()
+    for store in [store for store in cluster.stores.values() if store.domain == "rack-1"]:
+        hosts.fail(store.store_id, 30.0)
+    assert not hosts.without_copy(protected), "many hosts at once, but of one failure domain"
 
 
-def test_single_copies_do_not_survive_losses() -> None:
-    simulation = Simulation(7, 60, 10, 300, PolicyConfig(recent_s=300.0, recent_copies=1))
-    simulation.pass_time(40.0)
-    for host in simulation.random.sample(simulation.up(), 6):
-        simulation.fail(host, 30.0)
-    assert simulation.without_copy()
+@given(st.integers(0, 1 << 32))
+def test_packs_in_demand_are_in_two_domains_at_rest(seed: int) -> None:
+    """Or no copy is left, or no store of another domain has space."""
+    random = Random(seed)
+    racks = [f"r{random.randint(1, 3)}" for _ in range(random.randint(1, 6))]
+    sizes = [random.randint(1, 3) * GB for _ in range(8)]
+    hosts = Hosts(random, racks, sizes, random.randint(3, 8) * GB, PolicyConfig(max_replications=4))
+    cluster = hosts.cluster
+    for _ in range(random.randint(5, 60)):
+        match random.randint(0, 4):
+            case 0 if cluster.stores:
+                hosts.fail(random.choice([*cluster.stores]), random.uniform(0, 30), keeps_arena=random.random() < 0.3)
+            case 1 if cluster.under_way:
+                cluster.end(random.choice(cluster.under_way), "it failed")
+            case _:
+                hosts.request()
+        hosts.step(random.choice([0.02, 0.5, 3.0]))
+    for _ in range(60):
+        hosts.step(2.0)
+    assert not cluster.under_way
+    for pack_id, stores in hosts.in_demand().items():
+        domains = {store.domain for store in stores}
+        if stores and len(domains) < min(2, len(set(racks))):
+            for store in cluster.stores.values():
+                kept = [each for each, pack in cluster.copies.packs.items() if store.store_id in pack.kept]
+                has_space = sum(hosts.sizes[each] for each in kept) + hosts.sizes[pack_id] <= hosts.arena
+                assert store.domain in domains or not has_space, (pack_id, store.store_id)

@@ -83,7 +83,6 @@ class PolicyConfig:
     recent_copies: int = 2  # copies of such a pack, in different failure domains
     max_replications: int = 32  # concurrent copies that no request waits for; half as many if nothing was lost
     max_replications_per_store: int = 2  # the same into one store
-    replicate_every_s: float = 0.5
     loss_grace_s: float = 2.0  # a store that stopped reporting may come back with its arena within this time
     retention_s: float = 30.0  # how long a store keeps retained packs without a renewal
     copy_backoff_s: float = 1.0  # after a failed copy; doubled by each further failure, up to copy_backoff_max_s

@@ -33,7 +33,6 @@ from torchrelay.scheduler.policy.handlers import (
     pools,
     recalls,
     relay_plans,
-    replication,
     reserved_slots,
     scaling,
     stalled_loads,
@@ -84,6 +83,7 @@ class Policy:
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
             case inputs.WorkerBeat(worker_id, incarnation, progress):
+                self._use_pack(worker_id, now)
                 if state.membership.beat_worker(worker_id, incarnation, progress, now):
                     if instance := state.instances.on_worker(worker_id):
                         state.endpoint_cache.forget(instance.version_id)
@@ -126,7 +126,7 @@ class Policy:
     def _admit(self, input_: inputs.Admit, now: float) -> None:
         state, model = self.state, input_.model
         admission = lifecycle.with_targets(input_.admission, model, state.config)
-        state.replication_state.recent_packs.note(model, now)
+        state.copies.use(model, now)
         if lifecycle.admit(state, admission, model, input_.current, input_.is_computed, now):
             dispatch.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
@@ -174,6 +174,7 @@ class Policy:
         if instance := state.instances.on_worker(accepted.worker_id):
             endpoints.forget(state, None if was_suspect else before, accepted, instance)
         changes = state.instances.observe(accepted, now)
+        self._use_pack(accepted.worker_id, now)
         for change in changes:
             instance_changes.record(self.state, change, now)
         if before is None:
@@ -197,6 +198,17 @@ class Policy:
         if is_new or any(change.gone for change in changes):  # a slot may be free for a version without one
             scaling.mark_starving(state, now)
 
+    def _use_pack(self, worker_id: str, now: float) -> None:
+        """Counts the pack of the worker's instance as used, once its size is known."""
+        state, instance = self.state, self.state.instances.on_worker(worker_id)
+        if instance is None or not instance.staying:
+            return
+        store = state.membership.store_of(instance.host_id)
+        copy = store.copies.get(instance.pack_id) if store is not None else None
+        num_bytes = copy.pack_bytes if copy is not None else 0
+        if num_bytes or instance.pack_id in state.copies.packs:
+            state.copies.use(state.model_of_pack(instance.pack_id, num_bytes), now)
+
     def _worker_leaves(self, worker: WorkerStatus, now: float) -> None:
         if instance := self.state.instances.on_worker(worker.worker_id):
             recalls.recall_from_leaving(self.state, instance, now)
@@ -210,9 +222,9 @@ class Policy:
         state = self.state
         before = state.membership.stores.get(store.store_id)
         if state.membership.accept_store(store):
-            replication.store_seen(state, store, before, now)
+            state.copies.observe(store, before, now)
             if streamed:
-                replication.record_evictions(state, store, now)
+                relay_plans.record_evictions(state, store, now)
             relay_plans.store_reported(state, store, before, now)
             if before is not None:
                 return
@@ -232,7 +244,7 @@ class Policy:
 
     def _remove_store(self, store: StoreStatus, cause: str, now: float) -> None:
         relay_plans.store_lost(self.state, store, cause, now)
-        self.state.replication_state.left(store, now + self.state.config.loss_grace_s)
+        self.state.copies.store_left(store, now)
 
     # Time
 
@@ -278,10 +290,11 @@ class Policy:
             pools.evaluate_pools(state, now)
             lifecycle.refuse_unserved(state, now)  # by the new targets
         load_notices.tell(state, sorted({*state.queues.versions, *state.instances.loading_versions}), now)
-        replication.replicate(state, now)
+        self._evaluate_copies(now)
 
     def _turn(self, now: float) -> None:
         state = self.state
+        self._evaluate_copies(now)
         if not state.strategies.decides_in_turns:
             return
         due, waiting = scaling.idle_versions(state, now), state.queues.versions
@@ -290,6 +303,16 @@ class Policy:
             due += state.scale_turns.due(state.instances.versions, now)
         if due:
             scaling.scale(state, now, sorted({*due, *(waiting if has_few_waiting else ())}))
+
+    def _evaluate_copies(self, now: float) -> None:
+        """Evaluates a few packs and stores; not before all stores had time to report after a start."""
+        state = self.state
+        if not state.config.replicate or now < state.started_at + state.config.refusal_settle_s:
+            return
+        due, under_way = state.copies.due(now), state.transfers.ordered
+        for order in state.strategies.evaluate_packs(state.copies, due, under_way, now):
+            relay_plans.order_copy(state, order, now)
+        state.effects.commands += state.retention.commands(now)
 
     # Shared
 

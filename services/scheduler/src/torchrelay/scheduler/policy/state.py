@@ -43,7 +43,9 @@ from torchrelay.scheduler.policy.queue.model_queue import ModelQueues
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
 from torchrelay.scheduler.policy.relay.transfers import Transfers
-from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
+from torchrelay.scheduler.policy.replication.copies import Copies
+from torchrelay.scheduler.policy.replication.retention import Retention
+from torchrelay.scheduler.policy.replication.worth import PackWorth, pack_worth
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import MAX_VERSIONS, Admission, AttemptKey, Instance, Model, PromptSource, Role
 
@@ -84,7 +86,8 @@ class State:
     prefix_index: PrefixIndex = field(default_factory=PrefixIndex)
     shared_versions: SharedVersions = field(default_factory=SharedVersions)
     transfers: Transfers = field(init=False)
-    replication_state: ReplicationState = field(default_factory=ReplicationState)
+    copies: Copies = field(init=False)
+    retention: Retention = field(init=False)
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     version_of_pack: dict[str, str] = field(default_factory=dict)  # the last noted of ``models`` that has the pack
@@ -135,6 +138,8 @@ class State:
 
     def __post_init__(self) -> None:
         self.transfers = Transfers(self.membership)
+        self.copies = Copies(self.config, self.membership, self.pack_worth)
+        self.retention = Retention(self.config, self.membership, self.copies)
         self.tenant_slots = TenantSlots(self._slots_of)
 
     def _slots_of(self, version_id: str) -> VersionSlots:
@@ -225,6 +230,16 @@ class State:
         load_s = self.load_times.by_tier(model, self.config)[Tier.HOST]
         return load_cost(load_s, usage.expected_per_s(now), self.ttft_target_s(usage), self.late_s(model))
 
+    def pack_worth(self, model: Model, last_used: float, now: float) -> PackWorth:
+        """Worth of a copy of the model's pack."""
+        usage = self.usages.known(model.version_id) or Usage(last_used=last_used)
+        rate_per_s, target_s, late_s = usage.expected_per_s(now), self.ttft_target_s(usage), self.late_s(model)
+        load_costs = {
+            tier: load_cost(load_s, rate_per_s, target_s, late_s)
+            for tier, load_s in self.load_times.by_tier(model, self.config).items()
+        }
+        return pack_worth(model, load_costs, usage.next_use_s(now), self.membership.is_on_disk(model.pack_id))
+
     def ttft_target_s(self, usage: Usage) -> float:
         """Recent mean target for the first token."""
         return usage.target_s or self.config.standard_ttft_s
@@ -237,8 +252,8 @@ class State:
         """The model of a pack, named by the start of the pack's id until an admission names it."""
         if (version_id := self.version_of_pack.get(pack_id)) is not None:
             return self.models[version_id]
-        if pack_id in self.replication_state.recent_packs:
-            return self.replication_state.recent_packs.use(pack_id).model
+        if (pack := self.copies.packs.get(pack_id)) is not None:
+            return pack.model
         name = next((instance.model for instance in self.instances if instance.pack_id == pack_id), pack_id[:12])
         return Model(name, "", pack_id, pack_bytes, 0)
 

@@ -1,6 +1,6 @@
 """The decisions in which other systems differ, as parameters of the policy, so that rivals can run on the same state.
 
-Each is a pure function from an input and the parameters to a decision.
+Each is a function from an input and the parameters to a decision; all but ``evaluate_packs`` are pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacemen
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.relay.planning import Node, ReceiveProgress, TransferEdge, plan
-from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, Steps, repair
+from torchrelay.scheduler.policy.replication.copies import Copies, CopyKey, CopyOrder, evaluate_packs
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement
 
 
@@ -70,8 +70,8 @@ class ChooseLate(Protocol):
     ) -> Sequence[AttemptKey]: ...
 
 
-# Decides which copies are kept and made; see ``replication/repair.py``.
-Repair: TypeAlias = Callable[[ReplicationInput, PolicyConfig], Steps[ReplicationPlan]]
+# Decides which copies of some packs are kept and made; see ``replication/copies.py``.
+EvaluatePacks: TypeAlias = Callable[[Copies, Sequence[str], Sequence[CopyKey], float], Sequence[CopyOrder]]
 # Rank of a late request, with its prompt time, in their order of service; see ``queue/late_requests.py``.
 LateRank: TypeAlias = Callable[[Admission, float], float]
 
@@ -91,7 +91,7 @@ class Strategies:
     place: Place = place
     decide: Decide = decide
     plan: Plan = plan
-    repair: Repair = repair
+    evaluate_packs: EvaluatePacks = evaluate_packs
     choose_late: ChooseLate = fewest_late
     late_rank: LateRank = late_rank
     loading_prompts: LoadingPrompts = LoadingPrompts.MOVED

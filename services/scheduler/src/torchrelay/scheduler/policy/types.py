@@ -64,10 +64,8 @@ class InstancePhase(enum.Enum):
 class CopyCause(enum.Enum):
     """Why the replicator makes a copy, the most pressing cause first."""
 
-    REBUILD = "rebuild"  # a copy was lost, and the pack is in use
-    REPLICATE = "replicate"  # used recently, and not yet in as many places as it should be
-    SPREAD = "spread"  # its copies would fail together
-    KEEP = "keep"  # not used recently; its last copy was lost
+    REBUILD = "rebuild"  # a copy was lost with a host, and the pack is in demand
+    REPLICATE = "replicate"  # in demand, and not yet in as many places as it should be
 
 
 class AttemptKey(NamedTuple):
@@ -281,6 +279,19 @@ class StoreStatus:
             copies = self.copies.values()
             pinned = sum(copy.pack_bytes for copy in copies if copy.num_pins and copy.pack_id not in unpinned)
         return pinned + pack_bytes <= self.arena_target_bytes
+
+    @cached_property
+    def whole_pack_ids(self) -> frozenset[str]:
+        return frozenset(copy.pack_id for copy in self.copies.values() if copy.complete)
+
+    @cached_property
+    def fixed_bytes(self) -> Mapping[str, int]:
+        """Bytes of the copies that are not evicted, by pack: pinned copies, and copies that arrive."""
+        return {copy.pack_id: copy.pack_bytes for copy in self.copies.values() if copy.num_pins or copy.receiving}
+
+    @cached_property
+    def num_receiving(self) -> int:
+        return sum(copy.receiving for copy in self.copies.values())
 
     @cached_property
     def _pinned_bytes(self) -> int:

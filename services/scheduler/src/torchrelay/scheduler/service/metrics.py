@@ -63,10 +63,10 @@ class SchedulerMetrics:
         values("torchrelay_scheduler_instances", instances, labels, lambda: _num_instances(state))
         slots = "Slots by devices of a slot, and kind: all (have), with an instance (used), by the target (want)."
         values("torchrelay_scheduler_pool_slots", slots, ("num_devices", "kind"), lambda: _num_slots(state))
-        transfers, replication = state.transfers, state.replication_state
+        transfers, copies = state.transfers, state.copies
         value("torchrelay_scheduler_relays_running", "Relays planned or running.", lambda: transfers.num_running)
         short, running = "Recently used packs that lack copies in RAM.", "Copies ordered and not complete."
-        value("torchrelay_scheduler_packs_under_replicated", short, lambda: replication.num_short)
+        value("torchrelay_scheduler_packs_under_replicated", short, lambda: copies.num_short)
         value("torchrelay_scheduler_copies_running", running, lambda: len(transfers.ordered))
         value("torchrelay_scheduler_events_dropped", "History events dropped.", num_events_dropped, rises=True)
 

@@ -39,10 +39,10 @@ def apply(state: State, ended: CommandEnded, now: float) -> bool:
             else:
                 relay_plans.relay_refused(state, pack_id, store_id, cause, now)
             if ended.outcome is CommandOutcome.NOT_FOUND:
-                state.replication_state.forget(pack_id)
+                state.copies.forget(pack_id)
         case Retention(store_id):
             if not is_accepted:
-                state.replication_state.retain_failed(store_id, now)
+                state.retention.refused(store_id, now)
     return False
 
 

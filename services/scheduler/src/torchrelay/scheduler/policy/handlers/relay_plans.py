@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.policy.effects import Hop, RerouteCommand, SchedulerEvent
+from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RerouteCommand, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.relay.transfer_events import slow_event, transfer_event
 from torchrelay.scheduler.policy.relay.transfers import Transfer, TransferEvent, TransferEventKind
+from torchrelay.scheduler.policy.replication.copies import CopyOrder
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import CopyCause, Model, PackCopy, StoreStatus
 
@@ -135,28 +136,49 @@ def _record(state: State, events: Iterable[TransferEvent], now: float, *, is_sto
         if event.in_history:
             state.effects.events.append(transfer_event(event, state.model_of_pack(transfer.pack_id), now))
         if transfer.cause is not None and is_store_lost:
-            state.replication_state.clear_failures(transfer.key)
+            state.copies.copy_ended(transfer.key, now)
         elif transfer.cause is not None and event.kind in (TransferEventKind.FINISHED, TransferEventKind.FAILED):
             _record_copy(state, transfer, transfer.cause, now)
 
 
 def _record_copy(state: State, transfer: Transfer, cause: CopyCause, now: float) -> None:
     """Records the success or failure of a copy that the replicator ordered."""
-    error, replication_state = transfer.error, state.replication_state
-    if error:
-        replication_state.fail(transfer.key, cause, now, state.config)
-    else:
-        replication_state.clear_failures(transfer.key)
-    if transfer.pack_id not in replication_state.recent_packs:
+    error = transfer.error
+    state.copies.copy_ended(transfer.key, now, error)
+    if (pack := state.copies.packs.get(transfer.pack_id)) is None:
         return
-    model, took_s = replication_state.recent_packs.use(transfer.pack_id).model, now - transfer.planned_at
+    took_s = now - transfer.planned_at
     fields: dict[str, str | float] = {"pack_id": transfer.pack_id, "store_id": transfer.target, "took_s": took_s}
     fields |= {"cause": cause.value} | ({"error": error} if error else {})
     kind, reason = ("copy_failed", error) if error else ("copied", f"{cause.value} is done")
-    record_copy_event(state, now, kind, model, f"{transfer.target}: {reason}", fields)
+    _record_copy_event(state, now, kind, pack.model, f"{transfer.target}: {reason}", fields)
 
 
-def record_copy_event(
+def order_copy(state: State, order: CopyOrder, now: float) -> None:
+    """Orders a copy in RAM, and records why."""
+    model, cause, urgent = order.pack.model, order.cause.value, order.cause is CopyCause.REBUILD
+    store_ids, reason = [order.store_id], Reason(cause, order.reason)
+    (edge,) = plan_relay(
+        state, model.pack_id, model.pack_bytes, store_ids, now, urgent=urgent, reason=reason, cause=order.cause
+    )
+    hop = Hop(edge.target, edge.sources, (), edge.num_striped)
+    first = goes_first(state, model.pack_id, order.store_id)
+    state.effects.commands.append(CopyCommand(model, hop, first, not order.may_evict_retained))
+    fields = {"cause": cause, "pack_id": model.pack_id, "store_id": order.store_id, "source": edge.upstream}
+    _record_copy_event(state, now, cause, model, f"{order.reason}: {edge}; {order.pack.worth}", fields)
+
+
+def record_evictions(state: State, store: StoreStatus, now: float) -> None:
+    """Records copies that the store no longer reports: it evicted them to free space, or they were dropped."""
+    for pack_id in state.copies.evicted(store):
+        pack = state.copies.packs[pack_id]
+        worth = state.pack_worth(pack.model, pack.last_used, now)
+        fields = {"pack_id": pack_id, "store_id": store.store_id}
+        reason = f"no longer in the RAM of {store.store_id}; {worth}"
+        _record_copy_event(state, now, "evicted", pack.model, reason, fields)
+
+
+def _record_copy_event(
     state: State, now: float, kind: str, model: Model, reason: str, fields: Mapping[str, str | float]
 ) -> None:
     topic = {"copied": "finished", "copy_failed": "failed"}.get(kind, kind)
