@@ -26,6 +26,7 @@ from torchrelay.scheduler.policy.inputs import (
     CommandEnded,
     CommandOutcome,
     Copy,
+    Due,
     FirstToken,
     GatewayConnected,
     Input,
@@ -117,6 +118,8 @@ class _PolicyRun:
         for peer in peers:
             report = replace(peer, seen_at=self.now)
             self.apply(StoreReported(report, True) if isinstance(report, StoreStatus) else WorkerReported(report, True))
+        if self.policy.next_due() <= self.now:
+            self.apply(Due())
 
     def admit(self, model: Model, request_id: str) -> None:
         key = AttemptKey(request_id, 1)

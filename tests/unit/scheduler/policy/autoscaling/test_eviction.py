@@ -199,6 +199,22 @@ ROWS: dict[str, tuple[Sequence[InstanceLoad], Sequence[Demand], list[str]]] = {
     "overrun drain is not counted": (
         [slot(0, "acme/0", phase=InstancePhase.DRAINING, since=NOW - 100.0), slot(1, "acme/1")], [waiting()], ["i1"]
     ),
+    # Several slots at once: of a model that could do without each of them alone
+    "split model with two instances of each role": (
+        [slot(n, "acme/busy", 1, PREFILL if n < 2 else DECODE) for n in range(4)], [waiting(wait_s=SLICE_S + 1.0)],
+        ["i0", "i2"],
+    ),
+    "tenant with several split models, for a tenant without a slot": (
+        [slot(n, f"birch/{n // 2}", 1, DECODE if n % 2 else PREFILL, tenants=frozenset({"birch"})) for n in range(4)],
+        [waiting(wait_s=SLICE_S + 1.0)], ["i0", "i1"],
+    ),
+    # An overdue model waited for a cheaper slot whose time slice went on, although this one paid.
+    **{
+        f"slot that pays goes before a cheaper young one, waited {wait_s:g} s": (
+            rated(0.3, 0.0, **YOUNG), [waiting(wait_s=wait_s, number=20)], ["i0"]
+        )
+        for wait_s in (LONGEST_S - 1.0, LONGEST_S + 1.0)
+    },
     # Growth into idle slots
     "short queue grows into no idle slot": (
         [slot(0, "acme/crowded", 9), slot(1, "acme/idle", last_active=NOW - 60.0, reload_s=3.0)],
@@ -241,10 +257,12 @@ def test_repeated_decisions_drain_slots_once() -> None:
     apart = [slot(n, f"acme/{n // 2}", 0, DECODE if n % 2 else PREFILL) for n in range(16)]
     many = [waiting(f"acme/new {number}") for number in range(6)]
     grown = [slot(0, "acme/crowded", 1), *(slot(n, f"acme/{n}") for n in range(1, 5))]
+    of_tenants = [slot(n, f"t{n}/busy", 1, tenants=frozenset({f"t{n}"})) for n in range(5)]
     for loads, demands, num_drained in (
         (apart, [waiting()], 2),
         (slots("acme/", 8), many, 6),
         (grown, [crowded(max_instances=3)], 2),
+        (of_tenants, [waiting(wait_s=5.0, number=5)], 1),
     ):
         leaving: list[str] = []
         for _ in range(4):
@@ -252,7 +270,7 @@ def test_repeated_decisions_drain_slots_once() -> None:
         assert len(set(leaving)) == len(leaving) == num_drained
 
 
-@pytest.mark.parametrize("roles", [[BOTH], [PREFILL, DECODE]], ids=["alone", "apart"])
+@pytest.mark.parametrize("roles", [[BOTH], [PREFILL, DECODE], [BOTH] * 3], ids=["alone", "apart", "three"])
 def test_busy_model_filling_arena_ends_its_turn(roles: list[Roles]) -> None:
     """Only with space for both packs was its slot usable; else who waited, waited until it was idle."""
     model, loads = a_model("acme/busy"), [slot(n, "acme/busy", 1, each) for n, each in enumerate(roles)]
@@ -285,6 +303,17 @@ def test_tenant_takes_one_overdue_slot_per_turn(num_open: int) -> None:
         assert [drain.overdue_tenant for drain in drains(loads, demands, overdue_slots_at=taken_at)] == tenants
     profitable = drains(slots("birch/", 4, 1), [waiting(f"acme/{number}", 100.0) for number in range(4)])
     assert [drain.overdue_tenant for drain in profitable] == [""] * 4, "a slot that pays counts against no tenant"
+
+
+def test_instance_of_a_model_that_cannot_serve_goes_soon() -> None:
+    half = [slot(0, "acme/half", 1, PREFILL, arrivals_per_s=50.0, since=NOW - 2.0)]
+    assert drained(half, [waiting(wait_s=0.5)], playable=BOTH) == []
+    assert drained(half, [waiting(wait_s=SPARE_S)], playable=BOTH) == ["i0"]
+
+
+def test_second_slot_that_is_due_counts_against_no_tenant() -> None:
+    (drain,) = drains(popular(50.0), [waiting(wait_s=LONGEST_S + 1.0)])
+    assert (drain.reason.cause, drain.overdue_tenant) == ("preempt_spare", "")
 
 
 def test_tenant_with_a_free_slot_takes_no_slot_of_another_tenant() -> None:

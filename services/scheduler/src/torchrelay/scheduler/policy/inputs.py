@@ -175,7 +175,7 @@ class CommandEnded(_Input, frozen=True):
 
 
 class Due(_Input, frozen=True):
-    """A waiting request may be placed now; see ``Policy.next_due``."""
+    """A waiting request may be placed now, or models are marked; see ``Policy.next_due``."""
 
 
 class Turn(_Input, frozen=True):

@@ -112,7 +112,7 @@ class State:
     too_large: dict[str, tuple[Sequence[Endpoint], set[AttemptKey]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
-    marked: dict[str, None] = field(default_factory=dict)  # versions to decide on by the next ``Due``
+    marked: set[str] = field(default_factory=set)  # versions to decide on by the next ``Due``
     are_starving_marked: bool = False  # the same of all that wait without an instance
     marked_at: float = math.inf
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns

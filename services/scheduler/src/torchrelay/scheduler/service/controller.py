@@ -121,6 +121,7 @@ class Controller:
 
     def stop_timer(self) -> None:
         """Stops ``Due`` inputs until another input asks for one."""
+        self._due_at = math.inf
         if self._due_timer is not None:
             self._due_timer.cancel()
 

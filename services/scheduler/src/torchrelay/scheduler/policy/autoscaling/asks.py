@@ -4,16 +4,19 @@ Of each slot, the row of this table that applies:
 
     slot                              for a model that lacks a slot                  for growth and minimums
     idle                              if it costs less, or the model is overdue;     if it costs less, and its model
-                                      not the young only slot of a tenant            does not need it back soon
-    one of several, or of a model     after a wait of 1 s, if it costs less;         never
-    that cannot serve anyway          after a time slice in any case
+                                      not the young only slot of a tenant            does not need it back soon; a
+                                                                                     minimum takes it in any case
+    one of several                    after a wait of 1 s, if it costs less; after   never
+                                      a time slice of wait and of its own, always
+    of a model that cannot serve      after a wait of 1 s                            never
     busy and the last                 after a wait of 1 s and its own time slice,    never
                                       if it costs less or the model is overdue
     of a tenant with several, for a   after a wait of 1 s, whatever it costs, once   never
     tenant without any                per tenant and time slice, answers go on later
     kept by a minimum, suspected      never                                          never
 
-A model loses at most one slot per decision. If the weights of a pack are in the way, all its slots on one host go.
+A model loses the slots for one other model per decision. If the weights of a pack are in the way, all its slots on one
+host go.
 """
 
 from __future__ import annotations
@@ -61,7 +64,11 @@ class Ask(NamedTuple):
 
     @property
     def pays(self) -> bool:
-        return self.num_lost + self.reload <= self.num_gained
+        return self.cost <= self.num_gained
+
+    @property
+    def cost(self) -> float:
+        return self.num_lost + self.reload
 
     @property
     def rank(self) -> tuple[bool, bool, float, float, str]:
@@ -69,7 +76,7 @@ class Ask(NamedTuple):
         the slot that was held for longest.
         """
         instance, is_first = self.load.instance, self.cause == FIRST_SLOT
-        order = _FIRST_SLOT_PHASES.index(instance.phase) if is_first else self.num_lost + self.reload
+        order = _FIRST_SLOT_PHASES.index(instance.phase) if is_first else self.cost
         return (self.cause != EVICT, not is_first, order, instance.since, instance.instance_id)
 
     @property
@@ -104,11 +111,10 @@ class Bid:
         return without - displaced(0.0, rate, demand.slack_s, load_s)
 
 
-def take_slots(
-    demand: Demand, autoscaler_input: AutoscalerInput, ledger: Ledger, config: PolicyConfig
-) -> list[SetRoles | Drain]:
+def take_slots(demand: Demand, autoscaler_input: AutoscalerInput, ledger: Ledger) -> list[SetRoles | Drain]:
     """Drains that free the slots that a waiting model needs beyond those that it can claim: one that plays all roles it
-    lacks, else one per role. A tenant without a slot claims a slot with answers last.
+    lacks, else one per role. A tenant without a slot claims a slot with answers last, after the slots that it may take
+    without waiting for answers.
     """
     missing = autoscaler_input.missing(demand, demand.most_kv_bytes)
     tenant = demand.slotless_tenant(ledger.num_slots_of)
@@ -116,73 +122,83 @@ def take_slots(
         missing = ledger.claim(demand, missing, at_once=at_once)
         if not missing:
             return []
-        bid = Bid(demand, missing, tenant, _overdue_tenant(demand, ledger, config))
-        asks = cheapest(bid, autoscaler_input, ledger, config)
-        if asks:
-            actions = [action for ask in asks for action in _taken(ask, bid, autoscaler_input)]
+        bid = Bid(demand, missing, tenant, _overdue_tenant(demand, ledger))
+        asks = [
+            *_idle_asks(bid, autoscaler_input, ledger),
+            *(_first_slots if at_once else _busy_asks)(bid, autoscaler_input, ledger),
+        ]
+        if chosen := cheapest(asks, bid, ledger):
+            actions = [action for ask in chosen for action in _taken(ask, bid, autoscaler_input)]
             ledger.add(actions)
             ledger.versions.add(demand.model.version_id)
             return actions
     return []
 
 
-def cheapest(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger, config: PolicyConfig) -> list[Ask]:
-    """The asks of the cheapest slots that suffice for the roles of the bid; none if it may take none."""
-    asks: dict[str, Ask] = {}  # the best of each slot
-    for ask in sorted(asks_for(bid, autoscaler_input, ledger, config), key=lambda ask: ask.rank):
-        asks.setdefault(ask.load.instance.instance_id, ask)
-    chosen = [asks[key] for key in _enough(asks, bid, ledger)]
-    return [] if any(ask.cause == _NOT_YET for ask in chosen) else chosen
+def cheapest(asks: Iterable[Ask], bid: Bid, ledger: Ledger) -> list[Ask]:
+    """The cheapest asks that suffice for the roles of the bid. An overdue model takes a slot whatever that costs if no
+    exchange pays; none while the time slice of that slot goes on.
+    """
+    ordered = sorted(asks, key=lambda ask: ask.rank)
+    by_right = [ask for ask in ordered if ask.cause != _NOT_YET and (ask.pays or ask.cause != TIME_SLICE)]
+    for some in (by_right, ordered):
+        if chosen := _enough(some, bid, ledger):
+            return [] if any(ask.cause == _NOT_YET for ask in chosen) else chosen
+    return []
 
 
-def asks_for(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger, config: PolicyConfig) -> Iterator[Ask]:
-    """Yields the asks of the slots that the model may take."""
-    demand, now = bid.demand, autoscaler_input.now
+def _idle_asks(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger) -> Iterator[Ask]:
+    demand = bid.demand
     for instance in ledger.idle:
         load = autoscaler_input.cluster_load.load(instance.instance_id)
-        if load.instance.version_id != demand.model.version_id and not _is_young_first_slot(load, demand, now, ledger):
+        is_own = instance.version_id == demand.model.version_id
+        if not is_own and not _is_young_first_slot(load, demand, autoscaler_input.now, ledger):
             ask = ask_of(load, bid, autoscaler_input, ledger, 0.0, EVICT)
             if ask.pays or bid.overdue_tenant:
                 yield ask
-    # The model that has waited longer comes first; otherwise two waiting models would swap slots.
-    if demand.oldest_wait_s < config.preempt_spare_after_s or not autoscaler_input.has_all_waiting:
+
+
+def _first_slots(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger) -> Iterator[Ask]:
+    """Yields the asks of slots that a tenant without any may take from tenants with several."""
+    if not _may_take_busy(bid, autoscaler_input, ledger) or bid.tenant in ledger.overdue_tenants:
         return
-    most = math.inf if bid.overdue_tenant else bid.num_gained(config.time_slice_s)
-    if demand.slot_wait_s >= config.time_slice_s:
-        most = math.inf
-    for version_id in autoscaler_input.cluster_load.least_losses.up_to(most, now):
-        if version_id != demand.model.version_id and version_id not in ledger.versions:
-            yield from _busy_asks(version_id, bid, autoscaler_input, ledger, config)
-    if bid.tenant and bid.tenant not in ledger.overdue_tenants:
-        for load in autoscaler_input.loads:
-            if _is_of_rich_tenants(load, autoscaler_input, ledger) and load.instance.version_id not in ledger.versions:
-                yield ask_of(load, bid, autoscaler_input, ledger, config.time_slice_s, FIRST_SLOT)
+    for load in autoscaler_input.loads:
+        if _is_of_rich_tenants(load, autoscaler_input, ledger) and load.instance.version_id not in ledger.versions:
+            yield ask_of(load, bid, autoscaler_input, ledger, ledger.config.time_slice_s, FIRST_SLOT)
 
 
-def _busy_asks(
-    version_id: str, bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger, config: PolicyConfig
-) -> Iterator[Ask]:
-    """Yields the asks of a model's slots that are in use, as far as the table allows them now."""
-    demand, now = bid.demand, autoscaler_input.now
-    loads = autoscaler_input.staying_of(version_id)
-    may_wait = demand.slot_wait_s < overdue_s(demand, config) + config.time_slice_s
-    for load in loads:
-        instance = load.instance
-        if instance.instance_id in autoscaler_input.reserved:
+def _busy_asks(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger) -> Iterator[Ask]:
+    """Yields the asks of slots that are in use, as far as the table allows them now."""
+    if not _may_take_busy(bid, autoscaler_input, ledger):
+        return
+    demand, slice_s = bid.demand, ledger.config.time_slice_s
+    has_waited = demand.slot_wait_s >= slice_s
+    most = math.inf if has_waited or bid.overdue_tenant else bid.num_gained(slice_s)
+    for version_id in autoscaler_input.cluster_load.least_losses.up_to(most, autoscaler_input.now):
+        if version_id == demand.model.version_id or version_id in ledger.versions:
             continue
-        is_spare = _stand_ins(load, loads, autoscaler_input) is not None
-        is_held = instance.phase is InstancePhase.READY and instance.since <= now - config.time_slice_s
-        if is_spare and instance.phase is InstancePhase.READY:
-            ask = ask_of(load, bid, autoscaler_input, ledger, config.time_slice_s, PREEMPT_SPARE)
-            if ask.pays or (is_held and demand.slot_wait_s >= config.time_slice_s):
-                yield ask
+        loads = autoscaler_input.staying_of(version_id)
+        is_served = cover_both_roles(load.instance for load in loads)
+        for load in loads:
+            instance = load.instance
+            if instance.instance_id in autoscaler_input.reserved:
                 continue
-        if is_held or bid.overdue_tenant:
-            ask = ask_of(load, bid, autoscaler_input, ledger, config.time_slice_s, TIME_SLICE)
+            is_held = instance.phase is InstancePhase.READY and instance.since <= autoscaler_input.now - slice_s
+            if instance.phase is InstancePhase.READY and _stand_ins(load, loads, autoscaler_input) is not None:
+                ask = ask_of(load, bid, autoscaler_input, ledger, slice_s, PREEMPT_SPARE)
+                if ask.pays or not is_served or (is_held and has_waited):
+                    yield ask
+            ask = ask_of(load, bid, autoscaler_input, ledger, slice_s, TIME_SLICE)
             if is_held and (ask.pays or bid.overdue_tenant):
                 yield ask
-            elif bid.overdue_tenant and may_wait:
+            elif bid.overdue_tenant and demand.slot_wait_s < overdue_s(demand, ledger.config) + slice_s:
                 yield ask._replace(cause=_NOT_YET)
+
+
+def _may_take_busy(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger) -> bool:
+    """The model that has waited longer comes first; otherwise two waiting models would swap slots."""
+    has_waited = bid.demand.oldest_wait_s >= ledger.config.preempt_spare_after_s
+    return has_waited and autoscaler_input.has_all_waiting
 
 
 def ask_of(
@@ -223,25 +239,32 @@ def _stand_ins(
     return None
 
 
-def _enough(asks: Mapping[str, Ask], bid: Bid, ledger: Ledger) -> list[str]:
-    """The cheapest slots that suffice for the roles, idle ones if possible; else all slots of a pack on a host, if only
-    together they make space for the weights; else none. A slot that its model can do without must suffice alone.
+def _enough(asks: Sequence[Ask], bid: Bid, ledger: Ledger) -> list[Ask]:
+    """The first slots that suffice for the roles, idle ones if possible; else all slots of a pack on a host, if only
+    together they make space for the weights; else none. A slot that its model can do without, or that a tenant takes as
+    its first, must suffice alone.
     """
-    roles = {key: ledger.roles(bid.demand, ask.load.instance, [ask.load]) for key, ask in asks.items()}
-    idle = {key: roles[key] for key, ask in asks.items() if ask.cause == EVICT}
-    alone = {key: of_slot for key, of_slot in roles.items() if of_slot >= bid.roles}
-    whole = {key: roles[key] for key, ask in asks.items() if ask.cause not in (PREEMPT_SPARE, FIRST_SLOT)}
-    for slots in (idle, alone, whole):
-        if chosen := enough(slots, bid.roles):
-            return chosen
-    together = defaultdict[tuple[str, str], list[InstanceLoad]](list)
-    for key in whole:
-        instance = asks[key].load.instance
-        together[instance.host_id, instance.pack_id].append(asks[key].load)
-    for loads in together.values():
-        slots = {load.instance.instance_id: ledger.roles(bid.demand, load.instance, loads) for load in loads}
-        if enough(slots, bid.roles):
-            return list(slots)
+    idle = {ask.load.instance.instance_id: ask for ask in asks if ask.cause == EVICT}
+    whole = {ask.load.instance.instance_id: ask for ask in asks if ask.cause in (EVICT, TIME_SLICE, _NOT_YET)}
+
+    def roles(ask: Ask) -> Roles:
+        return ledger.roles(bid.demand, ask.load.instance, [ask.load])
+
+    if chosen := enough({key: roles(ask) for key, ask in idle.items()}, bid.roles):
+        return [idle[key] for key in chosen]
+    if alone := next((ask for ask in asks if roles(ask) >= bid.roles), None):
+        return [alone]
+    if chosen := enough({key: roles(ask) for key, ask in whole.items()}, bid.roles):
+        return [whole[key] for key in chosen]
+    together = defaultdict[tuple[str, str], list[Ask]](list)
+    for ask in whole.values():
+        together[ask.load.instance.host_id, ask.load.instance.pack_id].append(ask)
+    for group in together.values():
+        loads = [ask.load for ask in group]
+        if enough(
+            {load.instance.instance_id: ledger.roles(bid.demand, load.instance, loads) for load in loads}, bid.roles
+        ):
+            return group
     return []
 
 
@@ -278,11 +301,11 @@ def overdue_s(demand: Demand, config: PolicyConfig) -> float:
     return max(config.longest_wait_s, demand.target_s)
 
 
-def _overdue_tenant(demand: Demand, ledger: Ledger, config: PolicyConfig) -> str:
+def _overdue_tenant(demand: Demand, ledger: Ledger) -> str:
     """The tenant that may take a slot for the model, whatever that costs: if the model has waited longer than the limit
     and its target, the first waiting tenant that has taken no such slot for a time slice. Empty without such a tenant.
     """
-    if demand.slot_wait_s < overdue_s(demand, config):
+    if demand.slot_wait_s < overdue_s(demand, ledger.config):
         return ""
     return next((tenant for tenant in demand.waiting_tenants if tenant not in ledger.overdue_tenants), "")
 
@@ -375,7 +398,7 @@ def _taken(ask: Ask, bid: Bid, autoscaler_input: AutoscalerInput) -> list[SetRol
     """The drain of a slot, after the role changes with which its model serves without it."""
     load, demand, now = ask.load, bid.demand, autoscaler_input.now
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)}"
-    taker = "" if ask.pays else bid.overdue_tenant
+    taker = "" if ask.pays or ask.cause == PREEMPT_SPARE else bid.overdue_tenant
     if ask.cause == EVICT:
         return [_eviction(ask, demand.model, f"and {waited} for a slot", now, taker)]
     held = format_duration(now - load.instance.since)

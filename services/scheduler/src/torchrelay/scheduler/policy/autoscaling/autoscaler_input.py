@@ -300,7 +300,7 @@ class SetRoles:
 class Drain:
     instance_id: str
     reason: Reason  # its cause: "idle", "cancel", "evict", "preempt_spare", "time_slice", FIRST_SLOT
-    overdue_tenant: str = ""  # tenant that gets the slot only because its model is overdue; empty: the exchange pays
+    overdue_tenant: str = ""  # tenant that gets the slot though it costs more: overdue, or as its first
 
 
 Action = Load | SetRoles | Drain

@@ -105,7 +105,7 @@ class _Decision:
         return bool(started)
 
     def take_slot(self, demand: Demand) -> None:
-        self.actions += take_slots(demand, self._input, self._ledger, self._config)
+        self.actions += take_slots(demand, self._input, self._ledger)
 
     def keep_free_for(self, demands: Iterable[Demand]) -> None:
         """Leaves the slots that suit these models in part to them: no model grows into these."""

@@ -44,7 +44,7 @@ def _device_seconds(num_late: float, demand: Demand) -> str:
 
 
 def _bid_for_first(demand: Demand, config: PolicyConfig) -> WorthLine:
-    """The bid of a model that cannot serve: the requests that it would serve with a slot for a time slice."""
+    """The bid of a model that cannot serve: the late requests that a slot for a time slice would save."""
     if demand.by_tenant:
         return WorthLine("bid", "its files are shared with other tenants: no numbers of all together are shown")
     time_slice = format_duration(config.time_slice_s)
@@ -162,7 +162,7 @@ def _victim_text(victim: Ask, demand: Demand) -> str:
     if demand.by_tenant:
         return f"the slot on {worker}, of {instance.model}"
     return (
-        f"the slot on {worker}, of {instance.model}: it asks {victim.num_lost:.1f} late requests "
+        f"the slot on {worker}, of {instance.model}: it asks {victim.cost:.1f} late requests "
         f"against {victim.num_gained:.1f} saved"
     )
 

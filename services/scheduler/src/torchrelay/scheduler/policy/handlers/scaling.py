@@ -102,7 +102,7 @@ def has_waiting_or_minimum(state: State, version_id: str) -> bool:
 
 def mark(state: State, version_ids: Iterable[str], now: float) -> None:
     """Notes versions to decide on at once, but after the inputs that have come with this one."""
-    state.marked.update(dict.fromkeys(version_ids))
+    state.marked.update(version_ids)
     if state.marked or state.are_starving_marked:
         state.marked_at = min(state.marked_at, now)
 
@@ -115,11 +115,11 @@ def mark_starving(state: State, now: float) -> None:
 
 def scale_marked(state: State, now: float) -> None:
     """Decides on the marked versions."""
-    marked = dict(state.marked)
+    marked = state.marked
     if state.are_starving_marked:
         models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
-        marked.update(dict.fromkeys(model.version_id for model in models if _lacks_role(state, model, now)))
-    state.marked, state.marked_at, state.are_starving_marked = {}, math.inf, False
+        marked.update(model.version_id for model in models if _lacks_role(state, model, now))
+    state.marked, state.marked_at, state.are_starving_marked = set(), math.inf, False
     if marked:
         scale(state, now, sorted(marked))
 
