@@ -241,8 +241,8 @@ def _stand_ins(
 
 def _enough(asks: Sequence[Ask], bid: Bid, ledger: Ledger) -> list[Ask]:
     """The first slots that suffice for the roles, idle ones if possible; else all slots of a pack on a host, if only
-    together they make space for the weights; else none. A slot that its model can do without, or that a tenant takes as
-    its first, must suffice alone.
+    together they make space for the weights, at the sum of their costs; else none. A slot that its model can do
+    without, or that a tenant takes as its first, must suffice alone.
     """
     idle = {ask.load.instance.instance_id: ask for ask in asks if ask.cause == EVICT}
     whole = {ask.load.instance.instance_id: ask for ask in asks if ask.cause in (EVICT, TIME_SLICE, _NOT_YET)}
@@ -259,11 +259,10 @@ def _enough(asks: Sequence[Ask], bid: Bid, ledger: Ledger) -> list[Ask]:
     together = defaultdict[tuple[str, str], list[Ask]](list)
     for ask in whole.values():
         together[ask.load.instance.host_id, ask.load.instance.pack_id].append(ask)
-    for group in together.values():
-        loads = [ask.load for ask in group]
-        if enough(
-            {load.instance.instance_id: ledger.roles(bid.demand, load.instance, loads) for load in loads}, bid.roles
-        ):
+    for group in sorted(together.values(), key=lambda group: sum(ask.cost for ask in group)):
+        loads, is_paid = [ask.load for ask in group], sum(ask.cost for ask in group) <= group[0].num_gained
+        slots = {load.instance.instance_id: ledger.roles(bid.demand, load.instance, loads) for load in loads}
+        if (is_paid or bid.overdue_tenant) and enough(slots, bid.roles):
             return group
     return []
 
