@@ -1,14 +1,19 @@
 """All decisions of the scheduler: inputs in, effects out. No I/O and no clock, so that a simulation runs the same code.
 
-    on each input:                     record it in the state
+    on each input:                     change the state
         requests may be placed now:    dispatch.place_waiting
             while some instance of the version has less than one full step of prompts queued:
                 of the tenant with the fewest tokens, the earliest deadline that can be met, else the first late request
                 goes to the pair with the least time to the first token and delay of later tokens
         a version lacks an instance:   scaling.scale, by autoscaling/decision.py
+            bid = late requests that a slot saves; ask = late requests that it costs its model, and the load back
+            a free slot, else the cheapest slot that asks no more than is bid
+            more instances while each saves more late requests than it costs
+            drain what is unused for as long as its next load costs
+        a report may free a slot:      mark the versions, which are decided on once all reports of the moment are in
     each turn (20 ms):                 scale idle versions and a few others
     each tick (100 ms):                expire silent peers and stalled loads, refuse what cannot be served,
-                                       scale all waiting versions, replicate packs
+                                       scale all waiting versions, order copies of packs
 
 Called from a single thread, one input at a time.
 """

@@ -2,9 +2,9 @@
 
 for each model that cannot serve its requests, those of tenants without a slot first, then the longest wait first:
     load it into free slots, or give the missing role to an instance of its own
-    else take a slot: of an idle model, the second of a busy model, or by time slices the only slot of a busy model
+    else take the cheapest slot of another model, by the table of ``asks.py``
 for each model that can serve:
-    while one more instance saves more late requests than it costs: grow, but not into slots for which others wait
+    grow to the number of instances that save most beyond their cost, but not into slots for which others wait
 for each minimum, load what is missing; for each expected request, load its model into a free slot
 drain what was unused for its keep time, or not needed for as long; cancel loads that no request waits for
 """
