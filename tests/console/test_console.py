@@ -217,10 +217,10 @@ def is_refused(client: GatewayClient) -> bool:
 
 
 def test_admin_sees_hosts_slots_copies_and_events(console: Console) -> None:
-    chat(console.open(console.reader), "What is a host?")
     page = console.open(console.platform.home.admin_key())
     turn_to(page, "Cluster")
     expect(card(page, "Hosts")).to_have_text("1")
+    chat(console.open(console.reader), "What is a host?")  # after which the slot is kept for ten seconds
     slots = page.get_by_role("region", name="Slots of")
     expect(slots.locator("tbody tr").first).to_contain_text("ready")
     expect(page.get_by_role("region", name="Copies of")).to_contain_text("100%")
