@@ -91,7 +91,7 @@ class Clients:
         return tokens
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
+def run(command: Sequence[str], environment: Mapping[str, str], folder: Path, limit_s: float = CLIENT_S) -> str:
     """The output of a program that ends well."""
     process = subprocess.run(
         command,
@@ -100,7 +100,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], folder: Path) ->
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=CLIENT_S,
+        timeout=limit_s,
     )
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     return process.stdout

@@ -19,7 +19,7 @@ from tests.support.completions import headers
 from tests.support.http import http
 from tests.support.scripted_checkpoints import make_scripted_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # two tasks of up to ``CLIENT_S`` each
 
 PACKAGES = FOLDER / "node" / "node_modules"
 CONTEXTS = (32_768, 65_536)  # agents ask for answers of 32,000 tokens
@@ -204,7 +204,7 @@ def test_agent_finishes_a_task_and_pays_for_its_requests_alone(
             address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
             proxied = environment | {"HTTP_PROXY": address, "HTTPS_PROXY": address}
             # Their runtimes have many threads, which the platforms of other tests need not wait for.
-            output = run(["nice", "-n", "19", *(filled(part) for part in agent.command)], proxied, work)
+            output = run(["nice", "-n", "10", *(filled(part) for part in agent.command)], proxied, work)
             proxy.setblocking(False)
             if not agent.asks_registry:
                 with pytest.raises(BlockingIOError):

@@ -13,7 +13,7 @@ from tests.clients.conftest import PROGRAMS, ROOT, SCRIPT, TEMPLATE, Clients, ru
 from tests.support.checkpoints import declare_embeddings, make_checkpoint, make_headless
 from tests.support.scripted_checkpoints import make_scripted_checkpoint
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 CHECKS = (
     "not_a_server_error",
@@ -45,7 +45,7 @@ def statuses(clients: Clients, key: str, folder: Path, *options: str) -> dict[st
         *options,
     )
     hooks = {"SCHEMATHESIS_HOOKS": "tests.clients.python.schemathesis_hooks", "PYTHONPATH": str(ROOT)}
-    run(command, clients.environment() | hooks, folder)
+    run(command, clients.environment() | hooks, folder, limit_s=840)
     by_operation = defaultdict(set)
     for line in (folder / "report").read_text().splitlines():
         recorder = json.loads(line).get("ScenarioFinished", {}).get("recorder", {})

@@ -20,7 +20,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
 from tests.support.wait import wait_until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # a start of Ray takes minutes on a busy machine
 KILL = """
 import ray, sys
 ray.init(sys.argv[1], _node_ip_address="127.0.0.1")
