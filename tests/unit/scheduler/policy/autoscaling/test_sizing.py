@@ -1,4 +1,4 @@
-"""How many instances a model is worth: arrivals, the price of a slot, progress of loads, and targets of pools."""
+"""How many instances a model is worth: arrivals, the price of a slot, and targets of pools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.lateness import Fluid, displaced, load_cost, nobody, weight
-from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark, LoadProgress
 from torchrelay.scheduler.policy.autoscaling.pool_target import (
     PoolLoad,
     SlotShortage,
@@ -253,24 +252,6 @@ def test_model_lacks_a_slot_for_its_missing_role_its_minimum_and_its_queue() -> 
     assert missing(0, both, minimum=3) == 2
     assert missing(1, both) == 0
     assert missing(500, both, backlog_s=500.0) > 1
-
-
-def test_any_change_is_progress_except_unknown_chunks() -> None:
-    progress = LoadProgress()
-    marks = [
-        LoadMark(False, 0, 0, None),
-        LoadMark(True, 0, 0, 0),
-        LoadMark(True, 1, 0, 0),
-        LoadMark(True, 1, 0, 1),
-        LoadMark(True, 1, 1, 1),
-    ]
-    for second, mark in enumerate(marks):
-        assert progress.observe("i", mark, float(second)) == 0
-    assert progress.observe("i", marks[-1], 7.0) == 3.0
-    assert progress.observe("i", marks[-1]._replace(num_chunks_verified=None), 9.0) == 5.0
-    assert progress.observe("i", marks[-1], 10.0) == 6.0  # the store is back with what it had
-    progress.keep({"other"})
-    assert progress.observe("i", marks[-1], 20.0) == 0
 
 
 VERSIONS = [f"v{number:03d}" for number in range(100)]

@@ -11,7 +11,6 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
 from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
-from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
@@ -62,7 +61,6 @@ class State:
     started_at: float
     queues: ModelQueues
     load_failures: LoadFailures
-    load_progress: LoadProgress
     gateways: GatewaySessions
     membership: Membership
     scale_turns: VersionTurns  # of models without a change
@@ -128,9 +126,9 @@ class State:
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:
         queues = ModelQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
-        failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
+        failures, turns = LoadFailures(config), VersionTurns(config.whole_scale_every_s)
         losses = LeastLosses(config.time_slice_s)
-        state = cls(config, new_id, now, queues, failures, progress, gateways, membership, turns, losses, strategies)
+        state = cls(config, new_id, now, queues, failures, gateways, membership, turns, losses, strategies)
         state.instances = Instances(on_change=state._instances_changed)
         state.aliases = VersionAliases(on_change=state.tenant_slots.changed)
         state.attempts = OpenAttempts(on_change=state.endpoint_cache.work_changed)
