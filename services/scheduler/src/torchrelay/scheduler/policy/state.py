@@ -12,7 +12,6 @@ from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
-from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.autoscaling.usage import Usage, Usages
 from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns
@@ -21,7 +20,7 @@ from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases, tenant_of
-from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.endpoint_cache import EndpointCache
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
@@ -46,7 +45,16 @@ from torchrelay.scheduler.policy.replication.copies import Copies
 from torchrelay.scheduler.policy.replication.retention import Retention
 from torchrelay.scheduler.policy.replication.worth import PackWorth, pack_worth
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import MAX_VERSIONS, Admission, AttemptKey, Instance, Model, PromptSource, Role
+from torchrelay.scheduler.policy.types import (
+    MAX_VERSIONS,
+    Admission,
+    AttemptKey,
+    Instance,
+    Model,
+    Pool,
+    PoolTarget,
+    PromptSource,
+)
 
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
 _MAX_RECALLED = 4096
@@ -90,9 +98,7 @@ class State:
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     version_of_pack: dict[str, str] = field(default_factory=dict)  # the last noted of ``models`` that has the pack
     minimums: Minimums = field(default_factory=Minimums)
-    pool_targets: dict[int, PoolTarget] = field(default_factory=dict)  # by devices of a slot
-    # The same of the workers that can play only this role, as a launcher of such workers needs it.
-    role_targets: dict[tuple[int, Role], PoolTarget] = field(default_factory=dict)
+    pool_targets: dict[Pool, PoolTarget] = field(default_factory=dict)
     pools_evaluated_at: float | None = None
     slot_starts: SlotStarts = field(default_factory=SlotStarts)  # of one device
     launcher_waits: str = ""  # why their workers do not run, as the launcher reports
@@ -159,16 +165,6 @@ class State:
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()
         return effects
-
-    def is_starting_slots(self, num_devices: int) -> bool:
-        """Whether a launcher starts slots of this pool. Launchers start only slots of one device."""
-        if self.config.pool_mode is not PoolMode.FOLLOW or num_devices != 1:
-            return False
-        of_roles = [target for (size, _), target in self.role_targets.items() if size == num_devices]
-        if not any(target.load.num_slots for target in of_roles):
-            of_roles = []  # no worker is set apart for a role
-        targets = [self.pool_targets.get(num_devices), *of_roles]
-        return any(target is not None and target.num_wanted > target.load.num_slots for target in targets)
 
     def note_model(self, model: Model, now: float, *, is_new_call: bool = True) -> None:
         """Stores the newest settings of a version; if there are too many, an unused version is evicted.
