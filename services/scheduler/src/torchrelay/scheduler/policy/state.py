@@ -189,7 +189,7 @@ class State:
                     del self.version_of_pack[pack_id]
 
     def _is_used(self, version_id: str) -> bool:
-        if version_id in self.minimums:
+        if version_id in self.minimums.models:
             return True
         return self.queues.num_waiting(version_id) > 0 or len(self.instances.of_version(version_id)) > 0
 

@@ -145,7 +145,7 @@ def _pool_view(state: State, pool: Pool) -> scheduler_pb2.PoolView:
 
 def _minimum_views(state: State, now: float) -> list[scheduler_pb2.MinimumView]:
     views = []
-    for version_id in state.minimums:
+    for version_id, models in state.minimums.models.items():
         at, number = state.minimums.next_change(version_id, now) or (now, 0)
         minimum = state.minimums.in_force.get(version_id, Minimum(0))
         views += [
@@ -156,7 +156,7 @@ def _minimum_views(state: State, now: float) -> list[scheduler_pb2.MinimumView]:
                 next_s=at - now,
                 next_num_instances=number,
             )
-            for model in state.minimums.models(version_id)
+            for model in models
         ]
     return views
 
