@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 
 from torchrelay.scheduler.policy.autoscaling.minimums import reserved_instances
 from torchrelay.scheduler.policy.cluster.free_workers import SlotKind
@@ -24,10 +24,11 @@ def refuse_without_slot(state: State, now: float) -> None:
         return
     slots = _Slots(state)
     for version_id in state.queues.versions:
-        model = state.models[version_id]
-        are_held = cache(partial(slots.are_held, model))  # requests need a few different amounts of KV
-        for admission in state.queues.waiting(version_id):
-            if not are_held(admission.kv_bytes(model)):
+        model, waiting = state.models[version_id], state.queues.waiting(version_id)
+        amounts = {admission.kv_bytes(model) for admission in waiting}  # a few, however many requests wait
+        held = {kv_bytes for kv_bytes in amounts if slots.are_held(model, kv_bytes)}
+        for admission in waiting if held else ():
+            if admission.kv_bytes(model) not in held:
                 continue
             since = state.without_slot_since[admission.key] = before.get(admission.key, now)
             if now - since >= (limit_s := lifecycle.absence_limit_s(state, admission)):
@@ -58,7 +59,7 @@ class _Slots:
             by_host = self._space_bytes.setdefault(kind, {})
             if instance is not None and instance.instance_id in self._reserved:
                 self._holders[kind.slot_class].add((instance.version_id, instance.model))
-            else:
+            elif store.host_id not in by_host:
                 by_host[store.host_id] = space_bytes(store.host_id)
 
     def _space_beside_reserved(self, host_id: str) -> int:
@@ -78,15 +79,13 @@ class _Slots:
         """Whether requests with ``kv_bytes`` of KV could be served, but only with the slots of minimum instances. The
         slots of the model's own instances serve them, whatever space their hosts have.
         """
-        if next(self.holders(model), None) is None:
+        fitting = [kind for kind in self._space_bytes if model.slot_class.fits(kind.slot_class)]
+        able = [kind for kind in fitting if self._have_space(self._space_bytes[kind], model)]
+        if _play_both(able, kv_bytes) or next(self.holders(model), None) is None:
             return False
-        by_kind = {
-            kind: by_host for kind, by_host in self._space_bytes.items() if model.slot_class.fits(kind.slot_class)
-        }
-        able = [kind for kind, by_host in by_kind.items() if self._have_space(by_host, model)]
         staying = (instance for instance in self._instances.of_version(model.version_id) if instance.staying)
         own = (self._membership.workers.get(instance.worker_id) for instance in staying)
-        return _play_both(by_kind, kv_bytes) and not _play_both([*able, *filter(None, own)], kv_bytes)
+        return _play_both(fitting, kv_bytes) and not _play_both([*able, *filter(None, own)], kv_bytes)
 
     def _have_space(self, by_host: Mapping[str, int], model: Model) -> bool:
         if any(space_bytes >= model.pack_bytes for space_bytes in by_host.values()):
