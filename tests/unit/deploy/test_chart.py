@@ -18,8 +18,8 @@ from helm_python.errors import HelmError
 
 from tests.support.deploy import COMPOSE, DEPLOY, DISTRIBUTIONS, SETTINGS, environment_of, health_check_of, stages_of
 from torchrelay.common.identity.credentials_file import main as write_credentials
-from torchrelay.scheduler.policy.types import Role
-from torchrelay.scheduler.service.external_scaler import PoolSelector
+from torchrelay.scheduler.policy.types import Pool, Role
+from torchrelay.scheduler.service.external_scaler import selected_pool
 
 CHART = DEPLOY / "chart"
 Manifest = dict[str, Any]
@@ -445,8 +445,7 @@ def test_keda_asks_the_scheduler_how_many_pods_each_deployment_should_have(varia
         assert trigger["metadata"]["scalerAddress"] == "demo-scheduler.models:7102"
         deployment = deployments[spec["scaleTargetRef"]["name"]]
         told = variables(deployment["spec"]["template"]["spec"]["containers"][0])
-        selector = PoolSelector.of(trigger["metadata"])
-        assert selector == PoolSelector(1, Role[told["TORCHRELAY_ROLES"].upper()])
+        assert selected_pool(trigger["metadata"]) == Pool(1, Role[told["TORCHRELAY_ROLES"].upper()])
 
 
 @pytest.mark.parametrize("variant", LIMITS)

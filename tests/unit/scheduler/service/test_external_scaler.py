@@ -33,8 +33,8 @@ from torchrelay.control.v1 import external_scaler_pb2 as pb
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
-from torchrelay.scheduler.policy.types import Role
-from torchrelay.scheduler.service.external_scaler import MAX_STREAMS, PoolSelector
+from torchrelay.scheduler.policy.types import Pool, Role
+from torchrelay.scheduler.service.external_scaler import MAX_STREAMS, num_wanted, selected_pool
 
 POOL = {"scalerAddress": "demo-scheduler:7102", "numDevices": "1"}
 FOLLOW: dict[str, Any] = {"pool_mode": "follow"}
@@ -351,14 +351,14 @@ OF_KEDA = {"scalerAddress": "demo-scheduler.models:7102", "enableTLS": "true", "
 @pytest.mark.parametrize(
     ("metadata", "expected"),
     [
-        ({"numDevices": "1"}, PoolSelector(1)),
-        ({"numDevices": "8", "role": "both"}, PoolSelector(8)),
-        ({"numDevices": "1", "role": "prefill"}, PoolSelector(1, Role.PREFILL)),
-        ({"numDevices": "1", "role": "decode"}, PoolSelector(1, Role.DECODE)),
+        ({"numDevices": "1"}, Pool(1)),
+        ({"numDevices": "8", "role": "both"}, Pool(8)),
+        ({"numDevices": "1", "role": "prefill"}, Pool(1, Role.PREFILL)),
+        ({"numDevices": "1", "role": "decode"}, Pool(1, Role.DECODE)),
     ],
 )
-def test_metadata_selects_a_pool(metadata: dict[str, str], expected: PoolSelector) -> None:
-    assert PoolSelector.of(metadata) == PoolSelector.of(metadata | OF_KEDA) == expected
+def test_metadata_selects_a_pool(metadata: dict[str, str], expected: Pool) -> None:
+    assert selected_pool(metadata) == selected_pool(metadata | OF_KEDA) == expected
 
 
 @pytest.mark.parametrize(
@@ -379,16 +379,16 @@ def test_metadata_selects_a_pool(metadata: dict[str, str], expected: PoolSelecto
 )
 def test_bad_metadata_is_refused_by_its_key(metadata: dict[str, str], key: str, fault: str) -> None:
     with pytest.raises(InvalidRequest, match=fault) as refused:
-        PoolSelector.of(metadata)
+        selected_pool(metadata)
     assert refused.value.field == f"scalerMetadata.{key}"
 
 
 def test_wanted_slots_are_those_of_the_targets() -> None:
     scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW))
     state = scene.policy.state
-    assert PoolSelector(1).num_wanted(state) is None, "it is not known in the settling time"
+    assert num_wanted(state, Pool(1)) is None, "it is not known in the settling time"
     scene.settle(a_store("store-1", "host-1"))
-    selectors = [PoolSelector(1), PoolSelector(1, Role.PREFILL), PoolSelector(1, Role.DECODE), PoolSelector(2)]
-    assert [selector.num_wanted(state) for selector in selectors] == [0, 0, 0, 0]
+    pools = [Pool(1), Pool(1, Role.PREFILL), Pool(1, Role.DECODE), Pool(2)]
+    assert [num_wanted(state, pool) for pool in pools] == [0, 0, 0, 0]
     scene.admit(a_model("acme/first"), "r1")
-    assert [selector.num_wanted(state) for selector in selectors] == [1, 1, 1, 0]
+    assert [num_wanted(state, pool) for pool in pools] == [1, 1, 1, 0]

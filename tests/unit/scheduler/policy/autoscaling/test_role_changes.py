@@ -46,6 +46,7 @@ from torchrelay.scheduler.policy.types import (
     InstancePhase,
     LatencyTargets,
     Placement,
+    Pool,
     Role,
     Roles,
     SlotStatus,
@@ -285,8 +286,8 @@ def test_slow_tokens_add_instance_that_plays_both_roles() -> None:
 
 def test_slow_tokens_raise_the_target_of_the_pool() -> None:
     """Only models with waiting requests counted, so no launcher started a slot for long answers."""
-    (target,) = with_slow_tokens(1, PolicyConfig(pool_mode=PoolMode.ADVISE)).policy.state.pool_targets.values()
-    assert target.load.num_slots == 1 and target.num_wanted == MODEL.max_instances, target.reason
+    target = with_slow_tokens(1, PolicyConfig(pool_mode=PoolMode.ADVISE)).policy.state.pool_targets[Pool(1)]
+    assert target.num_slots == 1 and target.num_wanted == MODEL.max_instances, target.reason
 
 
 def test_placed_answers_add_no_instance_that_would_get_none() -> None:

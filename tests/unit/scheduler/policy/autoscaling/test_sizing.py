@@ -1,4 +1,4 @@
-"""How many instances a model is worth: arrivals, the price of a slot, progress of loads, and targets of pools."""
+"""How many instances a model is worth: arrivals and the price of a slot."""
 
 from __future__ import annotations
 
@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.lateness import Fluid, displaced, load_cost, nobody, weight
-from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark, LoadProgress
-from torchrelay.scheduler.policy.autoscaling.pool_target import (
-    PoolLoad,
-    SlotShortage,
-    missing_roles,
-    num_missing_slots,
-    pool_target,
-)
 from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
 from torchrelay.scheduler.policy.autoscaling.usage import MEAN_S, NEVER, WINDOW_S, ArrivalRate, Gaps, Usages
 from torchrelay.scheduler.policy.autoscaling.version_rotation import MOST_PER_S, VersionTurns
 from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
-from torchrelay.scheduler.policy.types import ROLES, Role
+from torchrelay.scheduler.policy.types import Role
 
 RULES = PolicyConfig()
 
@@ -211,66 +203,6 @@ def test_gaps_are_times_without_requests() -> None:
         history.arrive(100, 0.5, 64.0, 1000.0 * number, is_unused=True)
     assert history.gaps.keep_s(64.0) == 2.0
     arrivals.used("unknown", 1.0)
-
-
-UNLIMITED = PolicyConfig()
-
-
-@pytest.mark.parametrize(
-    ("load", "config", "expected", "reason"),
-    [
-        (PoolLoad(1), UNLIMITED, 0, "0 slots needed: 0 in use"),
-        (PoolLoad(1, 4, 2), UNLIMITED, 2, "2 slots needed: 2 in use"),
-        (PoolLoad(1, 4, 2, 1, (SlotShortage("acme/a", 1),)), UNLIMITED, 2, "2 slots needed: 2 in use"),
-        (
-            PoolLoad(1, 1, 1, 0, (SlotShortage("acme/a", 1), SlotShortage("acme/b", 2))),
-            PolicyConfig(pool_spare_slots=1),
-            5,
-            "5 slots needed: 1 in use, 3 for acme/a, acme/b, 1 spare",
-        ),
-        (
-            PoolLoad(1, 1, 1, 0, (SlotShortage("acme/a", 3),)),
-            PolicyConfig(pool_max_slots=2),
-            2,
-            "4 slots needed: 1 in use, 3 for acme/a; the pool's maximum is 2",
-        ),
-        (PoolLoad(1), PolicyConfig(pool_min_slots=1), 1, "0 slots needed: 0 in use; the pool's minimum is 1"),
-    ],
-)
-def test_target_and_its_reason(load: PoolLoad, config: PolicyConfig, expected: int, reason: str) -> None:
-    target = pool_target(load, config)
-    assert (target.num_wanted, target.reason.text) == (expected, reason)
-
-
-def test_model_lacks_a_slot_for_its_missing_role_its_minimum_and_its_queue() -> None:
-    def missing(num_waiting: int, playing: Counter[Role], minimum: int = 0, backlog_s: float = 0.0) -> int:
-        demand = Demand(a_model(), num_waiting, 0, 0.0, backlog_s=backlog_s)
-        return num_missing_slots(demand, missing_roles(demand, playing, minimum, 0.1, UNLIMITED))
-
-    both = Counter(ROLES)
-    assert missing(0, Counter()) == 0
-    assert missing(3, Counter()) == missing(3, Counter({Role.PREFILL: 1})) == 1
-    assert missing(0, both, minimum=3) == 2
-    assert missing(1, both) == 0
-    assert missing(500, both, backlog_s=500.0) > 1
-
-
-def test_any_change_is_progress_except_unknown_chunks() -> None:
-    progress = LoadProgress()
-    marks = [
-        LoadMark(False, 0, 0, None),
-        LoadMark(True, 0, 0, 0),
-        LoadMark(True, 1, 0, 0),
-        LoadMark(True, 1, 0, 1),
-        LoadMark(True, 1, 1, 1),
-    ]
-    for second, mark in enumerate(marks):
-        assert progress.observe("i", mark, float(second)) == 0
-    assert progress.observe("i", marks[-1], 7.0) == 3.0
-    assert progress.observe("i", marks[-1]._replace(num_chunks_verified=None), 9.0) == 5.0
-    assert progress.observe("i", marks[-1], 10.0) == 6.0  # the store is back with what it had
-    progress.keep({"other"})
-    assert progress.observe("i", marks[-1], 20.0) == 0
 
 
 VERSIONS = [f"v{number:03d}" for number in range(100)]

@@ -10,8 +10,9 @@ from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_s
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 from torchrelay.scheduler.policy.effects import LoadCommand, RefusalReason, SchedulerEvent
+from torchrelay.scheduler.policy.handlers.pools import pool_target
 from torchrelay.scheduler.policy.inputs import LauncherReported, MinimumsSet
-from torchrelay.scheduler.policy.types import Role
+from torchrelay.scheduler.policy.types import PoolTarget, Role
 
 ADVISE = PolicyConfig(pool_mode=PoolMode.ADVISE)
 FIRST, SECOND = a_model("acme/first", idle_timeout_s=1.0), a_model("acme/second")
@@ -19,9 +20,41 @@ FIRST, SECOND = a_model("acme/first", idle_timeout_s=1.0), a_model("acme/second"
 
 def targets(scene: PaperCluster) -> dict[int, tuple[int, int]]:
     """By devices of a slot: the slots of the pool, and those that it should have."""
-    return {
-        size: (target.load.num_slots, target.num_wanted) for size, target in scene.policy.state.pool_targets.items()
-    }
+    targets = scene.policy.state.pool_targets.items()
+    return {pool.num_devices: (target.num_slots, target.num_wanted) for pool, target in targets if pool.role is None}
+
+
+@pytest.mark.parametrize(
+    ("known", "shortages", "config", "expected"),
+    [
+        (PoolTarget(), {}, PolicyConfig(), "0: 0 slots needed: 0 in use"),
+        (PoolTarget(4, 2), {}, PolicyConfig(), "2: 2 slots needed: 2 in use"),
+        (PoolTarget(4, 2, 1), {"a": 1}, PolicyConfig(), "2: 2 slots needed: 2 in use"),
+        (
+            PoolTarget(1, 1),
+            {"a": 1, "b": 2, "c": 1, "d": 1},
+            PolicyConfig(pool_spare_slots=1),
+            "7: 7 slots needed: 1 in use, 5 for a, b, c and 1 more, 1 spare",
+        ),
+        (
+            PoolTarget(1, 1),
+            {"a": 3},
+            PolicyConfig(pool_max_slots=2),
+            "2: 4 slots needed: 1 in use, 3 for a; the pool's maximum is 2",
+        ),
+        (
+            PoolTarget(),
+            {},
+            PolicyConfig(pool_min_slots=1),
+            "1: 0 slots needed: 0 in use; the pool's minimum is 1",
+        ),
+    ],
+)
+def test_target_and_its_reason(
+    known: PoolTarget, shortages: dict[str, int], config: PolicyConfig, expected: str
+) -> None:
+    target = pool_target(known, tuple(shortages.items()), config)
+    assert f"{target.num_wanted}: {target.reason.text}" == expected
 
 
 def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
@@ -41,6 +74,15 @@ def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
     events = scene.told(topic="scale.pool")
     assert [(event.fields["num_slots"], event.fields["num_wanted"]) for event in events] == [(0, 1), (1, 1), (1, 0)]
     assert events[0].reason == "would have 1 slot and has 0: 1 slot needed: 0 in use, 1 for acme/first"
+
+
+def test_queue_of_a_model_that_serves_raises_the_target() -> None:
+    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.serve(FIRST, "r")
+    for number in range(300):
+        scene.admit(FIRST, f"r{number}", num_prompt_tokens=1000)
+    scene.pass_time(1.0)
+    assert targets(scene)[1][1] > 1
 
 
 def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
@@ -75,9 +117,7 @@ def test_request_is_refused_where_no_launcher_starts_a_slot(config: PolicyConfig
 
 def wanted(scene: PaperCluster) -> dict[Role | None, int]:
     """The slots that pools of single devices should have, of all workers and of those that play one role."""
-    of_roles = scene.policy.state.role_targets
-    targets: dict[Role | None, int] = {None: scene.policy.state.pool_targets[1].num_wanted}
-    return targets | {role: target.num_wanted for (size, role), target in of_roles.items() if size == 1}
+    return {pool.role: target.num_wanted for pool, target in scene.policy.state.pool_targets.items()}
 
 
 def test_request_is_refused_with_the_reason_once_the_start_of_its_slot_is_overdue() -> None:
@@ -165,13 +205,13 @@ def test_minimum_of_a_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() ->
     """A launcher started slots of its own engine for it, and never enough."""
     scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW))
     scene.settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.apply(MinimumsSet((a_model("acme/other", engine="vllm", min_instances=1),)))
+    scene.apply(MinimumsSet((a_model("acme/other", engine="vllm", min_instances=3),)))
     scene.admit(FIRST, "r1")
     scene.pass_time(2.0)
     assert targets(scene) == {1: (1, 1)}
     scene.settle(replace(a_worker("w-b"), engine="vllm"))
     scene.pass_time(2.0)
-    assert targets(scene) == {1: (2, 2)}, "a slot of the pool has the engine now"
+    assert targets(scene) == {1: (2, 4)}, "a slot of the pool has the engine now"
 
 
 def test_call_of_a_model_whose_engine_the_pool_lacks_raises_no_target() -> None:

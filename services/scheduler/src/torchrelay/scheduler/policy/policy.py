@@ -40,7 +40,6 @@ from torchrelay.scheduler.policy.handlers import (
     relay_plans,
     reserved_slots,
     scaling,
-    stalled_loads,
 )
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
@@ -273,7 +272,7 @@ class Policy:
             del state.too_large[version_id]
         scaling.retry_unloads(state, now)
         state.load_failures.prune(now)
-        for instance, reason in stalled_loads.detect(state, now):
+        for instance, reason in state.load_failures.stalled(state.instances.loading, state.membership, now):
             instance_changes.give_up_load(self.state, instance, reason, now)
         is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
         if is_whole:

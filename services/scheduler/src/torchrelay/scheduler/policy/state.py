@@ -11,9 +11,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
 from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
-from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
-from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.autoscaling.usage import Usage, Usages
 from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns
@@ -22,7 +20,7 @@ from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases, tenant_of
-from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.endpoint_cache import EndpointCache
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
@@ -47,7 +45,16 @@ from torchrelay.scheduler.policy.replication.copies import Copies
 from torchrelay.scheduler.policy.replication.retention import Retention
 from torchrelay.scheduler.policy.replication.worth import PackWorth, pack_worth
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import MAX_VERSIONS, Admission, AttemptKey, Instance, Model, PromptSource, Role
+from torchrelay.scheduler.policy.types import (
+    MAX_VERSIONS,
+    Admission,
+    AttemptKey,
+    Instance,
+    Model,
+    Pool,
+    PoolTarget,
+    PromptSource,
+)
 
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
 _MAX_RECALLED = 4096
@@ -62,7 +69,6 @@ class State:
     started_at: float
     queues: ModelQueues
     load_failures: LoadFailures
-    load_progress: LoadProgress
     gateways: GatewaySessions
     membership: Membership
     scale_turns: VersionTurns  # of models without a change
@@ -92,9 +98,7 @@ class State:
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     version_of_pack: dict[str, str] = field(default_factory=dict)  # the last noted of ``models`` that has the pack
     minimums: Minimums = field(default_factory=Minimums)
-    pool_targets: dict[int, PoolTarget] = field(default_factory=dict)  # by devices of a slot
-    # The same of the workers that can play only this role, as a launcher of such workers needs it.
-    role_targets: dict[tuple[int, Role], PoolTarget] = field(default_factory=dict)
+    pool_targets: dict[Pool, PoolTarget] = field(default_factory=dict)
     pools_evaluated_at: float | None = None
     slot_starts: SlotStarts = field(default_factory=SlotStarts)  # of one device
     launcher_waits: str = ""  # why their workers do not run, as the launcher reports
@@ -128,9 +132,9 @@ class State:
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:
         queues = ModelQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
-        failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
+        failures, turns = LoadFailures(config), VersionTurns(config.whole_scale_every_s)
         losses = LeastLosses(config.time_slice_s)
-        state = cls(config, new_id, now, queues, failures, progress, gateways, membership, turns, losses, strategies)
+        state = cls(config, new_id, now, queues, failures, gateways, membership, turns, losses, strategies)
         state.instances = Instances(on_change=state._instances_changed)
         state.aliases = VersionAliases(on_change=state.tenant_slots.changed)
         state.attempts = OpenAttempts(on_change=state.endpoint_cache.work_changed)
@@ -162,16 +166,6 @@ class State:
         effects, self.effects = self.effects, Effects()
         return effects
 
-    def is_starting_slots(self, num_devices: int) -> bool:
-        """Whether a launcher starts slots of this pool. Launchers start only slots of one device."""
-        if self.config.pool_mode is not PoolMode.FOLLOW or num_devices != 1:
-            return False
-        of_roles = [target for (size, _), target in self.role_targets.items() if size == num_devices]
-        if not any(target.load.num_slots for target in of_roles):
-            of_roles = []  # no worker is set apart for a role
-        targets = [self.pool_targets.get(num_devices), *of_roles]
-        return any(target is not None and target.num_wanted > target.load.num_slots for target in targets)
-
     def note_model(self, model: Model, now: float, *, is_new_call: bool = True) -> None:
         """Stores the newest settings of a version; if there are too many, an unused version is evicted.
         ``is_new_call``: see ``VersionAliases.note``.
@@ -195,7 +189,7 @@ class State:
                     del self.version_of_pack[pack_id]
 
     def _is_used(self, version_id: str) -> bool:
-        if version_id in self.minimums:
+        if version_id in self.minimums.models:
             return True
         return self.queues.num_waiting(version_id) > 0 or len(self.instances.of_version(version_id)) > 0
 

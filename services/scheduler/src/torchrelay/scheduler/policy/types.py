@@ -18,7 +18,7 @@ import msgspec
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.liveness import NO_ENGINE, EngineProgress
 from torchrelay.scheduler.policy.prediction import UNPREDICTED, Prediction
-from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
@@ -189,6 +189,26 @@ class WorkerStatus:
         """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""
         roles = self.playable_roles if self.kv_pool_bytes >= kv_bytes else self.playable_roles - DECODES
         return roles if self.hands_over or roles >= BOTH else frozenset()
+
+
+class Pool(NamedTuple):
+    """All slots with this number of devices."""
+
+    num_devices: int
+    role: Role | None = None  # of workers that can play no other, as a launcher needs it; None: of all workers
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTarget:
+    """The slots that a pool has, and those that it should have. ``num_idle``: the part of ``num_used`` whose instance
+    would be evicted for a waiting model.
+    """
+
+    num_slots: int = 0
+    num_used: int = 0  # hold an instance
+    num_idle: int = 0
+    num_wanted: int = 0
+    reason: Reason = NO_REASON
 
 
 @dataclass(frozen=True)

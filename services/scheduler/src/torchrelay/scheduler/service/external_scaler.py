@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
 from torchrelay.common.identity.callers import ANYONE, MethodCallers
 from torchrelay.control.v1 import external_scaler_pb2, external_scaler_pb2_grpc
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import Role
+from torchrelay.scheduler.policy.types import Pool, PoolTarget, Role
 from torchrelay.scheduler.service.controller import Controller
 
 METRIC: Final = "slots-wanted"
@@ -39,40 +38,25 @@ CALLERS: MethodCallers = {
 Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSelector:
-    """The pool that the metadata of a KEDA trigger selects: slots of ``num_devices`` each, of workers that can play
-    ``role`` alone; None: of all workers.
-    """
+def selected_pool(metadata: Mapping[str, str]) -> Pool:
+    """The pool that the metadata of a KEDA trigger selects. Raises ``InvalidRequest`` naming the key."""
+    for key in sorted(metadata.keys() - _OF_KEDA - {_DEVICES, _ROLE}):
+        raise _invalid(key, f"{key[:_MAX_SHOWN]!r} is not a key of this scaler, whose keys are {_DEVICES} and {_ROLE}")
+    devices, role = metadata.get(_DEVICES, ""), metadata.get(_ROLE, "both")
+    if not _COUNT.fullmatch(devices):
+        given = f"is {devices[:_MAX_SHOWN]!r}" if _DEVICES in metadata else "is missing"
+        raise _invalid(_DEVICES, f'{_DEVICES} {given}; give the number of devices of each worker, such as "1"')
+    if role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise _invalid(_ROLE, f"{_ROLE} is {role[:_MAX_SHOWN]!r}; give the part that the workers play: {known}")
+    return Pool(int(devices), _ROLES[role])
 
-    num_devices: int
-    role: Role | None = None
 
-    @classmethod
-    def of(cls, metadata: Mapping[str, str]) -> PoolSelector:
-        """Raises ``InvalidRequest`` naming the key."""
-        for key in sorted(metadata.keys() - _OF_KEDA - {_DEVICES, _ROLE}):
-            raise _invalid(
-                key, f"{key[:_MAX_SHOWN]!r} is not a key of this scaler, whose keys are {_DEVICES} and {_ROLE}"
-            )
-        devices, role = metadata.get(_DEVICES, ""), metadata.get(_ROLE, "both")
-        if not _COUNT.fullmatch(devices):
-            given = f"is {devices[:_MAX_SHOWN]!r}" if _DEVICES in metadata else "is missing"
-            raise _invalid(_DEVICES, f'{_DEVICES} {given}; give the number of devices of each worker, such as "1"')
-        if role not in _ROLES:
-            known = ", ".join(_ROLES)
-            raise _invalid(_ROLE, f"{_ROLE} is {role[:_MAX_SHOWN]!r}; give the part that the workers play: {known}")
-        return cls(int(devices), _ROLES[role])
-
-    def num_wanted(self, state: State) -> int | None:
-        """Slots that the pool should have; None until the pools were evaluated."""
-        if state.pools_evaluated_at is None:
-            return None
-        if self.role is None:
-            target = state.pool_targets.get(self.num_devices)
-        else:
-            target = state.role_targets.get((self.num_devices, self.role))
-        return target.num_wanted if target is not None else 0
+def num_wanted(state: State, pool: Pool) -> int | None:
+    """Slots that the pool should have; None until the pools were evaluated."""
+    if state.pools_evaluated_at is None:
+        return None
+    return state.pool_targets.get(pool, PoolTarget()).num_wanted
 
 
 def _invalid(key: str, message: str) -> InvalidRequest:
@@ -100,7 +84,7 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         self, request: external_scaler_pb2.ScaledObjectRef, context: Context
     ) -> AsyncIterator[external_scaler_pb2.IsActiveResponse]:
         """Sends changes only, and none before the last one has left: a slow client misses those in between."""
-        selector = PoolSelector.of(request.scaler_metadata)
+        pool = selected_pool(request.scaler_metadata)
         if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} streams of StreamIsActive are open; close one, or scale fewer Deployments")
         evaluated = self._controller.watch_pools()
@@ -111,7 +95,7 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
             sent: bool | None = None
             while not self._is_closed:
                 evaluated.clear()
-                number = selector.num_wanted(self._controller.policy.state)
+                number = num_wanted(self._controller.policy.state, pool)
                 if number is not None and (number > 0) != sent:
                     sent = number > 0
                     yield external_scaler_pb2.IsActiveResponse(result=sent)
@@ -122,7 +106,7 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
     async def GetMetricSpec(
         self, request: external_scaler_pb2.ScaledObjectRef, context: Context
     ) -> external_scaler_pb2.GetMetricSpecResponse:
-        PoolSelector.of(request.scaler_metadata)
+        selected_pool(request.scaler_metadata)
         spec = external_scaler_pb2.MetricSpec(metric_name=METRIC, target_size=_TARGET, target_size_float=_TARGET)
         return external_scaler_pb2.GetMetricSpecResponse(metric_specs=[spec])
 
@@ -138,7 +122,7 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         return external_scaler_pb2.GetMetricsResponse(metric_values=[value])
 
     def _num_wanted(self, scaled_object: external_scaler_pb2.ScaledObjectRef) -> int:
-        number = PoolSelector.of(scaled_object.scaler_metadata).num_wanted(self._controller.policy.state)
+        number = num_wanted(self._controller.policy.state, selected_pool(scaled_object.scaler_metadata))
         if number is None:
             raise Unavailable("the scheduler has just become active, and knows in a second how many slots it wants")
         return number

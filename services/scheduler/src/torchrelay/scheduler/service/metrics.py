@@ -133,6 +133,7 @@ def _num_slots(state: State) -> dict[tuple[str, ...], int]:
     for instance in list(state.instances):
         if (of_instance := workers.get(instance.worker_id)) is not None:
             num_slots[str(of_instance.num_devices), "used"] += 1
-    for num_devices, target in list(state.pool_targets.items()):
-        num_slots[str(num_devices), "want"] = target.num_wanted
+    for pool, target in list(state.pool_targets.items()):
+        if pool.role is None:
+            num_slots[str(pool.num_devices), "want"] = target.num_wanted
     return num_slots

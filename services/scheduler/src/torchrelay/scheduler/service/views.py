@@ -9,10 +9,9 @@ from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
-from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
 from torchrelay.scheduler.policy.relay.transfers import Transfer
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import Instance
+from torchrelay.scheduler.policy.types import Instance, Pool
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 
@@ -66,7 +65,7 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
         relays=relay_views(state, now),
         versions=_version_views(state),
         minimums=_minimum_views(state, now),
-        pools=[_pool_view(state, target) for target in state.pool_targets.values()],
+        pools=[_pool_view(state, pool) for pool in state.pool_targets if pool.role is None],
     )
 
 
@@ -132,12 +131,13 @@ def _relay_sources(transfer: Transfer) -> list[RelaySource]:
     return sources
 
 
-def _pool_view(state: State, target: PoolTarget) -> scheduler_pb2.PoolView:
-    waits = state.launcher_waits if target.load.num_devices == 1 else ""  # of the slots that a launcher starts
+def _pool_view(state: State, pool: Pool) -> scheduler_pb2.PoolView:
+    target = state.pool_targets[pool]
+    waits = state.launcher_waits if pool.num_devices == 1 else ""  # of the slots that a launcher starts
     return scheduler_pb2.PoolView(
-        num_devices=target.load.num_devices,
-        num_slots=target.load.num_slots,
-        num_used=target.load.num_used,
+        num_devices=pool.num_devices,
+        num_slots=target.num_slots,
+        num_used=target.num_used,
         num_wanted=target.num_wanted,
         reason=f"{target.reason.text}; {waits}" if waits else target.reason.text,
     )
@@ -145,7 +145,7 @@ def _pool_view(state: State, target: PoolTarget) -> scheduler_pb2.PoolView:
 
 def _minimum_views(state: State, now: float) -> list[scheduler_pb2.MinimumView]:
     views = []
-    for version_id in state.minimums:
+    for version_id, models in state.minimums.models.items():
         at, number = state.minimums.next_change(version_id, now) or (now, 0)
         minimum = state.minimums.in_force.get(version_id, Minimum(0))
         views += [
@@ -156,7 +156,7 @@ def _minimum_views(state: State, now: float) -> list[scheduler_pb2.MinimumView]:
                 next_s=at - now,
                 next_num_instances=number,
             )
-            for model in state.minimums.models(version_id)
+            for model in models
         ]
     return views
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchrelay.common.quantities import format_duration
@@ -25,61 +24,47 @@ class Minimum:
     def text(self, now: float) -> str:
         if self.scheduled is None:
             return self.plain_text
-        text = f"{self.plain_text}, by its schedule {self.scheduled.entry!r}"
         left_s = self.scheduled.begin - now
-        return f"{text}, which begins in {format_duration(left_s)}" if left_s > 0 else text
+        begins = f", which begins in {format_duration(left_s)}" if left_s > 0 else ""
+        return f"{self.plain_text}, by its schedule {self.scheduled.entry!r}{begins}"
 
 
 class Minimums:
     """Minimums by version. Identical uploads share instances, and the greatest of their minimums counts."""
 
     def __init__(self) -> None:
-        self._models: dict[str, list[Model]] = {}
-        self._begun: set[ScheduledMinimum] = set()
+        self.models: dict[str, list[Model]] = {}  # with a minimum, now or at another time
         self.in_force: dict[str, Minimum] = {}  # as last evaluated; a minimum of 0 is absent
-
-    def __contains__(self, version_id: str) -> bool:
-        """Whether the version has a minimum, now or at another time."""
-        return version_id in self._models
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._models)
+        self._begun: set[ScheduledMinimum] = set()
 
     def set(self, models: Iterable[Model]) -> None:
         """Replaces the models that have a minimum; takes effect with the next evaluation."""
-        by_version = defaultdict[str, list[Model]](list)
+        self.models = {}
         for model in models:
-            by_version[model.version_id].append(model)
-        self._models = dict(by_version)
-
-    def models(self, version_id: str) -> Sequence[Model]:
-        return self._models[version_id]
+            self.models.setdefault(model.version_id, []).append(model)
 
     def evaluate(self, now: float, lead_s: Callable[[Model], float]) -> dict[str, Minimum]:
         """Updates ``in_force`` and returns what has changed. ``lead_s``: how long before the begin of a schedule entry
         its model is loaded. An entry that has begun so stays in force until its end.
         """
-        begun: set[ScheduledMinimum] = set()
-        before, self.in_force = self.in_force, {}
-        for version_id, models in self._models.items():
+        before, begun = self.in_force, self._begun
+        self.in_force, self._begun = {}, set()
+        for version_id, models in self.models.items():
             first = now + lead_s(models[0])
-            running = [
-                each for each in _scheduled(models) if each.end > now and (each.begin <= first or each in self._begun)
-            ]
-            begun.update(running)
-            minimum = _greatest(models, running)
-            if minimum.number:
+            entries = (each for each in _scheduled(models) if each.end > now)
+            running = [each for each in entries if each.begin <= first or each in begun]
+            self._begun.update(running)
+            if (minimum := _greatest(models, running)).number:
                 self.in_force[version_id] = minimum
-        self._begun = begun
-        changed = {key: minimum for key, minimum in self.in_force.items() if before.get(key) != minimum}
-        return changed | {key: Minimum(0) for key in before if key not in self.in_force}
+        ended = {key: Minimum(0) for key in before if key not in self.in_force}
+        return {key: minimum for key, minimum in (self.in_force | ended).items() if before.get(key) != minimum}
 
     def next_change(self, version_id: str, now: float) -> tuple[float, int] | None:
         """Time and number of the next different minimum; None if none is scheduled."""
-        models = self._models[version_id]
-        number = self.in_force.get(version_id, Minimum(0)).number
-        for at in sorted({at for each in _scheduled(models) for at in (each.begin, each.end) if at > now}):
-            then = _greatest(models, (each for each in _scheduled(models) if each.begin <= at < each.end)).number
+        models, number = self.models[version_id], self.in_force.get(version_id, Minimum(0)).number
+        entries = _scheduled(models)
+        for at in sorted({at for each in entries for at in (each.begin, each.end) if at > now}):
+            then = _greatest(models, [each for each in entries if each.begin <= at < each.end]).number
             if then != number:
                 return at, then
         return None

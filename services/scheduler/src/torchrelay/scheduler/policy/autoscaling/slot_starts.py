@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _MIN_LIMIT_S = 600.0  # a machine may be bought, and an image read
@@ -17,15 +18,14 @@ class SlotStarts:
 
     limit_s: float = _MIN_LIMIT_S
     _num_slots: int = 0
-    _since: float | None = None
+    _since: float = math.inf
 
     def observe(self, num_slots: int, is_starting: bool, now: float) -> None:
-        if self._since is not None and num_slots > self._num_slots:
-            self.limit_s, self._since = max(self.limit_s, now - self._since), None
+        if num_slots > self._num_slots:
+            self.limit_s, self._since = max(self.limit_s, now - self._since), math.inf
         elif not is_starting and self.is_overdue(now):
             self.limit_s = max(self.limit_s, min(2 * self.limit_s, _MAX_LIMIT_S))
-        self._num_slots = num_slots
-        self._since = (now if self._since is None else self._since) if is_starting else None
+        self._num_slots, self._since = num_slots, min(self._since, now) if is_starting else math.inf
 
     def is_overdue(self, now: float) -> bool:
-        return self._since is not None and now - self._since > self.limit_s
+        return now - self._since > self.limit_s

@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.handlers import backlogs, dispatch, scaling
+from torchrelay.scheduler.policy.handlers import backlogs, dispatch, pools, scaling
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.queue.model_queue import MAX_RETRY_S, MIN_RETRY_S
 from torchrelay.scheduler.policy.state import State
@@ -328,7 +328,7 @@ def refuse_unserved(state: State, now: float) -> None:
         why += f", and no worker has started for {format_duration(state.slot_starts.limit_s)}"
         why += f": {state.launcher_waits}" if state.launcher_waits else ""
     for admission in list(state.queues):
-        if not is_overdue and state.is_starting_slots(state.models[admission.version_id].num_devices):
+        if not is_overdue and pools.is_starting_slots(state, state.models[admission.version_id].num_devices):
             continue
         limit_s = absence_limit_s(state, admission)
         if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):

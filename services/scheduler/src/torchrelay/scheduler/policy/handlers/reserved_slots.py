@@ -1,14 +1,12 @@
-"""Refusal of requests that no slot will serve because minimum instances hold all slots that could.
-
-A minimum instance never gives up its slot. If any other slot could serve the request, it only waits for its turn.
+"""Refusal of requests that no slot will serve because minimum instances, which never give up their slots, hold all
+that could. If any other slot could serve a request, it only waits for its turn.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 
 from torchrelay.scheduler.policy.autoscaling.minimums import reserved_instances
 from torchrelay.scheduler.policy.cluster.free_workers import SlotKind
@@ -16,146 +14,85 @@ from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.handlers import lifecycle
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import BOTH, Admission, Instance, Model, Role, Roles, SlotClass, StoreStatus
+from torchrelay.scheduler.policy.types import BOTH, Model, Role, SlotClass, WorkerStatus
 
 
 def refuse_without_slot(state: State, now: float) -> None:
     """Refuses requests whose only suitable slots have been held by minimum instances past the limit."""
-    reserved = _ReservedSlots(state) if state.minimums.in_force and len(state.queues) else None
-    without = {admission.key: admission for admission in reserved.without_slot()} if reserved is not None else {}
-    state.without_slot_since = {key: state.without_slot_since.get(key, now) for key in without}
-    for key, since in state.without_slot_since.items():
-        admission = without[key]
-        limit_s = lifecycle.absence_limit_s(state, admission)
-        if now - since >= limit_s and reserved is not None:
-            holders = reserved.holders(state.models[admission.version_id])
-            message = f"{admission.model} waits for a slot, and all that could serve it are held by the minimum "
-            message += f"instances of {_names(holders, admission)}"
-            lifecycle.refuse(state, admission, RefusalReason.NO_CAPACITY, message, now, limit_s)
+    before, state.without_slot_since = state.without_slot_since, {}
+    if not state.minimums.in_force or not len(state.queues):
+        return
+    slots = _Slots(state)
+    for version_id in state.queues.versions:
+        model, waiting = state.models[version_id], state.queues.waiting(version_id)
+        amounts = {admission.kv_bytes(model) for admission in waiting}  # a few, however many requests wait
+        held = {kv_bytes for kv_bytes in amounts if slots.are_held(model, kv_bytes)}
+        for admission in waiting if held else ():
+            if admission.kv_bytes(model) not in held:
+                continue
+            since = state.without_slot_since[admission.key] = before.get(admission.key, now)
+            if now - since >= (limit_s := lifecycle.absence_limit_s(state, admission)):
+                message = f"{admission.model} waits for a slot, and all that could serve it are held by the minimum "
+                message += f"instances of {_names(set(slots.holders(model)), admission.tenant)}"
+                lifecycle.refuse(state, admission, RefusalReason.NO_CAPACITY, message, now, limit_s)
 
 
-def _names(holders: Iterable[Instance], admission: Admission) -> str:
-    """The holders' models, as far as the request's tenant may know them."""
-    tenant = tenant_of(admission.model)
-    models = {instance.model for instance in holders}
+def _names(models: Collection[str], tenant: str) -> str:
+    """The models, as far as the tenant may know them."""
     own = sorted(model for model in models if tenant_of(model) == tenant)
-    has_others = any(tenant_of(model) != tenant for model in models)
-    return " and ".join([*own, *(["models of other tenants"] if has_others else [])])
+    return " and ".join([*own, *(["models of other tenants"] if len(own) < len(models) else [])])
 
 
-@dataclass(slots=True)
-class _FreeableSlots:
-    """The slots of one kind that no minimum instance holds.
+class _Slots:
+    """The slots at one moment, by kind, as many versions may wait for them."""
 
-    ``space_bytes``: the largest space for another pack on any of their hosts, beside the packs of minimum instances.
-    """
-
-    host_ids: set[str]
-    space_bytes: int = 0
-
-
-@dataclass
-class _ReservedSlots:
-    """The slots at one moment. Workers are grouped by kind once, however many versions wait."""
-
-    _state: State
-
-    def without_slot(self) -> Iterator[Admission]:
-        """Waiting requests that no slot could serve except the reserved ones."""
-        for version_id in self._state.queues.versions:
-            model = self._state.models[version_id]
-            if not self._has_holder(model):
+    def __init__(self, state: State) -> None:
+        self._instances, self._membership = state.instances, state.membership
+        self._reserved = reserved_instances(state.minimums.in_force, state.instances.of_version)
+        self._holders = defaultdict[SlotClass, set[tuple[str, str]]](set)  # versions and names of minimum instances
+        self._space_bytes: dict[SlotKind, dict[str, int]] = {}  # for packs, on the hosts of all other slots
+        space_bytes = cache(self._space_beside_reserved)
+        for worker in state.membership.workers.values():
+            if (store := state.membership.store_of(worker.host_id)) is None:
                 continue
-            lacks: dict[int, bool] = {}  # by KV: a version's requests need a few different amounts
-            for admission in self._state.queues.waiting(version_id):
-                kv_bytes = admission.kv_bytes(model)
-                if kv_bytes not in lacks:
-                    lacks[kv_bytes] = self._lacks_slot(model, kv_bytes)
-                if lacks[kv_bytes]:
-                    yield admission
+            kind, instance = SlotKind.of(worker), state.instances.on_worker(worker.worker_id)
+            by_host = self._space_bytes.setdefault(kind, {})
+            if instance is not None and instance.instance_id in self._reserved:
+                self._holders[kind.slot_class].add((instance.version_id, instance.model))
+            elif store.host_id not in by_host:
+                by_host[store.host_id] = space_bytes(store.host_id)
 
-    def holders(self, model: Model) -> list[Instance]:
-        """Minimum instances of other models in slots that the model could use."""
-        return list(self._others(model))
+    def _space_beside_reserved(self, host_id: str) -> int:
+        """The arena's space for another pack if only the pinned packs of minimum instances stay."""
+        store, instances = self._membership.stores_by_host[host_id], self._instances.on_host(host_id)
+        packs = {instance.pack_id for instance in instances if instance.instance_id in self._reserved}
+        pinned = (copy.pack_bytes for copy in store.copies.values() if copy.num_pins and copy.pack_id in packs)
+        return store.arena_target_bytes - sum(pinned)
 
-    def _others(self, model: Model) -> Iterator[Instance]:
-        for slot_class, instances in self._holders.items():
+    def holders(self, model: Model) -> Iterator[str]:
+        """Other models whose minimum instances are in slots that the model could use."""
+        for slot_class, holders in self._holders.items():
             if model.slot_class.fits(slot_class):
-                yield from (instance for instance in instances if instance.version_id != model.version_id)
+                yield from (name for version_id, name in holders if version_id != model.version_id)
 
-    def _has_holder(self, model: Model) -> bool:
-        return next(self._others(model), None) is not None
-
-    def _lacks_slot(self, model: Model, kv_bytes: int) -> bool:
-        """Whether requests with ``kv_bytes`` of KV could be served, but only with reserved slots."""
-        kinds = {kind: slots for kind, slots in self._kinds.items() if model.slot_class.fits(kind.slot_class)}
-        if not _covers_both_roles(kind.roles_for(kv_bytes) for kind in kinds):
+    def are_held(self, model: Model, kv_bytes: int) -> bool:
+        """Whether requests with ``kv_bytes`` of KV could be served, but only with the slots of minimum instances. The
+        slots of the model's own instances serve them, whatever space their hosts have.
+        """
+        fitting = [kind for kind in self._space_bytes if model.slot_class.fits(kind.slot_class)]
+        able = [kind for kind in fitting if self._have_space(self._space_bytes[kind], model)]
+        if _play_both(able, kv_bytes) or next(self.holders(model), None) is None:
             return False
-        able = [kind.roles_for(kv_bytes) for kind, slots in kinds.items() if self._has_space(slots, model)]
-        return not _covers_both_roles([*able, *self._own_roles(model, kv_bytes)])
+        staying = (instance for instance in self._instances.of_version(model.version_id) if instance.staying)
+        own = (self._membership.workers.get(instance.worker_id) for instance in staying)
+        return _play_both(fitting, kv_bytes) and not _play_both([*able, *filter(None, own)], kv_bytes)
 
-    def _has_space(self, slots: _FreeableSlots, model: Model) -> bool:
-        if not slots.host_ids:
-            return False
-        if model.pack_bytes <= slots.space_bytes:
+    def _have_space(self, by_host: Mapping[str, int], model: Model) -> bool:
+        if any(space_bytes >= model.pack_bytes for space_bytes in by_host.values()):
             return True
-        return any(store.host_id in slots.host_ids for store in self._state.membership.holders(model.pack_id))
-
-    def _own_roles(self, model: Model, kv_bytes: int) -> Iterator[Roles]:
-        """Roles of workers that have an instance of the version, whatever space their host's store has."""
-        workers = self._state.membership.workers
-        for instance in self._state.instances.of_version(model.version_id):
-            if instance.staying and (worker := workers.get(instance.worker_id)) is not None:
-                yield worker.roles_for(kv_bytes)
-
-    @cached_property
-    def _reserved(self) -> list[Instance]:
-        reserved = reserved_instances(self._state.minimums.in_force, self._state.instances.of_version)
-        return [instance for instance in map(self._state.instances.get, sorted(reserved)) if instance is not None]
-
-    @cached_property
-    def _holders(self) -> dict[SlotClass, list[Instance]]:
-        """Minimum instances by the class of their slots."""
-        by_class = defaultdict[SlotClass, list[Instance]](list)
-        for instance in self._reserved:
-            worker = self._state.membership.workers.get(instance.worker_id)
-            if worker is not None and self._state.membership.store_of(worker.host_id) is not None:
-                by_class[SlotClass(worker.num_devices, worker.engine)].append(instance)
-        return by_class
-
-    @cached_property
-    def _kinds(self) -> dict[SlotKind, _FreeableSlots]:
-        """All kinds of slots whose hosts have a store."""
-        membership, reserved = self._state.membership, {instance.worker_id for instance in self._reserved}
-        packs = defaultdict[str, set[str]](set)  # packs of minimum instances, by host
-        for instance in self._reserved:
-            packs[instance.host_id].add(instance.pack_id)
-        space_bytes: dict[str, int] = {}  # by host
-        kinds: dict[SlotKind, _FreeableSlots] = {}
-        for worker in membership.workers.values():
-            if (store := membership.store_of(worker.host_id)) is None:
-                continue
-            slots = kinds.setdefault(SlotKind.of(worker), _FreeableSlots(set()))
-            if worker.worker_id in reserved or worker.host_id in slots.host_ids:
-                continue
-            if worker.host_id not in space_bytes:
-                space_bytes[worker.host_id] = _space_bytes(store, packs.get(worker.host_id, set()))
-            slots.host_ids.add(worker.host_id)
-            slots.space_bytes = max(slots.space_bytes, space_bytes[worker.host_id])
-        return kinds
+        return any(store.host_id in by_host for store in self._membership.holders(model.pack_id))
 
 
-def _space_bytes(store: StoreStatus, reserved_packs: set[str]) -> int:
-    """The arena's space for another pack if only the pinned reserved packs stay."""
-    copies = (store.copies[pack_id] for pack_id in reserved_packs if pack_id in store.copies)
-    return store.arena_target_bytes - sum(copy.pack_bytes for copy in copies if copy.num_pins)
-
-
-def _covers_both_roles(playable: Iterable[Roles]) -> bool:
-    """Whether the slots together can play both roles."""
-    played: set[Role] = set()
-    for roles in playable:
-        played |= roles
-        if played >= BOTH:
-            return True
-    return False
+def _play_both(slots: Iterable[SlotKind | WorkerStatus], kv_bytes: int) -> bool:
+    """Whether the slots together play both roles for requests with ``kv_bytes`` of KV."""
+    return frozenset[Role]().union(*(slot.roles_for(kv_bytes) for slot in slots)) >= BOTH

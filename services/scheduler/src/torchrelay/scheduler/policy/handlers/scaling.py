@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torchrelay.common.quantities import format_count
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, Action, Drain, Load, SetRoles
+from torchrelay.scheduler.policy.autoscaling.load_failures import LOAD_STALLED
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.effects import Hop, LoadCommand, LoadOrder, SetRolesCommand, UnloadCommand
@@ -28,7 +29,7 @@ from torchrelay.scheduler.policy.types import (
     WorkerStatus,
 )
 
-LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
+LOAD_REFUSED = "load_refused"
 _UNLOAD_RETRY_S = 1.0
 _ADVISE_AGAIN_S = 60.0  # advice that still stands is recorded again after this time
 _LEAD_FACTOR = 1.5  # a scheduled instance is loaded this many predicted load times early: some loads take longer
