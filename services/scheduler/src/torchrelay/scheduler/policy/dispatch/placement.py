@@ -199,7 +199,7 @@ def _prefills(
             continue
         soonest_s = min(soonest_s, ttft_s)
         unpaused_at = work.queue.paused_until(decode_s) if paused_s else 0.0
-        due = min(due, max(entry.bindable_at(work.queue), unpaused_at, now + _MIN_WAIT_S))
+        due = min(due, max(entry.bindable_at(work.queue, now), unpaused_at, now + _MIN_WAIT_S))
     if prefills:
         prefills.sort()
         if prefills[0][0] <= soonest_s:
