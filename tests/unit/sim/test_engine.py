@@ -134,19 +134,6 @@ def test_cancelled_job_leaves_batch() -> None:
     assert ended == ["running"] and 0 < num_before < 50 and engine.num_running == 0
 
 
-def test_prompt_cancelled_in_step_subtracted_once() -> None:
-    """Regression: it was subtracted at its cancellation and again at the end of its step."""
-    events = EventQueue()
-    engine = SimulatedEngine(events, LATENCY)
-    prompt = Prompt(1000, lambda: None)
-    engine.prefill(prompt)
-    events.run(until=0.001)
-    engine.cancel(prompt)
-    assert engine.num_queued_tokens == 0
-    events.run()
-    assert engine.num_queued_tokens == 0 and engine.num_running == 0
-
-
 def test_prompt_cancelled_before_step_delays_no_batch() -> None:
     """Regression: an empty step ran for it, and reading ``num_tokens_done`` in that step counted decodes twice."""
     step_s = LATENCY.tbt_s(1, 100)

@@ -65,7 +65,6 @@ class SimulatedEngine:
 
     def __post_init__(self) -> None:
         self._prompts: deque[Prompt] = deque()
-        self.num_queued_tokens = 0  # prompt positions that are not yet computed
         self._held: list[Prompt] = []  # computed but for the last layer
         self._batch: list[tuple[float, int, Decoding]] = []  # a heap by last step
         self._num_decoding = 0
@@ -99,7 +98,6 @@ class SimulatedEngine:
 
     def prefill(self, prompt: Prompt) -> None:
         self._prompts.append(prompt)
-        self.num_queued_tokens += prompt.num_tokens - prompt.num_done
         self._plan()
 
     def decode(self, decoding: Decoding) -> None:
@@ -125,7 +123,6 @@ class SimulatedEngine:
             elif job in self._prompts:
                 job.is_over = True
                 self._prompts.remove(job)
-                self.num_queued_tokens -= job.num_tokens - job.num_done
                 self._plan()
         elif not job.is_over:
             job.is_over = True
@@ -209,7 +206,6 @@ class SimulatedEngine:
             if prompt.is_over:
                 continue
             prompt.num_done += size
-            self.num_queued_tokens -= size
             if prompt.num_done >= prompt.num_tokens:
                 computed.append(prompt)
         for prompt in computed:

@@ -181,7 +181,6 @@ class SimulatedWorkers:
     def _status(self, worker: SimulatedWorker) -> WorkerStatus:
         engine, slot = worker.engine, worker.slot
         latency = self._served[slot.pack_id].latency if slot.pack_id else None
-        queued = engine.num_queued_tokens if engine is not None else 0
         return WorkerStatus(
             worker_id=worker.worker_id,
             incarnation=worker.worker_id,
@@ -192,11 +191,9 @@ class SimulatedWorkers:
             slot=slot,
             kv_pool_bytes=self._kv_pool_bytes[worker.num_devices],
             num_running=engine.num_running if engine is not None else 0,
-            num_queued_prefill_tokens=queued,
             prefill_tokens_per_s=self._served[slot.pack_id].prefill_tokens_per_s if slot.pack_id else 0.0,
             device=f"{worker.num_devices} devices",
             latency=latency,
-            queued_prefill_s=latency.queued_s(queued) if latency is not None else 0.0,
             num_devices=worker.num_devices,
             preferred_role=worker.preferred_role,
             has_prefix_cache=True,

@@ -454,16 +454,14 @@ class RunningCluster(PaperCluster):
     def report(self, worker_id: str) -> None:
         worker, instance_id = self.workers[worker_id], self.workers[worker_id].slot.instance_id
         fault, running = self.faults.get(worker_id), self._running_at(instance_id) if instance_id else []
-        queued = sum(call.tokens_left for call in self._queues.get(instance_id, ()))
         progress = EngineProgress(worker.progress.num_advances + 1, bool(running))
         if fault is Fault.HUNG:
             progress = EngineProgress(worker.progress.num_advances, bool(running))
         if fault is Fault.IDLE_LIAR:
-            progress, queued, running = EngineProgress(worker.progress.num_advances + 1, False), 0.0, []
+            progress, running = EngineProgress(worker.progress.num_advances + 1, False), []
         self.workers[worker_id] = replace(
             worker,
             num_running=len(running),
-            num_queued_prefill_tokens=int(queued),
             prefill_tokens_per_s=self.tokens_per_s,
             progress=progress,
         )

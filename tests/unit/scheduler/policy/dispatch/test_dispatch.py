@@ -22,11 +22,10 @@ from tests.unit.scheduler.policy.paper_cluster import (
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, OpenAttempts
-from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, pause_s, place
 from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions, max_prompts_ahead
-from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction

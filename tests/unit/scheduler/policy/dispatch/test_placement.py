@@ -14,7 +14,6 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.open_attempts import DispatchedWork, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
-from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.handlers.lifecycle import with_targets
 from torchrelay.scheduler.policy.types import (
@@ -71,9 +70,10 @@ def a_candidate(
         latency=latency,
         kv_pool_bytes=free + seen * MODEL.kv_bytes_per_token,
         full_step_s=latency.queued_s(512),
-        excess_until=NOW + queued / tokens_per_s,
     )
     work = DispatchedWork(kv_bytes=seen * MODEL.kv_bytes_per_token, num_choices=num_decoding, num_attended=seen)
+    if queued:
+        work.queue.add(AttemptKey("ahead", 1), queued / tokens_per_s, NOW)
     for number in range(num_decoding if num_attempts is None else num_attempts):
         key, placement = (
             AttemptKey(f"other {number}", 1),
@@ -258,15 +258,15 @@ def test_placement_always_has_roles_and_kv(candidates: list[Candidate], tokens: 
         for candidate in candidates
         if candidate.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and len(candidate.work.decodes) < 64
     ]
-    prefills = [candidate.entry for candidate in candidates if candidate.entry.plays_prefill]
+    prefills = [candidate for candidate in candidates if candidate.entry.plays_prefill]
     if isinstance(placement, NoPlacement):
-        is_full = any(entry.ahead_s(PrefillQueue(), NOW) >= entry.full_step_s for entry in prefills)
+        is_full = any(each.entry.ahead_s(each.work.queue, NOW) >= each.entry.full_step_s for each in prefills)
         assert is_full or not prefills or not any(candidate.entry.plays_decode for candidate in fits)
         assert not is_full or placement.due > NOW
         return
     prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
     assert prefill.entry.plays_prefill and decode.entry.plays_decode and decode in fits
-    assert prefill.entry.ahead_s(PrefillQueue(), NOW) < prefill.entry.full_step_s, (
+    assert prefill.entry.ahead_s(prefill.work.queue, NOW) < prefill.entry.full_step_s, (
         "nothing is dispatched that cannot begin"
     )
     assert placement.cold == bool(prefill.entry.load_left_s(NOW) or decode.entry.load_left_s(NOW))

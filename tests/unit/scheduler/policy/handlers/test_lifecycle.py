@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
@@ -24,10 +25,9 @@ from torchrelay.scheduler.policy.inputs import (
     GatewayConnected,
     GatewayDisconnected,
     Release,
-    Tick,
     Withdraw,
 )
-from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.prediction import UNPREDICTED, Outcome
 from torchrelay.scheduler.policy.types import AttemptKey, LatencyTargets, Placement, ServiceClass
 
 MODEL = a_model()
@@ -131,20 +131,28 @@ def test_cached_prompts_do_not_fill_instance() -> None:
     while not (waiting := len(scene.policy.state.queues)):
         scene.admit(model, f"r{bound}", **prompt)
         bound += 1
-    due = scene.policy.next_due()
-    assert bound > 4 and waiting == 1 and due - scene.now < 0.1
-    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=4 * LATENCY.prefill_s(4000))
-    scene.report("w")
-    scene.apply(Tick())
-    assert scene.policy.next_due() == pytest.approx(due)
+    assert bound > 4 and waiting == 1 and scene.policy.next_due() - scene.now < 0.1
 
 
-def test_restarted_scheduler_counts_reported_prompts() -> None:
-    old = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
-    old.serve(MODEL, "first")
-    scene = PaperCluster(now=old.now).settle(*old.stores.values(), replace(old.workers["w"], queued_prefill_s=30.0))
+@pytest.mark.parametrize("is_worker_first", [True, False])
+def test_prompts_of_earlier_scheduler_are_ahead(is_worker_first: bool) -> None:
+    """Gateways tell of them without a prediction, before or after their workers report."""
+    old = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
+    old.warm_up(MODEL)
+    first = old.admit(MODEL, "first", num_prompt_tokens=60 * LATENCY.token_budget)
+    placement = structs.replace(old.placed("first"), predicted=UNPREDICTED)
+    scene = PaperCluster(now=old.now)
+    if is_worker_first:
+        scene.settle(*old.stores.values(), *old.workers.values())
+    due = scene.now + LATENCY.prefill_s(59 * LATENCY.token_budget)
+    scene.apply(Admit(first, MODEL, placement))
+    if not is_worker_first:
+        scene.settle(*old.stores.values(), *old.workers.values())
     scene.admit(MODEL, "second")
-    assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 20.0
+    assert scene.placement("second") is None and scene.policy.next_due() == pytest.approx(due)
+    scene.apply(FirstToken(first.key))
+    assert scene.placed("second").predicted.ttft_s < 0.1
+    assert scene.policy.state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0
 
 
 def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,6 @@ class Policy:
             return
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
-        if before is None:
-            endpoints.note_earlier_prompts(state, accepted, now)
         if instance := state.instances.on_worker(accepted.worker_id):
             endpoints.forget(state, None if was_suspect else before, accepted, instance)
         changes = state.instances.observe(accepted, now)

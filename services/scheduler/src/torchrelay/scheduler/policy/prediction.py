@@ -11,7 +11,9 @@ from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False):
-    """Predicted seconds from the placement on; all 0 for an attempt that an earlier scheduler placed."""
+    """Predicted seconds from the placement on. Of an attempt that an earlier scheduler placed, only ``prefill_s`` is
+    predicted again, and all others are 0.
+    """
 
     ttft_s: float = 0.0
     prefill_s: float = 0.0  # the part of ``ttft_s`` for the attempt's own prompt

@@ -85,7 +85,6 @@ class State:
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     cached_prompts: CachedPrompts = field(default_factory=CachedPrompts)
     due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be dispatched
-    earlier_prompts_until: dict[str, float] = field(default_factory=dict)  # by worker; see note_earlier_prompts
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)

@@ -169,14 +169,12 @@ class WorkerStatus:
     slot: SlotStatus = field(default_factory=SlotStatus)
     kv_pool_bytes: int = 0
     num_running: int = 0
-    num_queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0  # median decode step; 0: not measured yet
     kv_bytes_sent: int = 0  # since start
     kv_bytes_received: int = 0
     device: str = ""
     latency: LatencyModel | None = None  # for the pack in its slot; None: not learned yet
-    queued_prefill_s: float = 0.0  # by that model
     has_prefix_cache: bool = False  # a common prefix of prompts is computed once
     progress: EngineProgress = NO_ENGINE
     num_devices: int = 1  # of its slot

@@ -68,7 +68,7 @@ class CandidateIndex:
             if entry.plays_decode and work.has_answers:
                 decode_s = entry.latency.tbt_s(work.num_choices, work.num_attended)
                 begin_at = max(begin_at, work.queue.paused_until(decode_s))
-            self._prefills.put(instance_id, max(begin_at, entry.excess_until - entry.full_step_s), work.num_choices)
+            self._prefills.put(instance_id, begin_at, work.num_choices)
         if entry.plays_decode:
             self._decodes.put(instance_id, work.num_choices, 0)
 

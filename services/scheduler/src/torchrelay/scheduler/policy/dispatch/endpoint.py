@@ -23,7 +23,7 @@ class Endpoint:
     latency: LatencyModel
     kv_pool_bytes: int
     full_step_s: float  # time of a step full of prompts; no more than that is dispatched ahead
-    excess_until: float = 0.0  # when its worker has computed the prompts that an earlier scheduler dispatched
+    returning_s: float = 0.0  # work of the recalled prompts that are on their way to it
     load_s: float = 0.0  # predicted duration of its load, from begin to end; 0 before its first layer has arrived
     num_layers: int = 1
     hands_over: bool = True  # KV to other instances, and takes theirs
@@ -65,7 +65,7 @@ class Endpoint:
     def queued_s(self, queue: PrefillQueue, now: float) -> float:
         """Work of the dispatched prompts that are not computed, as if a loading instance had begun none."""
         bound_s = queue.work_s() if self.phase is InstancePhase.LOADING else queue.ahead_s(now)
-        return bound_s + (self.excess_until - now) if self.excess_until > now else bound_s
+        return bound_s + self.returning_s
 
     def queued_and_overdue_s(self, queue: PrefillQueue, now: float) -> tuple[float, float]:
         """``queued_s``, and how long the first prompt is overdue, which is expected again of the rest: an instance that
@@ -74,20 +74,20 @@ class Endpoint:
         if self.phase is InstancePhase.LOADING:
             return self.queued_s(queue, now), 0.0
         ahead_s, overdue_s = queue.ahead_and_overdue_s(now)
-        return ahead_s + (self.excess_until - now) if self.excess_until > now else ahead_s, overdue_s
+        return ahead_s + self.returning_s, overdue_s
 
     def ahead_s(self, queue: PrefillQueue, now: float) -> float:
         """Expected time until the dispatched prompts are computed."""
         queued_s, overdue_s = self.queued_and_overdue_s(queue, now)
         return queued_s + overdue_s
 
-    def bindable_at(self, queue: PrefillQueue) -> float:
+    def bindable_at(self, queue: PrefillQueue, now: float) -> float:
         """When less than a full step will be ahead, without another report."""
         spare_s = self.full_step_s - queue.work_s()
         if self.phase is InstancePhase.LOADING and spare_s <= 0:
             return math.inf
         spare_at = 0.0 if self.phase is InstancePhase.LOADING else queue.less_ahead_at(self.full_step_s)
-        return max(spare_at, self.excess_until - max(spare_s, 0.0))
+        return max(spare_at, now + self.returning_s - max(spare_s, 0.0)) if self.returning_s else spare_at
 
 
 def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:

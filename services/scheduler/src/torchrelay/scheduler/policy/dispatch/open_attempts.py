@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
+from torchrelay.scheduler.policy.prediction import Prediction
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Placement
 
 
@@ -120,6 +123,13 @@ class OpenAttempts:
         if work is None:
             work = self._dispatched[instance_id] = DispatchedWork()
         return work
+
+    def predict(self, attempt: OpenAttempt, prefill_s: float) -> None:
+        """Sets the predicted time of a prompt that is not computed, which was dispatched without a prediction."""
+        attempt.placement = structs.replace(attempt.placement, predicted=Prediction(prefill_s=prefill_s))
+        instance_id = attempt.placement.prefill.instance_id
+        self._dispatched[instance_id].queue.predict(attempt.admission.key, prefill_s)
+        self._on_change(instance_id)
 
     def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
         """Records that the first token has arrived. Returns the attempt, if this is the first report of it."""

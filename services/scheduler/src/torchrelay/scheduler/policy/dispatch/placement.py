@@ -22,7 +22,6 @@ from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.open_attempts import NO_WORK, DispatchedWork
-from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
@@ -30,6 +29,7 @@ from torchrelay.scheduler.policy.prediction import Prediction
 MAX_SCORED = 8  # candidates per role
 _FETCH_S = 0.5  # before a worker drops a prompt, another must ask for it
 MOVE_S = 0.03  # to move a prompt between two workers, beside the transfer of its bytes
+_PAUSE_AIM = 0.85  # aim as a share of the target between tokens: answers are short, and their interruptions are random
 _MIN_WAIT_S = 0.001  # an overdue prompt is checked again after this time
 _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 
@@ -151,6 +151,22 @@ def _pause_after_s(admission: types.Admission, candidate: Candidate, *, is_answe
     return min(num_positions / latency.token_budget * per_full_step_s, entry.full_step_s)
 
 
+def pause_s(full_step_s: float, decode_step_s: float, tbt_target_s: float) -> float:
+    """Time to decode answers alone after each full step of prompts so that the mean time between their tokens meets the
+    target; 0 if it does so anyway, or cannot. Prompts get at least half of the time.
+
+    On an instance with both roles each answer gets one token per step. If full steps of prompts follow each other
+    without a pause, all answers miss a target that a few steps without prompts would meet (S. Agrawal et al.,
+    "Sarathi-Serve", OSDI 2024, on stalls of decoding; its chunks are the engine's). ``full_step_s``, ``decode_step_s``:
+    times of a step with these answers, full of prompts and without any.
+    """
+    aim_s = _PAUSE_AIM * tbt_target_s
+    if full_step_s <= aim_s or decode_step_s >= aim_s:
+        return 0.0
+    num_steps = (full_step_s - aim_s) / (aim_s - decode_step_s)
+    return min(num_steps * decode_step_s, full_step_s)
+
+
 def _prefills(
     admission: types.Admission,
     model: types.Model,
@@ -199,7 +215,7 @@ def _prefills(
             continue
         soonest_s = min(soonest_s, ttft_s)
         unpaused_at = work.queue.paused_until(decode_s) if paused_s else 0.0
-        due = min(due, max(entry.bindable_at(work.queue), unpaused_at, now + _MIN_WAIT_S))
+        due = min(due, max(entry.bindable_at(work.queue, now), unpaused_at, now + _MIN_WAIT_S))
     if prefills:
         prefills.sort()
         if prefills[0][0] <= soonest_s:

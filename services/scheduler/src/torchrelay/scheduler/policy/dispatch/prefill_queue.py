@@ -35,6 +35,11 @@ class PrefillQueue:
         self._dispatched[key], self._added_at[key] = prefill_s, now
         self._work_s += prefill_s
 
+    def predict(self, key: AttemptKey, prefill_s: float) -> None:
+        """Replaces the predicted time of a prompt."""
+        self._work_s += prefill_s - self._dispatched[key]
+        self._dispatched[key] = prefill_s
+
     def leave(self, key: AttemptKey, now: float) -> None:
         """Removes a prompt that is computed or whose attempt is over."""
         if key not in self._dispatched:

@@ -23,8 +23,6 @@ def _backlog_s(state: State, model: Model, entries: Sequence[Endpoint], now: flo
     bound = state.attempts.work
     works = [(entry, work) for entry in entries if (work := bound.get(entry.instance_id)) is not None]
     bound_s = sum(entry.queued_s(work.queue, now) for entry, work in works)
-    unbound = (entry for entry in entries if entry.instance_id not in bound)
-    bound_s += sum(entry.excess_until - now for entry in unbound if entry.excess_until > now)
     num_tokens = state.queues.num_prefill_tokens(model.version_id) - num_left_out
     return bound_s + _prompts_s(state, model, entries, num_tokens)
 

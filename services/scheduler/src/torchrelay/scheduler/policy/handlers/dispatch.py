@@ -281,7 +281,9 @@ def _candidates(
     return result
 
 
-def open_attempt(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
+def open_attempt(
+    state: State, admission: Admission, placement: Placement, is_computed: bool, now: float
+) -> OpenAttempt:
     """Records that the attempt runs at the placement. ``is_computed``: its prompt is computed already."""
     model = state.models[admission.version_id]
     num_attended = admission.num_attended(state.answer_lengths.expected(model.version_id, admission.max_tokens))
@@ -291,6 +293,19 @@ def open_attempt(state: State, admission: Admission, placement: Placement, is_co
     state.attempts.open(attempt, now)
     for worker_ref in (placement.prefill, placement.decode):
         state.instances.touch(worker_ref.instance_id, now)
+    return attempt
+
+
+def predict_earlier_prompt(state: State, attempt: OpenAttempt) -> None:
+    """Predicts the time of a prompt that an earlier scheduler dispatched. Its gateway tells of it and its worker of the
+    instance, in any order.
+    """
+    admission, instance = attempt.admission, state.instances.get(attempt.placement.prefill.instance_id)
+    worker = state.membership.workers.get(instance.worker_id) if instance is not None else None
+    if instance is None or worker is None or attempt.is_computed or attempt.placement.predicted.prefill_s:
+        return
+    latency = state.latency_models.of(worker, instance.pack_id, state.config)
+    state.attempts.predict(attempt, admission.num_contexts * latency.prefill_s(admission.num_context_tokens))
 
 
 def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool = True) -> None:

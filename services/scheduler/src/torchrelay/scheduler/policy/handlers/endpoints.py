@@ -13,21 +13,6 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Instance, InstancePhase, Model, Role, WorkerRef, WorkerStatus
 
 
-def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None:
-    """Notes the prompts in a worker's first report, which an earlier scheduler dispatched.
-
-    Later reports are not used: prompts of this scheduler are known more accurately, and a report may arrive before the
-    first token of a prompt that it counts.
-    """
-    reported_s = worker.queued_prefill_s
-    if not reported_s and worker.num_queued_prefill_tokens:
-        latency = state.latency_models.of(worker, worker.slot.pack_id, state.config)
-        reported_s = latency.queued_s(worker.num_queued_prefill_tokens)
-    if reported_s:
-        earlier = {worker_id: until for worker_id, until in state.earlier_prompts_until.items() if until > now}
-        state.earlier_prompts_until = {**earlier, worker.worker_id: now + reported_s}
-
-
 def of_version(state: State, model: Model, now: float) -> Sequence[Endpoint]:
     """The instances of the version that take requests."""
 
@@ -60,7 +45,6 @@ def _built(state: State, model: Model, now: float) -> Iterator[Endpoint]:
             latency=latency,
             kv_pool_bytes=worker.kv_pool_bytes,
             full_step_s=latency.queued_s(latency.token_budget),
-            excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
             hands_over=worker.hands_over,
             **_load_of(state, model, instance, now),
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
-from torchrelay.scheduler.policy.handlers import lifecycle, scaling
+from torchrelay.scheduler.policy.handlers import dispatch, lifecycle, scaling
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Instance, InstancePhase
@@ -56,6 +56,8 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
             phase = instance.phase.value
             state.record_event(now, phase, instance, reason, f"instance.{phase}", fields)
         case TransitionKind.ADOPTED:
+            for attempt in state.attempts.at(instance.instance_id).prefills.values():
+                dispatch.predict_earlier_prompt(state, attempt)
             state.record_event(now, "adopted", instance, instance.reason, f"instance.{instance.phase.value}", fields)
         case TransitionKind.RELEASED:
             state.record_event(now, "released", instance, instance.reason, "instance.released", fields)

@@ -55,7 +55,8 @@ def admit(
         return True
     if current is not None:
         # An earlier scheduler placed it: it runs and needs no answer.
-        dispatch.open_attempt(state, admission, current, is_computed, now)
+        attempt = dispatch.open_attempt(state, admission, current, is_computed, now)
+        dispatch.predict_earlier_prompt(state, attempt)
         return False
     # A request that was placed on a failed load has had its tries, unless its store failed, which may be back shortly.
     has_had_tries = key.attempt > 1 and not admission.num_forced_tokens

@@ -46,7 +46,7 @@ def take_over(state: State, version_id: str, now: float) -> None:
         takes_one = is_shared or (target.plays_decode and work.has_answers)
         if is_shared and len(work.queue) >= max_prompts_ahead(target.latency):
             continue
-        while movable and ahead_s < target.full_step_s and _free_at(state, target) <= now:
+        while movable and ahead_s < target.full_step_s and _free_at(state, target, now) <= now:
             attempt, source = movable[0]
             if waiting is not None and goes_before(waiting, attempt.admission, now):
                 return
@@ -68,7 +68,7 @@ def next_take_over(state: State, version_id: str, now: float) -> float:
     _, entries, movable = _movable(state, version_id, now)
     if not movable:
         return math.inf
-    free_at = (_free_at(state, entry) for entry in entries if entry.phase is not InstancePhase.LOADING)
+    free_at = (_free_at(state, entry, now) for entry in entries if entry.phase is not InstancePhase.LOADING)
     return min((max(at, now + _MIN_WAIT_S) for at in free_at if at >= now), default=math.inf)
 
 
@@ -126,8 +126,7 @@ def changed_entries(
     if reserved_s := state.returning.seconds(admission.version_id, now, before=admission.key.request_id):
         for entry in entries:
             if entry.instance_id in reserved_s and entry.instance_id not in changed:
-                until = max(entry.excess_until, now) + reserved_s[entry.instance_id]
-                changed[entry.instance_id] = replace(entry, excess_until=until)
+                changed[entry.instance_id] = replace(entry, returning_s=reserved_s[entry.instance_id])
     return changed
 
 
@@ -196,10 +195,10 @@ def _by_work_ahead(
     return [entry for _, _, entry in sorted(ahead, key=lambda item: item[:2])]
 
 
-def _free_at(state: State, entry: Endpoint) -> float:
+def _free_at(state: State, entry: Endpoint, now: float) -> float:
     """When the instance can take a prompt, without another report."""
     work = state.attempts.at(entry.instance_id)
-    at = entry.bindable_at(work.queue)
+    at = entry.bindable_at(work.queue, now)
     if entry.plays_decode and work.has_answers:
         at = max(at, work.queue.paused_until(entry.latency.tbt_s(work.num_choices, work.num_attended)))
     return at
