@@ -222,7 +222,7 @@ def test_admin_sees_hosts_slots_copies_and_events(console: Console) -> None:
     expect(card(page, "Hosts")).to_have_text("1")
     chat(console.open(console.reader), "What is a host?")  # after which the slot is kept for ten seconds
     slots = page.get_by_role("region", name="Slots of")
-    expect(slots.locator("tbody tr").first).to_contain_text("ready")
+    expect(slots.locator("tbody tr", has_text="ready").first).to_contain_text("reader/glossary")
     expect(page.get_by_role("region", name="Copies of")).to_contain_text("100%")
     slots.get_by_role("link", name="reader/glossary").first.click()
     page.get_by_role("heading", name="reader/glossary").wait_for()

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.e2e.tenants import SMALL
-from tests.support.brokers import free_port
+from tests.support.brokers import free_port, free_port_range
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
 from tests.support.http import http
@@ -140,7 +140,7 @@ def metrics_of_rules() -> set[str]:
 
 
 def test_every_expression_of_the_dashboards_has_series(tmp_path: Path) -> None:
-    port = free_port()  # `up` takes it and the next ones
+    port = free_port_range(NUM_SERVICES)  # `up` takes all
     own = [f"127.0.0.1:{port + number}" for number in range(NUM_SERVICES)]
     options = (*SMALL, "--pool-mode", "advise")
     with (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [probe.getsockname()[1] for probe in probes]
+
+
+def free_port_range(count: int) -> int:
+    """The first of successive loopback ports that are free, below those that the kernel gives to connections."""
+    for begin in random.sample(range(10_000, 32_000, count), 100):
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(begin, begin + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return begin
+    raise AssertionError("no free ports")
 
 
 class EndedEarly(RuntimeError):

@@ -37,6 +37,6 @@ def test_stall_of_the_process_counts_and_waiting_does_not(
 
     with (tmp_path / "beats").open("w", buffering=1) as file:
         asyncio.run(stall())
-    longest = longest_stall(tmp_path / "beats", begin)
-    assert longest.late_s >= 0.8 * STALL_S
-    assert (longest.own_s >= 0.8 * STALL_S) is is_busy
+    late_s = [float(line.split()[1]) for line in (tmp_path / "beats").read_text().splitlines()]
+    assert max(late_s) >= 0.8 * STALL_S
+    assert (longest_stall(tmp_path / "beats", begin).own_s >= 0.8 * STALL_S) is is_busy
