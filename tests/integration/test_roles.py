@@ -393,7 +393,7 @@ async def test_attempt_ends_at_its_deadline_though_the_engines_hang(scene_of: Ma
 async def test_recall_that_crosses_the_first_token_ends_the_answer(scene_of: Make, apart: bool) -> None:
     async with scene_of(apart=apart) as scene:
         request = await scene.send(scene.request(PROMPT, max_tokens=400))
-        await eventually(lambda: len(request.tokens()) > 2, "tokens of the decode role")
+        await eventually(lambda: len(request.outputs()) > 2, "tokens of the decode role")
         decode = scene.decode.worker
         with paused(scene.decode):
             await request.recall()

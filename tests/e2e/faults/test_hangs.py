@@ -5,17 +5,15 @@ Whether the stopped process is replaced meanwhile or goes on later makes no diff
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.faults.conftest import stopped
 from tests.e2e.faults.test_kills import num_decoded
 from tests.e2e.tenants import Tenant
 from tests.support.checkpoints import make_checkpoint
@@ -45,19 +43,6 @@ def expected(shaken: Tenant, model: str) -> list[int]:
     """The tokens of a stream beside which nothing hangs."""
     token_ids: list[int] = complete(shaken.platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     return token_ids
-
-
-@contextmanager
-def stopped(*pids: int) -> Iterator[None]:
-    """The processes hang within the block."""
-    try:
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):  # it was replaced
-                os.kill(pid, signal.SIGCONT)
 
 
 def tokens_while_hung(tenant: Tenant, model: str, child: str) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.faults.conftest import stopped
 from tests.e2e.tenants import SMALL, Tenant
 from tests.support.completions import Streamed, complete, headers, stream
 from tests.support.http import http
@@ -186,11 +187,12 @@ def test_second_sigterm_ends_the_grace_of_a_gateway(shaken: Tenant) -> None:
     ready_file = platform.home.run / "gateway.json"
     answer = stream(platform, shaken.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
     state = next(answer)
-    os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: not ready_file.exists(), "the departure of the gateway")
-    os.kill(pid, signal.SIGTERM)
-    for _ in answer:  # to its end
-        pass
+    with stopped(platform.pid("decode-0"), platform.pid("prefill-0")):  # else the answer may end before
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not ready_file.exists(), "the departure of the gateway")
+        os.kill(pid, signal.SIGTERM)
+        for _ in answer:  # to its end
+            pass
     assert state.error is not None and "shutting down" in state.error["message"]
     platform.await_restart("gateway", pid)
     num_billed = shaken.usage()["completion_tokens"] - before
