@@ -9,7 +9,7 @@ from nats.aio.client import Client
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.net.load_reports import publish_reports
 from torchrelay.common.net.nats_client import Subjects
-from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.control.v1 import reports_pb2
 from torchrelay.worker.metrics.load_metrics import export_load
 from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares, bottleneck
 from torchrelay.worker.worker import Worker
@@ -25,7 +25,6 @@ class Reporter:
     def report(self) -> reports_pb2.WorkerReport:
         worker = self._worker
         settings, step_metrics = worker.settings, worker.step_metrics
-        queued = self._queued_prompts()
         latency = step_metrics.latency(worker.slot.instance_labels)
         return reports_pb2.WorkerReport(
             worker_id=settings.worker_id,
@@ -39,7 +38,6 @@ class Reporter:
             kv_pool_bytes=settings.kv_pool_bytes,
             kv_free_bytes=int(settings.kv_pool_bytes * self._free_kv_share()),
             num_running=self._num_running(),
-            num_queued_prefill_tokens=sum(queued),
             prefill_tokens_per_s=step_metrics.prefill_tokens_per_s,
             step_s=step_metrics.step_s,
             num_positions_prefilled=step_metrics.num_positions_prefilled,
@@ -51,7 +49,6 @@ class Reporter:
             device=settings.device.partition(":")[0],
             profile=_profile_to_proto(step_metrics.time_shares_of(worker.slot.instance_labels)),
             latency=_latency_to_proto(latency) if latency else None,
-            queued_prefill_s=sum(map(latency.prefill_s, queued)) if latency and latency.prefill.known else 0.0,
             engine=worker.progress(),
             is_leaving=worker.slot.is_leaving,
             num_devices=settings.devices,
@@ -71,15 +68,13 @@ class Reporter:
 
     def activity(self) -> tuple[int, ...]:
         """A value that changes with everything that the scheduler places requests by."""
-        # Prefilled positions count: when one prompt ends as another begins, the queue is as long as before, but the
-        # scheduler assumes that everything placed since the last report is waiting. Fields that only decoding changes
-        # can wait for the next regular report, and changes of the slot are streamed.
+        # Steps of prompts teach the latency model. Fields that only decoding changes can wait for the next regular
+        # report, and changes of the slot are streamed.
         worker = self._worker
         return (
             worker.step_metrics.num_positions_prefilled,
             worker.step_metrics.kv_bytes_received,
             worker.holder.bytes_sent,
-            len(self._queued_prompts()),
             *(len(role.attempts) for role in worker.roles),
         )
 
@@ -89,12 +84,6 @@ class Reporter:
     def _free_kv_share(self) -> float:
         instance = self._worker.engine.instance
         return instance.num_free_pages / instance.num_pages if instance and instance.num_pages else 1.0
-
-    def _queued_prompts(self) -> list[int]:
-        """The length of each prompt that is not completely computed, including its computed tokens."""
-        role = self._worker.role(types_pb2.ROLE_PREFILL)
-        waiting = [attempt for attempt in role.attempts.values() if not attempt.is_prefilled] if role else []
-        return [attempt.start.num_prompt_tokens for attempt in waiting]
 
     async def run(self, nats_client: Client) -> None:
         """Publishes until cancelled."""

@@ -39,7 +39,6 @@ class WorkerReport(_message.Message):
     KV_POOL_BYTES_FIELD_NUMBER: _builtins.int
     KV_FREE_BYTES_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
-    NUM_QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
     NUM_POSITIONS_PREFILLED_FIELD_NUMBER: _builtins.int
@@ -50,7 +49,6 @@ class WorkerReport(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     LATENCY_FIELD_NUMBER: _builtins.int
-    QUEUED_PREFILL_S_FIELD_NUMBER: _builtins.int
     HAS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     IS_BEAT_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
@@ -69,7 +67,6 @@ class WorkerReport(_message.Message):
     kv_pool_bytes: _builtins.int
     kv_free_bytes: _builtins.int
     num_running: _builtins.int
-    num_queued_prefill_tokens: _builtins.int
     prefill_tokens_per_s: _builtins.float
     """measured; 0: not yet"""
     step_s: _builtins.float
@@ -86,8 +83,6 @@ class WorkerReport(_message.Message):
     """process start to free slot"""
     device: _builtins.str
     """kind of device it computes on: "cpu", "cuda" """
-    queued_prefill_s: _builtins.float
-    """by that model, for num_queued_prefill_tokens; 0: not known"""
     has_prefix_cache: _builtins.bool
     """prompts that begin alike compute the common part once"""
     is_beat: _builtins.bool
@@ -130,7 +125,6 @@ class WorkerReport(_message.Message):
         kv_pool_bytes: _builtins.int = ...,
         kv_free_bytes: _builtins.int = ...,
         num_running: _builtins.int = ...,
-        num_queued_prefill_tokens: _builtins.int = ...,
         prefill_tokens_per_s: _builtins.float = ...,
         step_s: _builtins.float = ...,
         num_positions_prefilled: _builtins.int = ...,
@@ -141,7 +135,6 @@ class WorkerReport(_message.Message):
         device: _builtins.str = ...,
         profile: Global___EngineProfile | None = ...,
         latency: Global___LatencyModel | None = ...,
-        queued_prefill_s: _builtins.float = ...,
         has_prefix_cache: _builtins.bool = ...,
         is_beat: _builtins.bool = ...,
         engine: _types_pb2.EngineProgress | None = ...,
@@ -151,7 +144,7 @@ class WorkerReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine", b"engine", "latency", b"latency", "profile", b"profile", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "data_address", b"data_address", "device", b"device", "engine", b"engine", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "is_leaving", b"is_leaving", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_devices", b"num_devices", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "queued_prefill_s", b"queued_prefill_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "data_address", b"data_address", "device", b"device", "engine", b"engine", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "is_leaving", b"is_leaving", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_devices", b"num_devices", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

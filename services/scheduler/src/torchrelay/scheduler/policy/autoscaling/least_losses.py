@@ -24,9 +24,7 @@ class LeastLosses:
 
     def __init__(self, away_s: float) -> None:
         self._away_s = away_s
-        self._known: dict[
-            str, tuple[_Bound, float]
-        ] = {}  # with the time until which it holds; the next to expire first
+        self._known: dict[str, tuple[_Bound, float]] = {}  # with the end of its validity; the next to expire first
         self._unknown: dict[str, None] = {}
         self._ordered: list[_Bound] = []  # of the known versions
 
