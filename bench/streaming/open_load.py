@@ -3,7 +3,8 @@
     python -m bench.streaming.open_load < job.json
 
 ``open_job`` makes the job; ``at`` is in seconds from the start. Prints a list of answers, with a list of tries for each
-request: if the job has ``comes_back``, a refused client tries again when `Retry-After` says so. Times are Unix seconds.
+request: if the job has ``comes_back``, a refused client tries again when `Retry-After` says so. ``has_failed``: there
+was an error, also within a stream. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import uvloop
 
 from bench.streaming.load import EVENT, request_bytes
 
+ERROR = b'{"error"'  # of a stream that has begun, or the whole body
 _READ_BYTES = 1 << 16
 
 
@@ -68,8 +70,9 @@ async def tried(job: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         status, *rest = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         fields = dict(line.lower().split(": ", 1) for line in rest if line)
         first_at = last_at = 0.0
-        num_events, tail = 0, b""
+        num_events, tail, has_failed = 0, b"", False
         while received := await reader.read(_READ_BYTES):
+            has_failed = has_failed or ERROR in tail[1 - len(ERROR) :] + received
             tail = tail[1 - len(EVENT) :] + received
             if count := tail.count(EVENT):
                 last_at = time.time()
@@ -81,6 +84,7 @@ async def tried(job: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
         "status": int(status.split()[1]),
         "retry_after_s": float(fields.get("retry-after", 0)),
         "num_events": num_events,
+        "has_failed": has_failed,
         "sent_at": sent_at,
         "first_at": first_at,
         "last_at": last_at,
