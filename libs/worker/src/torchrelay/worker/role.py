@@ -114,6 +114,9 @@ class WorkerRole(ABC):
     def on_delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
         """Reacts to a delivered token."""
 
+    def prefilled(self, group_ids: Iterable[str]) -> None:  # noqa: B027
+        """Reacts to prompts that the engine has computed."""
+
     def advance_prompts(self, prompts: Sequence[PromptProgress]) -> None:  # noqa: B027
         """Reports the prompts that a step has advanced without ending them."""
 
@@ -320,12 +323,6 @@ class WorkerRole(ABC):
         if finish is not None:
             self._finish(attempt, token)
         return output
-
-    def mark_prefilled(self, group_ids: Iterable[str]) -> None:
-        """Marks the attempts whose prompts the engine has computed."""
-        for group_id in group_ids:
-            if attempt := self.attempts.get(group_id):
-                attempt.is_prefilled = True
 
     def _finish(self, attempt: Attempt, token: NewToken) -> None:
         attempt.open_choices.discard(token.choice)

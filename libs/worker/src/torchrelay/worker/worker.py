@@ -252,7 +252,7 @@ class Worker:
 
     def _on_step(self, result: StepResult) -> None:
         for role in self.roles:
-            role.mark_prefilled(result.prefilled)
+            role.prefilled(result.prefilled)
             role.advance_prompts(result.prompts)
             role.deliver_prompt_logprobs(result.prompt_logprobs)
             role.deliver(result.tokens)

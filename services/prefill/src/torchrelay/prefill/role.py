@@ -177,8 +177,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             self._recalled.keep(attempt.group_id)
         super().recall(attempt)
 
-    def mark_prefilled(self, group_ids: Iterable[str]) -> None:
-        super().mark_prefilled(group_ids)
+    def prefilled(self, group_ids: Iterable[str]) -> None:
         self._recalled.drop_prefilled(group_ids)
 
     def keeps_prompt(self, group_id: str) -> bool:

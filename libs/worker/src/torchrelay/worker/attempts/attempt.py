@@ -64,7 +64,6 @@ class Attempt:
     phases: list[types_pb2.Phase] = field(default_factory=list)
     deadline: asyncio.TimerHandle | None = None
     is_started: bool = False  # its stop checkers are in place; tokens may arrive
-    is_prefilled: bool = False  # the engine has computed its prompt
     _num_forced: dict[int, int] = field(init=False)  # by choice
 
     def __post_init__(self) -> None:
