@@ -61,7 +61,12 @@ def test_variable_of_ended_setting_is_named_and_ignored(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHRELAY_GATEWAY_GRACE_S", "3")
+    monkeypatch.setenv("TORCHRELAY_LATE_COST", "3")
     settings = load_settings(SchedulerSettings, "torchrelay-scheduler", [f"--cluster-key={'ab' * 16}"])
     assert settings.config.gateway_grace_s == 10.0
-    said = "TORCHRELAY_GATEWAY_GRACE_S is not a setting any more and is ignored: a disconnected gateway always has 10 s"
-    assert said in capsys.readouterr().err
+    lines = sorted(capsys.readouterr().err.splitlines())
+    grace = (
+        "TORCHRELAY_GATEWAY_GRACE_S is not a setting any more and is ignored: a disconnected gateway always has 10 s"
+    )
+    assert len(lines) == 2 and grace in lines[0], "and none about names that they resemble"
+    assert "TORCHRELAY_LATE_COST is not a setting any more and is ignored: set late_cost_s" in lines[1]

@@ -82,16 +82,20 @@ def test_option_overrides_variable(
 
 
 @pytest.mark.usefixtures("started")
-def test_misspelt_variable_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_variables_are_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = {name for each in (GatewaySettings, SchedulerSettings, StoreSettings) for name in each.model_fields}
     for name in (*others, "api_url", "api_key", "config", "http_prot", "metric_port"):
         if f"TORCHRELAY_{name.upper()}" not in VARIABLES:
             monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", "3")
+    monkeypatch.setenv("TORCHRELAY_LATE_COST", "5")
     said = run("up", "--home", str(tmp_path / "home")).stderr.splitlines()
-    assert sorted(said) == [
+    misspelt = [
         f"torchrelay: TORCHRELAY_{wrong} is not a setting and is ignored; did you mean TORCHRELAY_{right}?"
         for wrong, right in (("HTTP_PROT", "HTTP_PORT"), ("METRIC_PORT", "METRICS_PORT"))
     ]
+    why = SchedulerSettings.ended["late_cost"]
+    ended = f"torchrelay: TORCHRELAY_LATE_COST is not a setting any more and is ignored: {why}"
+    assert sorted(said) == sorted([*misspelt, ended])
 
 
 def test_misspelt_config_key_is_refused_before_start(

@@ -74,13 +74,13 @@ def up(
             "no worker for prefill or decode", "pass --prefill-workers and --decode-workers, or --both-workers"
         )
     # These import gRPC: not for `torchrelay --help`.
-    from torchrelay.cli.up.config_file import check_config_file
     from torchrelay.cli.up.plan import UpOptions
     from torchrelay.cli.up.run import run_up
-    from torchrelay.common.process.settings import PREFIX, ServiceSettings, misspelt_variables
+    from torchrelay.cli.up.settings_check import check_config_file, variables_without_effect
+    from torchrelay.common.process.settings import PREFIX
 
     own = {str(option.envvar).removeprefix(PREFIX).lower() for option in context.command.params if option.envvar}
-    for message in misspelt_variables(own | ServiceSettings.model_fields.keys()):
+    for message in variables_without_effect(own):
         typer.echo(f"torchrelay: {message}", err=True)
     check_config_file()
     options = UpOptions(

@@ -64,24 +64,18 @@ def misspelt(key: str, known: Collection[str]) -> str | None:
     return next(iter(difflib.get_close_matches(key, known, 1, MISSPELT_SIMILARITY)), None)
 
 
-def misspelt_variables(known: Collection[str]) -> list[str]:
-    """A sentence for each variable of the environment that resembles the name of a setting."""
-    given = (name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX))
-    pairs = ((name, misspelt(name, known)) for name in given if name not in known)
-    return [
-        f"{PREFIX}{name.upper()} is not a setting and is ignored; did you mean {PREFIX}{near.upper()}?"
-        for name, near in pairs
-        if near
-    ]
-
-
-def ended_variables(ended: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable of the environment that was a setting."""
-    return [
-        f"{PREFIX}{name.upper()} is not a setting any more and is ignored: {why}"
-        for name, why in ended.items()
-        if PREFIX + name.upper() in os.environ
-    ]
+def ignored_variables(known: Collection[str], ended: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable of the environment that was a setting, or resembles the name of a setting."""
+    faults = []
+    for name in (name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX)):
+        if name in ended:
+            fault = f"is not a setting any more and is ignored: {ended[name]}"
+        elif name not in known and (near := misspelt(name, known)):
+            fault = f"is not a setting and is ignored; did you mean {PREFIX}{near.upper()}?"
+        else:
+            continue
+        faults.append(f"{PREFIX}{name.upper()} {fault}")
+    return faults
 
 
 def flag_error(message: str, known: Collection[str], ended: Mapping[str, str]) -> str:
@@ -217,7 +211,7 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
         fault = flag_error(str(error), settings_cls.model_fields, settings_cls.ended)
         print(f"{program}: {fault} ({program} --help lists all)", file=sys.stderr)
         raise SystemExit(2) from error
-    for message in (*misspelt_variables(settings_cls.model_fields), *ended_variables(settings_cls.ended)):
+    for message in ignored_variables(settings_cls.model_fields, settings_cls.ended):
         print(f"{program}: {message}", file=sys.stderr)
     try:
         return settings_cls(**source())

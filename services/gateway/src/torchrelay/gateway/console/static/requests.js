@@ -6,7 +6,7 @@ import { Alert, Decisions, Loading, Table, useAnswer } from "/console/parts.js";
 const STATUSES = ["running", "ok", "cancelled", "error", "gateway_lost"];
 const MEANINGS = {
   running: "It has not ended.",
-  ok: "It ended by itself or at its longest.",
+  ok: "It ended by itself or at its maximum length.",
   cancelled: "Its client left or cancelled it.",
   error: "It failed, or the platform refused it after it was opened.",
   gateway_lost: "Its gateway ended. It is billed for what its gateway had delivered as far as the platform knows.",
@@ -109,7 +109,7 @@ function Request({ id }) {
   const facts = {
     Model: html`<a href=${modelOf(request.model)}>${request.model}</a>`,
     Status: html`<${Status} of=${request.status} />`,
-    Choices: request.causes.map(shown).join(", ") || "not ended",
+    "Finish reason": request.causes.map(shown).join(", ") || "not ended",
     "Began, UTC": time(request.opened_unix_us / 1e6),
     Took: tookS(request) === null ? "not ended" : seconds(tookS(request)),
     "Prompt tokens": `${count(request.prompt_tokens)}, ${count(request.cached_tokens)} cached`,
