@@ -58,7 +58,7 @@ def test_tenant_sets_engine_and_aliases(console: Console, author: str) -> None:
     page = console.open(author)
     open_model(page, "author/terms")
     page.get_by_label("Engine").select_option("torchrelay")
-    page.get_by_label("Most instances per role").fill("3")
+    page.get_by_label("Maximum instances per role").fill("3")
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_text("Saved.").wait_for()
     page.get_by_label("Further names").fill("words, claude-terms")
@@ -70,7 +70,7 @@ def test_tenant_sets_engine_and_aliases(console: Console, author: str) -> None:
     page.get_by_role("button", name="Set aliases").click()
     expect(page.get_by_role("alert")).to_contain_text("is not a valid name")
     assert page.get_by_role("button", name="Set price").count() == 0
-    assert page.get_by_label("Least instances").count() == 0
+    assert page.get_by_label("Minimum instances").count() == 0
     console.errors[:] = [each for each in console.errors if "400" not in each]  # Chromium tells of every refusal
 
 
@@ -87,7 +87,7 @@ def test_settings_keep_an_engine_on_several_gpus(console: Console, author: str) 
     page.route("**/v1/models/author/terms", with_engine)
     open_model(page, "author/terms")
     expect(page.get_by_label("Engine")).to_have_value("vllm:2")
-    page.get_by_label("Most instances per role").fill("4")
+    page.get_by_label("Maximum instances per role").fill("4")
     with page.expect_request(lambda request: request.method == "PATCH") as sent:
         page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_text("Saved.").wait_for()
@@ -98,7 +98,7 @@ def test_admin_sets_schedule_targets_and_price(console: Console, author: str) ->
     page = console.open(console.platform.home.admin_key())
     open_model(page, "author/terms")
     expect(page.locator("h2:text-is('Price') + div")).to_contain_text("default")  # above the form of a new price
-    page.get_by_label("Least instances at times").fill("sat 01:00-02:00 Europe/Berlin = 1")
+    page.get_by_label("Minimum instances at times").fill("sat 01:00-02:00 Europe/Berlin = 1")
     page.get_by_label("TTFT target, standard, s").fill("2.5")
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_text("Saved.").wait_for()
@@ -110,7 +110,7 @@ def test_admin_sets_schedule_targets_and_price(console: Console, author: str) ->
     row = page.get_by_role("region", name="Price").locator("tbody tr")
     expect(row).to_contain_text("of this model")
     expect(row).to_contain_text("$0.200$0.050$0.800in force")
-    page.get_by_label("Least instances at times").fill("never")
+    page.get_by_label("Minimum instances at times").fill("never")
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.get_by_role("alert")).to_contain_text("never")
     console.errors[:] = [each for each in console.errors if "400" not in each]  # Chromium tells of every refusal

@@ -40,7 +40,7 @@ function SignIn({ onKey, note }) {
   return html`<main><form class="sign-in" onSubmit=${submit}>
     <h1>Torchrelay</h1>
     <label>API key <input name="key" type="password" autocomplete="off" required autofocus /></label>
-    <span class="dim">A tenant's key (tr-...) shows what is the tenant's. The admin key (tra-..., in the file admin.key of the home) shows all.</span>
+    <span class="dim">A tenant's key (tr-...) shows only the tenant's own data. The admin key (tra-..., in the file admin.key of the home) shows all.</span>
     ${error && html`<${Alert}>${error}<//>`}
     <button>Sign in</button></form></main>`;
 }

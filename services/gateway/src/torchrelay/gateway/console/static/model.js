@@ -8,9 +8,9 @@ const addressOf = (id) => `/v1/models/${id.split("/").map(encodeURIComponent).jo
 export const instancesOf = (last, id) => (last?.instances ?? []).filter((each) => each.models.includes(id));
 
 const ENGINES = ["auto", "torchrelay", "vllm"]; // a model may have another: vllm:2
-const TENANTS_SETTINGS = { idle_timeout_s: "Idle timeout, s", max_instances: "Most instances per role" };
+const TENANTS_SETTINGS = { idle_timeout_s: "Idle timeout, s", max_instances: "Maximum instances per role" };
 const ADMINS_SETTINGS = {
-  min_instances: "Least instances per role",
+  min_instances: "Minimum instances per role",
   interactive_ttft_s: "TTFT target, interactive, s",
   standard_ttft_s: "TTFT target, standard, s",
   batch_ttft_s: "TTFT target, batch, s",
@@ -38,7 +38,7 @@ function Settings({ model, isAdmin, onChange }) {
   return html`<form onSubmit=${submit}><div class="row">
       ${Object.entries(fields).map(([name, label]) => html`<label>${label} <input name=${name} type="number" min="0" step="any" required defaultValue=${model[name]} /></label>`)}
       <label>Engine <select name="engine">${[...new Set([...ENGINES, model.engine])].map((name) => html`<option value=${name} selected=${name === model.engine}>${name}</option>`)}</select></label></div>
-    ${isAdmin && html`<label>Least instances at times, an entry per line
+    ${isAdmin && html`<label>Minimum instances at times, an entry per line
       <textarea name="schedule" rows="2" placeholder="mon-fri 08:00-18:00 Europe/Berlin = 2" defaultValue=${model.schedule.join("\n")}></textarea></label>`}
     <div class="row"><button>Save</button> <span role="status">${note}</span></div>
     <span class="dim">0 is the platform's default. In force: idle for ${model.effective_idle_timeout_s ? seconds(model.effective_idle_timeout_s) : "as long as the next load would cost"}, at most ${count(model.effective_max_instances)} instances per role.</span>

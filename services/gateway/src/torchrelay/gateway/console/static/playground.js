@@ -76,7 +76,7 @@ export function Playground({ isAdmin }) {
       <div class="row">
         <label>Temperature <input name="temperature" type="number" min="0" max="2" step="0.1" defaultValue="0" /></label>
         <label>Top P <input name="top_p" type="number" min="0" max="1" step="0.05" placeholder="1" /></label>
-        <label>Most tokens <input name="max_tokens" type="number" min="1" defaultValue="128" /></label>
+        <label>Maximum tokens <input name="max_tokens" type="number" min="1" defaultValue="128" /></label>
         <label>Seed <input name="seed" type="number" step="1" /></label></div>
       <label>Tools, a JSON array <textarea name="tools" rows="3"></textarea></label></details>
     <div class="row"><button disabled=${running || !models.data}>Send</button>
