@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 from msgspec import structs
 
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
@@ -24,7 +25,6 @@ from torchrelay.scheduler.policy.effects import (
     SetRolesCommand,
     UnloadCommand,
 )
-from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     CommandEnded,
@@ -336,15 +336,15 @@ class PaperCluster:
         state.queues.check_integrity()
         state.tenant_slots.check_integrity(state.instances.versions)
         for version_id in state.queues.versions:
-            if state.endpoint_cache.is_blocked(version_id, self.now):
-                self._check_is_blocked(version_id)
+            endpoints = state.endpoints.get(version_id)
+            if endpoints is not None and self.now < endpoints.blocked_until:
+                self._check_is_blocked(version_id, endpoints)
 
-    def _check_is_blocked(self, version_id: str) -> None:
+    def _check_is_blocked(self, version_id: str, endpoints: Endpoints) -> None:
         """Checks that no waiting request of the version can be placed on any instance."""
         state, model = self.policy.state, self.policy.state.models[version_id]
         for admission in state.queues.waiting(version_id):
-            candidates = dispatch.candidates(state, admission, model, self.now)
-            placement = place(admission, model, candidates, state.kv_transfer_times, state.config, self.now)
+            placement = place(state, admission, model, endpoints.prefills, endpoints.decodes, self.now)
             assert isinstance(placement, NoPlacement)
 
 

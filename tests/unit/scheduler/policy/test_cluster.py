@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.common.liveness import EngineProgress, Liveness
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSize, SlotSizes
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.inputs import StoreGone, StoreReported
 from torchrelay.scheduler.policy.types import (
     BOTH,
     OWN_ENGINE,
-    Instance,
     InstancePhase,
     Role,
     SlotClass,
@@ -205,7 +206,7 @@ def an_instance(worker: WorkerStatus, accepted_at: float = 0.0, confirmed: bool 
 
 
 def test_free_slot_means_failure_only_after_load_is_reported() -> None:
-    instances, worker = Instances(), a_worker("w")
+    instances, worker = Instances(OpenAttempts()), a_worker("w")
     instances.put(an_instance(worker))
     assert instances.observe(worker, now=1.1) == []
     instances.put(an_instance(worker, accepted_at=1.2))
@@ -217,7 +218,7 @@ def test_free_slot_means_failure_only_after_load_is_reported() -> None:
 
 
 def test_load_failing_before_any_report_is_noticed() -> None:
-    instances, worker = Instances(), a_worker("w", slot=SlotStatus(error="no space"))
+    instances, worker = Instances(OpenAttempts()), a_worker("w", slot=SlotStatus(error="no space"))
     again = replace(an_instance(worker, accepted_at=1.0), error_before="no space")
     instances.put(again)
     assert instances.observe(worker, now=1.4) == []  # may be the word of the load before
@@ -228,7 +229,7 @@ def test_load_failing_before_any_report_is_noticed() -> None:
 
 
 def test_restart_loses_instance_and_unknown_one_is_adopted() -> None:
-    instances, worker = Instances(), a_worker("w")
+    instances, worker = Instances(OpenAttempts()), a_worker("w")
     instances.put(an_instance(worker, accepted_at=1.0, confirmed=True))
     changes = instances.observe(replace(worker, incarnation="second", slot=replace(LOADING, instance_id="i2")), now=2.0)
     assert [change.kind for change in changes] == [TransitionKind.LOST, TransitionKind.ADOPTED]
@@ -237,7 +238,7 @@ def test_restart_loses_instance_and_unknown_one_is_adopted() -> None:
 
 
 def test_older_report_does_not_undo_drain() -> None:
-    instances, worker = Instances(), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
+    instances, worker = Instances(OpenAttempts()), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
     draining = replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.DRAINING)
     instances.put(draining)
     instances.observe(worker, now=2.0)
@@ -249,7 +250,7 @@ def test_older_report_does_not_undo_drain() -> None:
 
 
 def test_instance_of_a_leaving_worker_drains() -> None:
-    instances, worker = Instances(), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
+    instances, worker = Instances(OpenAttempts()), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
     instances.put(replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.READY))
     (moved,) = instances.observe(replace(worker, is_leaving=True), now=2.0)
     assert moved.instance.phase is InstancePhase.DRAINING and not moved.instance.placeable

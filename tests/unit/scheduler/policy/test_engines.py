@@ -8,14 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec import structs
 
-from tests.unit.scheduler.policy.dispatch.test_placement import MODEL, NOW, RULES, a_candidate, placed
+from tests.unit.scheduler.policy.dispatch.test_placement import MODEL, NOW, a_candidate, place_at, placed
 from tests.unit.scheduler.policy.dispatch.test_placement import an_admission as a_placeable
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_pair, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
-from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, WorkerStatus
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
@@ -23,11 +21,6 @@ PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
 def without_handover(worker: WorkerStatus) -> WorkerStatus:
     return replace(worker, engine="vllm", hands_over=False, computes_by_layer=False)
-
-
-def alone(candidate: Candidate) -> Candidate:
-    """A candidate whose engine hands nothing over."""
-    return structs.replace(candidate, entry=replace(candidate.entry, hands_over=False))
 
 
 def test_workers_set_apart_play_both_roles_without_handover() -> None:
@@ -48,9 +41,9 @@ def test_a_load_of_an_engine_without_layer_spans_counts_no_layers() -> None:
     scene.pass_time(1.0)
     scene.set_slot("w-a", num_layers_ready=2)
     scene.pass_time(1.0)
-    (entry,) = scene.policy.state.endpoint_cache.prefills(MODEL.version_id)
-    assert entry.phase is InstancePhase.LOADING and entry.loaded_at > scene.now
-    assert (entry.loaded_share(scene.now), entry.num_layers) == (0.0, 1)
+    (instance,) = scene.policy.state.endpoints[MODEL.version_id].prefills
+    assert instance.phase is InstancePhase.LOADING and instance.loaded_at > scene.now
+    assert (instance.share_loaded_at(scene.now), instance.num_layer_steps) == (0.0, 1)
 
 
 def test_a_load_whose_engine_starts_after_the_last_layer_is_not_stalled() -> None:
@@ -60,8 +53,8 @@ def test_a_load_whose_engine_starts_after_the_last_layer_is_not_stalled() -> Non
     scene.hold("store-1", MODEL)
     scene.set_slot("w-a", num_layers_ready=2, num_layers=2, loaded_share=1.0)
     scene.pass_time(1.0)
-    (entry,) = scene.policy.state.endpoint_cache.prefills(MODEL.version_id)
-    assert 28.0 < entry.load_left_s(scene.now) < 31.0
+    (instance,) = scene.policy.state.endpoints[MODEL.version_id].prefills
+    assert 28.0 < instance.load_left_s(scene.now) < 31.0
     scene.pass_time(60.0, step_s=0.5)
     assert not scene.unloads()
     scene.finish_loads()
@@ -69,22 +62,22 @@ def test_a_load_whose_engine_starts_after_the_last_layer_is_not_stalled() -> Non
 
 
 def test_placement_without_handover_stays_on_an_instance_with_enough_kv() -> None:
-    full = alone(a_candidate("full", BOTH, free=0))
-    busy = alone(a_candidate("busy", BOTH, queued=300))
+    full = a_candidate("full", BOTH, free=0, hands_over=False)
+    busy = a_candidate("busy", BOTH, queued=300, hands_over=False)
     assert placed(full, busy) == ("busy", "busy")
 
 
 def test_placement_pairs_only_engines_that_hand_over() -> None:
     prefill, decode = a_candidate("p", PREFILL, queued=400), a_candidate("d", DECODE)
-    idle = alone(a_candidate("whole", BOTH))
+    idle = a_candidate("whole", BOTH, hands_over=False)
     assert placed(prefill, decode, idle) == ("whole", "whole")
-    crowded = alone(a_candidate("whole", BOTH, num_decoding=400, step_s=0.5))
+    crowded = a_candidate("whole", BOTH, num_decoding=400, step_s=0.5, hands_over=False)
     assert placed(prefill, decode, crowded) == ("p", "d")
 
 
 def test_no_placement_on_a_prefill_and_a_decode_instance_without_handover() -> None:
-    candidates = [a_candidate("p", PREFILL), alone(a_candidate("w", BOTH, queued=600))]
-    answer = place(a_placeable(MODEL, "r1"), MODEL, candidates, KvTransferTimes(), RULES, NOW)
+    candidates = [a_candidate("p", PREFILL), a_candidate("w", BOTH, queued=600, hands_over=False)]
+    answer = place_at(a_placeable(MODEL, "r1"), *candidates)
     assert isinstance(answer, NoPlacement) and answer.due > NOW
     assert answer.reason == "no instance with KV for the answer can compute the prompt or get its KV"
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_hosts
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
@@ -29,7 +30,6 @@ from torchrelay.scheduler.policy.types import (
     MAX_VERSIONS,
     REMOTE,
     AttemptKey,
-    Instance,
     InstancePhase,
     SlotStatus,
     WorkerStatus,

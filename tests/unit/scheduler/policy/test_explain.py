@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, PaperCluster, a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
 from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -15,7 +16,6 @@ from torchrelay.scheduler.policy.prediction import Outcome, Prediction
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 from torchrelay.scheduler.policy.types import (
     AttemptKey,
-    Instance,
     InstancePhase,
     Model,
     PackCopy,

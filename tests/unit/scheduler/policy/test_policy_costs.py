@@ -15,6 +15,7 @@ from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import Placed
+from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     FirstToken,
@@ -99,8 +100,7 @@ def test_expired_requests_are_not_placed_one_by_one(monkeypatch: pytest.MonkeyPa
         num_looks += 1
         return place(*args, **options)
 
-    strategies = replace(scene.policy.state.strategies, place=look)
-    monkeypatch.setattr(scene.policy.state, "strategies", strategies)
+    monkeypatch.setattr(dispatch, "place", look)
     scene.finish_loads()
     placed = [each for each in scene.answers if isinstance(each, Placed)]
     assert len(placed) >= 1 and num_looks <= 2 * len(placed) + 2
@@ -139,7 +139,7 @@ def test_too_large_requests_are_not_placed_at_each_call(monkeypatch: pytest.Monk
         num_tries += 1
         return place(*args, **options)
 
-    monkeypatch.setattr(scene.policy.state, "strategies", replace(scene.policy.state.strategies, place=try_to_place))
+    monkeypatch.setattr(dispatch, "place", try_to_place)
     scene.release("small")
     scene.pass_time(1.0)
     assert num_tries == 0

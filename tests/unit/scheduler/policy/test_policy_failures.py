@@ -19,6 +19,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
@@ -35,7 +36,7 @@ from torchrelay.scheduler.policy.inputs import (
     WorkerStopped,
 )
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
-from torchrelay.scheduler.policy.types import BOTH, AttemptKey, Instance, InstancePhase, Role, SlotStatus
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Role, SlotStatus
 
 MODEL = a_model()
 

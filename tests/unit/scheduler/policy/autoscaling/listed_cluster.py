@@ -16,10 +16,10 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import (
     BOTH,
-    Instance,
     InstancePhase,
     Model,
     Role,

@@ -20,8 +20,9 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
-from torchrelay.scheduler.policy.types import BOTH, Instance, InstancePhase, Roles, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles, WorkerStatus
 
 NOW = 1000.0
 SLICE_S, LONGEST_S, SPARE_S = RULES.time_slice_s, RULES.longest_wait_s, RULES.preempt_spare_after_s

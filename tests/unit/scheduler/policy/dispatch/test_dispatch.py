@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,16 +20,17 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_hosts,
 )
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, OpenAttempts
-from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, pause_s, place
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, pause_s, place
 from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions, max_prompts_ahead
-from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction
-from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import (
     BOTH,
     Admission,
@@ -217,22 +218,28 @@ class CountedPlacements:
 
     def __call__(
         self,
+        state: State,
         admission: Admission,
         model: Model,
-        candidates: Sequence[Candidate],
-        kv_transfer_times: KvTransferTimes,
-        config: PolicyConfig,
+        prefills: Sequence[Instance],
+        decodes: Sequence[Instance],
         now: float,
-        num_answer_tokens: int | None = None,
+        returning_s: Mapping[str, float],
     ) -> Placement | NoPlacement:
-        self.numbers.append(len(candidates))
-        return place(admission, model, candidates, kv_transfer_times, config, now, num_answer_tokens)
+        self.numbers.append(len({*prefills, *decodes}))
+        return place(state, admission, model, prefills, decodes, now, returning_s)
 
 
-def a_cluster(num_workers: int) -> tuple[PaperCluster, CountedPlacements]:
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> CountedPlacements:
+    counted = CountedPlacements()
+    monkeypatch.setattr(dispatch, "place", counted)
+    return counted
+
+
+def a_cluster(num_workers: int) -> PaperCluster:
     """All have the model, and nothing to do."""
-    scene, counted = PaperCluster(PolicyConfig(replicate=False)), CountedPlacements()
-    scene.policy.state.strategies = Strategies(place=counted)
+    scene = PaperCluster(PolicyConfig(replicate=False))
     workers = [
         a_worker(
             f"w{number:03}",
@@ -243,12 +250,12 @@ def a_cluster(num_workers: int) -> tuple[PaperCluster, CountedPlacements]:
         for number in range(num_workers)
     ]
     scene.settle(a_store("s", "host-1", [a_copy(MODEL)]), *workers)
-    return scene, counted
+    return scene
 
 
-def test_placement_scores_few_of_many_instances() -> None:
+def test_placement_scores_few_of_many_instances(counted: CountedPlacements) -> None:
     for num_workers in (60, 200):
-        scene, counted = a_cluster(num_workers)
+        scene = a_cluster(num_workers)
         for number in range(120):
             scene.now += 0.001
             scene.admit(MODEL, f"r{number}")
@@ -260,7 +267,7 @@ def test_placement_scores_few_of_many_instances() -> None:
 
 
 def test_requests_spread_over_all_of_a_large_roster() -> None:
-    scene, _ = a_cluster(64)
+    scene = a_cluster(64)
     for number in range(64):
         scene.admit(MODEL, f"r{number}")
     placements = [scene.placement(f"r{number}") for number in range(64)]
@@ -268,7 +275,7 @@ def test_requests_spread_over_all_of_a_large_roster() -> None:
 
 
 def test_instance_with_cached_prefix_is_scored() -> None:
-    scene, _ = a_cluster(64)
+    scene = a_cluster(64)
     model = replace(MODEL, routing_block_tokens=64)
     scene.policy.state.models[model.version_id] = model
     hashes = (b"a", b"b")
@@ -279,8 +286,8 @@ def test_instance_with_cached_prefix_is_scored() -> None:
     assert placed.predicted.num_cached_tokens == 128
 
 
-def test_all_instances_are_scored_if_likely_ones_lack_kv() -> None:
-    scene, counted = a_cluster(64)
+def test_all_instances_are_scored_if_likely_ones_lack_kv(counted: CountedPlacements) -> None:
+    scene = a_cluster(64)
     needed = scene.admit(MODEL, "first").kv_bytes(MODEL)
     for worker_id in list(scene.workers)[:-1]:
         scene.workers[worker_id] = replace(scene.workers[worker_id], kv_pool_bytes=needed - 1)

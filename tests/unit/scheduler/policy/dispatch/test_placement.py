@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,12 +12,13 @@ from msgspec import structs
 from tests.unit.scheduler.policy.paper_cluster import MB, a_model
 from tests.unit.scheduler.policy.paper_cluster import an_admission as an_untargeted_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
-from torchrelay.scheduler.policy.dispatch.open_attempts import DispatchedWork, OpenAttempt
-from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
-from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.handlers.lifecycle import with_targets
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import (
     BOTH,
     Admission,
@@ -49,52 +52,73 @@ def a_candidate(
     num_decoding: int = 0,
     tokens_per_s: float = 1000.0,
     step_s: float = 0.01,
-    cached: int = 0,
     seen: int = 0,
-    num_attempts: int | None = None,
-) -> Candidate:
+    hands_over: bool = True,
+) -> Instance:
     """``queued`` tokens wait there; a sequence more in the batch costs an eighth of a step, 8,000 positions one.
 
-    A full step has 512 tokens. ``num_decoding`` choices decode, of as many attempts.
+    A full step has 512 tokens. ``num_decoding`` choices decode, each of its own attempt.
     """
     latency = LatencyModel(
         StepCost(per_position_s=1 / tokens_per_s, num_steps=100), StepCost(step_s, step_s / 8, step_s / 8000, 100)
     )
-    entry = Endpoint(
-        worker_ref=WorkerRef(worker_id, f"{worker_id}:1", f"i-{worker_id}"),
+    instance = Instance(
+        instance_id=f"i-{worker_id}",
+        model=MODEL.name,
+        version_id=MODEL.version_id,
+        pack_id=MODEL.pack_id,
+        worker_id=worker_id,
+        incarnation="",
         host_id="host-1",
+        roles=roles,
+        phase=InstancePhase.LOADING if load_left_s else InstancePhase.READY,
+        since=0.0,
+        created_at=0.0,
+        worker_ref=WorkerRef(worker_id, f"{worker_id}:1", f"i-{worker_id}"),
         plays_prefill=Role.PREFILL in roles,
         plays_decode=Role.DECODE in roles,
-        phase=InstancePhase.LOADING if load_left_s else InstancePhase.READY,
-        loaded_at=NOW + load_left_s,
         latency=latency,
-        kv_pool_bytes=free + seen * MODEL.kv_bytes_per_token,
         full_step_s=latency.queued_s(512),
+        kv_pool_bytes=free + seen * MODEL.kv_bytes_per_token,
+        hands_over=hands_over,
+        loaded_at=NOW + load_left_s,
     )
-    work = DispatchedWork(kv_bytes=seen * MODEL.kv_bytes_per_token, num_choices=num_decoding, num_attended=seen)
+    work = instance.work
+    work.kv_bytes, work.num_choices, work.num_attended = seen * MODEL.kv_bytes_per_token, num_decoding, seen
     if queued:
         work.queue.add(AttemptKey("ahead", 1), queued / tokens_per_s, NOW)
-    for number in range(num_decoding if num_attempts is None else num_attempts):
-        key, placement = (
-            AttemptKey(f"other {number}", 1),
-            Placement(AttemptKey("", 1), entry.worker_ref, entry.worker_ref, False),
-        )
+    for number in range(num_decoding):
+        key, ref = AttemptKey(f"other {number}", 1), instance.worker_ref
+        placement = Placement(AttemptKey("", 1), ref, ref, False)
         work.decodes[key] = OpenAttempt(an_admission(MODEL, key.request_id), placement, 0.0, 0, is_computed=True)
         work.num_answers += 1
-    return Candidate(entry, work, num_cached_tokens=cached)
+    return instance
 
 
-def placement_of(
-    *candidates: Candidate, kv_transfer_times: KvTransferTimes | None = None, **admitted: int
-) -> Placement:
-    admission = structs.replace(an_admission(MODEL, "r1"), **admitted)
-    placement = place(admission, MODEL, candidates, kv_transfer_times or KvTransferTimes(), RULES, NOW)
+def a_state() -> State:
+    return State.fresh(RULES, lambda: "i", NOW, Strategies())
+
+
+def place_at(
+    admission: Admission,
+    *instances: Instance,
+    now: float = NOW,
+    state: State | None = None,
+    model: Model = MODEL,
+) -> Placement | NoPlacement:
+    prefills = [instance for instance in instances if instance.plays_prefill]
+    decodes = [instance for instance in instances if instance.plays_decode]
+    return place(state or a_state(), admission, model, prefills, decodes, now)
+
+
+def placement_of(*instances: Instance, state: State | None = None, **admitted: int) -> Placement:
+    placement = place_at(structs.replace(an_admission(MODEL, "r1"), **admitted), *instances, state=state)
     assert isinstance(placement, Placement)
     return placement
 
 
-def placed(*candidates: Candidate, **admitted: int) -> tuple[str, str]:
-    placement = placement_of(*candidates, kv_transfer_times=None, **admitted)
+def placed(*instances: Instance, **admitted: int) -> tuple[str, str]:
+    placement = placement_of(*instances, state=None, **admitted)
     return placement.prefill.worker_id, placement.decode.worker_id
 
 
@@ -107,7 +131,7 @@ def test_queue_and_load_are_compared_by_time() -> None:
 def test_prompt_waits_for_soonest_instance_below_full_step() -> None:
     decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
     full = a_candidate("p1", PREFILL, queued=1000)
-    placement = place(an_admission(MODEL, "r1"), MODEL, [full, loading, decode], KvTransferTimes(), RULES, NOW)
+    placement = place_at(an_admission(MODEL, "r1"), full, loading, decode)
     assert isinstance(placement, NoPlacement) and not placement.is_own
     assert placement.due == pytest.approx(NOW + 1.0 - 0.512)
 
@@ -117,21 +141,21 @@ def test_prompt_waits_for_pause_of_answers() -> None:
     asked = an_admission(MODEL, "r1", num_prompt_tokens=512)
     decode_s = 0.01 * (1 + 3 / 8 + 800 / 8000)
     full_s = 0.512 + decode_s - 0.01
-    first = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+    first = place_at(asked, both)
     assert isinstance(first, Placement)
     pause_s = (full_s - 0.085) / (0.085 - decode_s) * decode_s
     assert first.predicted.pause_s == pytest.approx(pause_s)
     both.work.queue.add(asked.key, first.predicted.prefill_s, NOW - 0.6, pause_s)
     both.work.queue.leave(asked.key, NOW)
-    placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+    placement = place_at(asked, both)
     assert isinstance(placement, NoPlacement) and placement.due == pytest.approx(NOW + pause_s - decode_s)
-    assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, placement.due + 1e-6), Placement)
+    assert isinstance(place_at(asked, both, now=placement.due + 1e-6), Placement)
 
 
 def test_prompts_get_half_of_time_after_long_prompts() -> None:
     """One step's pause of each long prompt passed, and the rest stayed owed: each later short prompt waited a step."""
     both, now = a_candidate("b", BOTH, num_decoding=3, seen=800), NOW
-    full_step_s, decode_s = both.entry.full_step_s, both.entry.latency.tbt_s(3, 800)
+    full_step_s, decode_s = both.full_step_s, both.latency.tbt_s(3, 800)
 
     def times(num_prompt_tokens: int, number: int) -> tuple[float, float]:
         """For how long ``number`` prompts waited, and were computed."""
@@ -139,11 +163,11 @@ def test_prompts_get_half_of_time_after_long_prompts() -> None:
         waited_s = computed_s = 0.0
         for _ in range(number):
             asked = an_admission(MODEL, f"r{now}", num_prompt_tokens=num_prompt_tokens, tbt_target_s=0.0165)
-            placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
+            placement = place_at(asked, both, now=now)
             if isinstance(placement, NoPlacement):
                 waited_s += placement.due - now
                 now = placement.due + 1e-6
-                placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
+                placement = place_at(asked, both, now=now)
             assert isinstance(placement, Placement)
             prefill_s = placement.predicted.prefill_s
             both.work.queue.add(asked.key, prefill_s, now, placement.predicted.pause_s)
@@ -167,7 +191,7 @@ def test_pause_follows_strictest_answer() -> None:
         for attempt, target_s in zip(both.work.decodes.values(), targets_s, strict=True):
             attempt.admission = structs.replace(attempt.admission, tbt_target_s=target_s)
         asked = an_admission(MODEL, "r1", num_prompt_tokens=512, tbt_target_s=newcomer_s)
-        placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+        placement = place_at(asked, both)
         assert isinstance(placement, Placement)
         return placement.predicted.pause_s
 
@@ -196,17 +220,22 @@ def test_decode_instance_meets_tbt_target_if_possible() -> None:
 
 
 def test_slow_kv_transfer_is_learned_and_avoided() -> None:
-    kv_transfer_times = KvTransferTimes()
+    state = a_state()
     for _ in range(20):
-        kv_transfer_times.observe("host-1", "host-1", 100 * MODEL.kv_bytes_per_token, 0.5)
+        state.kv_transfer_times.observe("host-1", "host-1", 100 * MODEL.kv_bytes_per_token, 0.5)
     both, decode = a_candidate("b", BOTH, num_decoding=3), a_candidate("d", DECODE)
     assert placement_of(both, decode).decode.worker_id == "d"
-    assert placement_of(both, decode, kv_transfer_times=kv_transfer_times).decode.worker_id == "b"
+    assert placement_of(both, decode, state=state).decode.worker_id == "b"
 
 
 def test_placement_contains_prediction() -> None:
-    both = a_candidate("b", BOTH, queued=200, num_decoding=1, seen=800, cached=64)
-    predicted = placement_of(both, num_prompt_tokens=164, max_tokens=36).predicted
+    both = a_candidate("b", BOTH, queued=200, num_decoding=1, seen=800)
+    state, hashes = a_state(), (b"a", b"b")
+    state.prefix_index.note("i-b", hashes[:1], 1)
+    asked = an_admission(MODEL, "r1", num_prompt_tokens=164, max_tokens=36, block_hashes=hashes)
+    placement = place_at(asked, both, state=state, model=replace(MODEL, routing_block_tokens=64))
+    assert isinstance(placement, Placement)
+    predicted = placement.predicted
     beside_s = 0.01 / 8 + 0.01 * 800 / 8000
     assert predicted.prefill_s == pytest.approx(0.1 + beside_s)
     assert predicted.ttft_s == pytest.approx(0.2 + predicted.prefill_s)
@@ -218,22 +247,14 @@ def test_placement_contains_prediction() -> None:
 
 def test_why_there_is_no_place() -> None:
     admission = an_admission(MODEL, "r1")
-    alone = place(admission, MODEL, [a_candidate("p", PREFILL)], KvTransferTimes(), RULES, NOW)
-    assert alone == NoPlacement("no instance plays decode")
-    full = place(admission, MODEL, [a_candidate("b", BOTH, free=5)], KvTransferTimes(), RULES, NOW)
+    assert place_at(admission, a_candidate("p", PREFILL)) == NoPlacement("no instance plays decode")
+    full = place_at(admission, a_candidate("b", BOTH, free=5))
     assert (
         isinstance(full, NoPlacement)
         and f"{admission.kv_bytes(MODEL):,} bytes" in full.reason
         and "5 are" in full.reason
     )
-    crowded = place(
-        admission,
-        MODEL,
-        [a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance)],
-        KvTransferTimes(),
-        RULES,
-        NOW,
-    )
+    crowded = place_at(admission, a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance))
     assert isinstance(crowded, NoPlacement)
 
 
@@ -249,24 +270,22 @@ candidates = st.builds(
 
 
 @given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
-def test_placement_always_has_roles_and_kv(candidates: list[Candidate], tokens: int, choices: int) -> None:
+def test_placement_always_has_roles_and_kv(candidates: list[Instance], tokens: int, choices: int) -> None:
     admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
-    placement = place(admission, MODEL, candidates, KvTransferTimes(), RULES, NOW)
-    by_worker = {candidate.entry.worker_ref.worker_id: candidate for candidate in candidates}
+    placement = place_at(admission, *candidates)
+    by_worker = {candidate.worker_id: candidate for candidate in candidates}
     fits = [
         candidate
         for candidate in candidates
         if candidate.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and len(candidate.work.decodes) < 64
     ]
-    prefills = [candidate for candidate in candidates if candidate.entry.plays_prefill]
+    prefills = [candidate for candidate in candidates if candidate.plays_prefill]
     if isinstance(placement, NoPlacement):
-        is_full = any(each.entry.ahead_s(each.work.queue, NOW) >= each.entry.full_step_s for each in prefills)
-        assert is_full or not prefills or not any(candidate.entry.plays_decode for candidate in fits)
+        is_full = any(each.ahead_s(NOW) >= each.full_step_s for each in prefills)
+        assert is_full or not prefills or not any(candidate.plays_decode for candidate in fits)
         assert not is_full or placement.due > NOW
         return
     prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
-    assert prefill.entry.plays_prefill and decode.entry.plays_decode and decode in fits
-    assert prefill.entry.ahead_s(prefill.work.queue, NOW) < prefill.entry.full_step_s, (
-        "nothing is dispatched that cannot begin"
-    )
-    assert placement.cold == bool(prefill.entry.load_left_s(NOW) or decode.entry.load_left_s(NOW))
+    assert prefill.plays_prefill and decode.plays_decode and decode in fits
+    assert prefill.ahead_s(NOW) < prefill.full_step_s, "nothing is dispatched that cannot begin"
+    assert placement.cold == bool(prefill.load_left_s(NOW) or decode.load_left_s(NOW))

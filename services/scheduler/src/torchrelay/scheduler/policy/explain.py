@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from torchrelay.common.quantities import format_bytes, format_duration
 from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
-from torchrelay.scheduler.policy.types import AttemptKey, Instance, PackCopy, Placement, SlotStatus
+from torchrelay.scheduler.policy.types import AttemptKey, PackCopy, Placement, SlotStatus
 
 MAX_REQUESTS = 2048
 _MAX_PHASES = 64  # per request

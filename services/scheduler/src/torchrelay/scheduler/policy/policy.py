@@ -90,7 +90,7 @@ class Policy:
                 self._use_pack(worker_id, now)
                 if state.membership.beat_worker(worker_id, incarnation, progress, now):
                     if instance := state.instances.on_worker(worker_id):
-                        state.endpoint_cache.forget(instance.version_id)
+                        state.endpoints.pop(instance.version_id, None)
                     self._react(now)
             case inputs.WorkerStreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
@@ -15,14 +15,14 @@ from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.autoscaling.usage import Usage, Usages
 from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases, tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
-from torchrelay.scheduler.policy.dispatch.endpoint_cache import EndpointCache
+from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
@@ -49,7 +49,6 @@ from torchrelay.scheduler.policy.types import (
     MAX_VERSIONS,
     Admission,
     AttemptKey,
-    Instance,
     Model,
     Pool,
     PoolTarget,
@@ -77,9 +76,9 @@ class State:
     idle_deadlines: DueTimes = field(default_factory=DueTimes)  # when versions may have been idle for their timeouts
     usages: Usages = field(default_factory=Usages)
     load_times: LoadTimes = field(default_factory=LoadTimes)
-    instances: Instances = field(default_factory=Instances)
-    attempts: OpenAttempts = field(default_factory=OpenAttempts)
-    endpoint_cache: EndpointCache = field(default_factory=EndpointCache)
+    attempts: OpenAttempts = field(init=False)
+    instances: Instances = field(init=False)
+    endpoints: dict[str, Endpoints] = field(default_factory=dict)  # by version; see ``handlers/endpoints.py``
     corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
     token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
@@ -93,7 +92,7 @@ class State:
     transfers: Transfers = field(init=False)
     copies: Copies = field(init=False)
     retention: Retention = field(init=False)
-    aliases: VersionAliases = field(default_factory=VersionAliases)
+    aliases: VersionAliases = field(init=False)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     version_of_pack: dict[str, str] = field(default_factory=dict)  # the last noted of ``models`` that has the pack
     minimums: Minimums = field(default_factory=Minimums)
@@ -112,7 +111,7 @@ class State:
     # By loading instance and worker that took prompts over: their number, and the computation that it need not do.
     prompt_moves: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
     # By version: the endpoints that its parked requests are too large for, and these.
-    too_large: dict[str, tuple[Sequence[Endpoint], set[AttemptKey]]] = field(default_factory=dict)
+    too_large: dict[str, tuple[Endpoints, set[AttemptKey]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     marked: set[str] = field(default_factory=set)  # versions to decide on by the next ``Due``
@@ -133,17 +132,16 @@ class State:
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         failures, turns = LoadFailures(config), VersionTurns(config.whole_scale_every_s)
         losses = LeastLosses(config.time_slice_s)
-        state = cls(config, new_id, now, queues, failures, gateways, membership, turns, losses, strategies)
-        state.instances = Instances(on_change=state._instances_changed)
-        state.aliases = VersionAliases(on_change=state.tenant_slots.changed)
-        state.attempts = OpenAttempts(on_change=state.endpoint_cache.work_changed)
-        return state
+        return cls(config, new_id, now, queues, failures, gateways, membership, turns, losses, strategies)
 
     def __post_init__(self) -> None:
+        self.attempts = OpenAttempts(on_change=self._work_changed)
+        self.instances = Instances(self.attempts, on_change=self._instances_changed)
         self.transfers = Transfers(self.membership)
         self.copies = Copies(self.config, self.membership, self.pack_worth)
         self.retention = Retention(self.config, self.membership, self.copies)
         self.tenant_slots = TenantSlots(self._slots_of)
+        self.aliases = VersionAliases(on_change=self.tenant_slots.changed)
 
     def _slots_of(self, version_id: str) -> VersionSlots:
         """The version's slots, without those that were taken from its tenants for a tenant without a slot."""
@@ -154,12 +152,28 @@ class State:
 
     def _instances_changed(self, version_id: str, is_progress: bool) -> None:
         if is_progress:
-            self.endpoint_cache.unblock(version_id)
-            self.endpoint_cache.forget_loads(version_id)
+            self.unblock(version_id)
+            self.loads_changed(version_id)
             return
         self.tenant_slots.changed(version_id)
-        self.endpoint_cache.forget(version_id)
+        self.endpoints.pop(version_id, None)
         self.least_losses.changed(version_id, has_instances=len(self.instances.of_version(version_id)) > 0)
+
+    def _work_changed(self, instance_id: str) -> None:
+        instance = self.instances.get(instance_id)
+        endpoints = self.endpoints.get(instance.version_id) if instance is not None else None
+        if instance is not None and endpoints is not None and endpoints.index is not None:
+            endpoints.index.change(instance)
+
+    def loads_changed(self, version_id: str) -> None:
+        """Lets the times of the version's loads be predicted again."""
+        if (endpoints := self.endpoints.get(version_id)) is not None:
+            endpoints.has_old_loads = True
+
+    def unblock(self, version_id: str) -> None:
+        """Records that the version's instances may take prompts again."""
+        if (endpoints := self.endpoints.get(version_id)) is not None:
+            endpoints.blocked_until = -math.inf
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()

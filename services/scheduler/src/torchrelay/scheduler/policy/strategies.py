@@ -13,27 +13,10 @@ from typing import Protocol, TypeAlias
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
-from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.relay.planning import Node, ReceiveProgress, TransferEdge, plan
 from torchrelay.scheduler.policy.replication.copies import Copies, CopyKey, CopyOrder, evaluate_packs
-from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement
-
-
-class Place(Protocol):
-    """Chooses where an attempt runs; see ``dispatch/placement.py``."""
-
-    def __call__(
-        self,
-        admission: Admission,
-        model: Model,
-        candidates: Sequence[Candidate],
-        kv_transfer_times: KvTransferTimes,
-        config: PolicyConfig,
-        now: float,
-        num_answer_tokens: int | None = None,
-    ) -> Placement | NoPlacement: ...
+from torchrelay.scheduler.policy.types import Admission, AttemptKey
 
 
 class Decide(Protocol):
@@ -88,7 +71,6 @@ class LoadingPrompts(Enum):
 class Strategies:
     """The strategies of a policy; by default the scheduler's own."""
 
-    place: Place = place
     decide: Decide = decide
     plan: Plan = plan
     evaluate_packs: EvaluatePacks = evaluate_packs

@@ -20,11 +20,12 @@ from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
-from torchrelay.scheduler.policy.types import Instance, Model, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import Model, StoreStatus, WorkerStatus
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch

@@ -9,9 +9,10 @@ from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.relay.transfers import Transfer
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import Instance, Pool
+from torchrelay.scheduler.policy.types import Pool
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 
@@ -173,7 +174,7 @@ def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
 
 
 def _instance_view(state: State, instance: Instance, now: float) -> scheduler_pb2.InstanceView:
-    num_open = state.attempts.at(instance.instance_id).num_open
+    num_open = instance.work.num_open
     moves = state.prompt_moves.get(instance.instance_id, {})
     return scheduler_pb2.InstanceView(
         instance_id=instance.instance_id,
@@ -185,7 +186,7 @@ def _instance_view(state: State, instance: Instance, now: float) -> scheduler_pb
         state=instance.phase.value,
         in_state_s=now - instance.since,
         num_running=num_open,
-        idle_s=0.0 if num_open else now - state.instances.last_active(instance.instance_id),
+        idle_s=0.0 if num_open else now - instance.last_active,
         roles_reason=instance.roles_reason,
         roles_s=now - instance.roles_since if instance.roles_since else 0.0,
         moves=[

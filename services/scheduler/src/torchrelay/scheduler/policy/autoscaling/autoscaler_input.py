@@ -17,13 +17,13 @@ from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, reserved_i
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.autoscaling.usage import WINDOW_S
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import (
     BOTH,
     DECODES,
-    Instance,
     InstancePhase,
     Model,
     Role,

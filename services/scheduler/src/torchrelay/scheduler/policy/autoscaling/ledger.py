@@ -16,9 +16,10 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Load,
     SetRoles,
 )
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.types import Instance, InstancePhase, Model, Roles
+from torchrelay.scheduler.policy.types import InstancePhase, Model, Roles
 
 
 @dataclass

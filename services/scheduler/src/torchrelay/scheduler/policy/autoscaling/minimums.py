@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.types import ROLES, Instance, Model, ScheduledMinimum
+from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.types import ROLES, Model, ScheduledMinimum
 
 
 @dataclass(frozen=True, slots=True)

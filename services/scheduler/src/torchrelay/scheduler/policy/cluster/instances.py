@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Container, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.types import Instance, InstancePhase, WorkerStatus
+from torchrelay.scheduler.policy.types import InstancePhase, WorkerStatus
 
 STORE_LOST = "store_lost"  # the cause of a failed load
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")
@@ -30,37 +32,37 @@ class TransitionKind(enum.Enum):
 
 @dataclass(frozen=True)
 class InstanceTransition:
+    """``since``: when it entered the phase that it had before; None if it is adopted."""
+
     kind: TransitionKind
-    instance: Instance  # its current record, or the last one if it is gone
-    before: Instance | None = None
+    instance: Instance
+    since: float | None = None
     reason: Reason = field(default_factory=Reason)  # for transitions that this scheduler did not order
+    is_new_phase: bool = False
+    # Only more layers are loaded, which does not change what the cluster can serve, nor in which slots.
+    is_progress: bool = False
 
     @property
     def gone(self) -> bool:
         return self.kind not in (TransitionKind.ADOPTED, TransitionKind.MOVED)
 
-    @property
-    def is_progress(self) -> bool:
-        """Whether only more layers are loaded, which does not change what the cluster can serve, nor in which slots."""
-        before, after = self.before, self.instance
-        if self.kind is not TransitionKind.MOVED or before is None:
-            return False
-        return (before.phase, before.roles, before.accepted) == (after.phase, after.roles, after.accepted)
-
 
 class Instances:
     """Instances by id; at most one per worker."""
 
-    def __init__(self, on_change: Callable[[str, bool], None] = lambda version_id, is_progress: None) -> None:
+    def __init__(
+        self,
+        attempts: OpenAttempts,
+        on_change: Callable[[str, bool], None] = lambda version_id, is_progress: None,
+    ) -> None:
         """``on_change`` is called with the version of each record that is put or removed, and whether only more of its
         layers are loaded.
         """
-        self._on_change = on_change
+        self._attempts, self._on_change = attempts, on_change
         self._by_id: dict[str, Instance] = {}
         self._on_worker: dict[str, str] = {}
         self._of_version: dict[str, dict[str, Instance]] = {}
         self._on_host: dict[str, dict[str, None]] = {}  # instance ids
-        self._last_active: dict[str, float] = {}
         self._loading: dict[str, None] = {}
         self._num_loading: dict[str, int] = {}  # by version, where there are any
         self._draining: dict[str, None] = {}
@@ -103,18 +105,16 @@ class Instances:
     def on_host(self, host_id: str) -> tuple[Instance, ...]:
         return tuple(self._by_id[instance_id] for instance_id in self._on_host.get(host_id, ()))
 
-    def last_active(self, instance_id: str) -> float:
-        """Time of the last placement or release of an attempt on the instance."""
-        return self._last_active[instance_id]
-
     def put(self, instance: Instance, *, is_progress: bool = False) -> None:
-        """Adds an instance, or replaces its record. ``is_progress``: only more of its layers are loaded."""
+        """Adds an instance, or records that it has changed. ``is_progress``: only more of its layers are loaded."""
         assert self._on_worker.get(instance.worker_id, instance.instance_id) == instance.instance_id
+        if instance.instance_id not in self._by_id:
+            instance.work = self._attempts.work_of(instance.instance_id)
+            instance.work.is_present, instance.last_active = True, instance.created_at
         self._by_id[instance.instance_id] = instance
         self._on_worker[instance.worker_id] = instance.instance_id
         self._of_version.setdefault(instance.version_id, {})[instance.instance_id] = instance
         self._on_host.setdefault(instance.host_id, {})[instance.instance_id] = None
-        self._last_active.setdefault(instance.instance_id, instance.created_at)
         self._set_loading(instance, instance.phase is InstancePhase.LOADING)
         if instance.phase is InstancePhase.DRAINING:
             self._draining[instance.instance_id] = None
@@ -125,7 +125,8 @@ class Instances:
     def remove(self, instance_id: str) -> Instance | None:
         instance = self._by_id.pop(instance_id, None)
         if instance is not None:
-            del self._on_worker[instance.worker_id], self._last_active[instance_id]
+            del self._on_worker[instance.worker_id]
+            self._attempts.instance_gone(instance_id)
             self._set_loading(instance, False)
             self._draining.pop(instance_id, None)
             for index, name in ((self._of_version, instance.version_id), (self._on_host, instance.host_id)):
@@ -148,8 +149,8 @@ class Instances:
 
     def touch(self, instance_id: str, now: float) -> None:
         """Records that an attempt was placed or released."""
-        if instance_id in self._by_id:
-            self._last_active[instance_id] = now
+        if (instance := self._by_id.get(instance_id)) is not None:
+            instance.last_active = now
 
     def observe(self, worker: WorkerStatus, now: float) -> list[InstanceTransition]:
         """Updates the record of the worker's slot from its report."""
@@ -159,9 +160,7 @@ class Instances:
             if change is None:
                 return []
             if not change.gone:
-                if change.before == change.instance:
-                    return []
-                self.put(change.instance, is_progress=change.is_progress)
+                self.put(known, is_progress=change.is_progress)
                 return [change]
             self.remove(known.instance_id)
             changes.append(change)
@@ -177,56 +176,67 @@ class Instances:
         if instance is None:
             return []
         self.remove(instance.instance_id)
-        return [InstanceTransition(kind, instance, instance, reason)]
+        return [InstanceTransition(kind, instance, instance.since, reason)]
 
 
 def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTransition | None:
-    """The transition that the report implies for the instance in the worker's slot; None if it implies none."""
-    slot = worker.slot
+    """The transition that the report implies for the instance in the worker's slot, which is updated; None: none."""
+    slot, since = worker.slot, known.since
     if known.incarnation != worker.incarnation:
-        return InstanceTransition(TransitionKind.LOST, known, known, _RESTARTED)
+        return InstanceTransition(TransitionKind.LOST, known, since, _RESTARTED)
     if slot.phase is not InstancePhase.FREE and slot.instance_id == known.instance_id:
-        return InstanceTransition(TransitionKind.MOVED, _updated(known, worker, now), known)
+        return _update(known, worker, now)
     if not known.accepted:
         if not known.unanswered_at or now - known.unanswered_at < _CONFIRM_S:
             return None  # the Load has not returned; its outcome decides
-        return InstanceTransition(TransitionKind.FAILED, known, known, _UNANSWERED)
+        return InstanceTransition(TransitionKind.FAILED, known, since, _UNANSWERED)
     if slot.phase is not InstancePhase.FREE:
-        return InstanceTransition(TransitionKind.LOST, known, known, _SLOT_TAKEN)
+        return InstanceTransition(TransitionKind.LOST, known, since, _SLOT_TAKEN)
     has_new_error = slot.error != known.error_before
     if not known.confirmed and not has_new_error and now - known.accepted_at < _CONFIRM_S:
         return None  # a report from before the Load that arrived after its outcome
     if known.phase is InstancePhase.DRAINING:
-        return InstanceTransition(TransitionKind.RELEASED, known, known)
+        return InstanceTransition(TransitionKind.RELEASED, known, since)
     if known.phase is InstancePhase.LOADING:
         why = slot.error or "the worker aborted the load without a reason"
         cause = STORE_LOST if slot.store_was_lost else "load_failed"
-        return InstanceTransition(TransitionKind.FAILED, known, known, Reason(cause, why, {"error": why}))
+        return InstanceTransition(TransitionKind.FAILED, known, since, Reason(cause, why, {"error": why}))
     reason = Reason("slot_freed", slot.error or "the worker freed its slot")
-    return InstanceTransition(TransitionKind.LOST, known, known, reason)
+    return InstanceTransition(TransitionKind.LOST, known, since, reason)
 
 
-def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
-    slot = worker.slot
+def _update(known: Instance, worker: WorkerStatus, now: float) -> InstanceTransition | None:
+    """Updates the instance by its worker's report; returns what changed, or None."""
+    slot, since, before, shown_before = worker.slot, known.since, _serving(known), _shown(known)
     # A report that was sent before the worker received the drain does not undo it.
     is_draining = known.phase is InstancePhase.DRAINING or worker.is_leaving
     phase = InstancePhase.DRAINING if is_draining else slot.phase
     # Nor does one that was sent before the worker took its new roles and arrives after its reply.
     has_new_roles = now - known.roles_since < _CONFIRM_S
-    return replace(
-        known,
-        phase=phase,
-        since=now if phase is not known.phase else known.since,
-        reason=_LEAVING if worker.is_leaving else known.reason,
-        roles=known.roles if has_new_roles else slot.roles or known.roles,
-        accepted_at=known.accepted_at or now,
-        confirmed=True,
-        num_layers_ready=slot.num_layers_ready,
-        num_layers=slot.num_layers,
-        # A worker of an earlier release reports its layers alone.
-        loaded_share=slot.loaded_share or slot.num_layers_ready / max(slot.num_layers, 1),
-        progressed_at=known.progressed_at if slot.num_layers_ready == known.num_layers_ready else now,
-    )
+    if is_new_phase := phase is not known.phase:
+        known.phase, known.since = phase, now
+    if worker.is_leaving:
+        known.reason = _LEAVING
+    if not has_new_roles:
+        known.roles = slot.roles or known.roles
+    known.accepted_at, known.confirmed = known.accepted_at or now, True
+    if slot.num_layers_ready != known.num_layers_ready:
+        known.num_layers_ready, known.progressed_at = slot.num_layers_ready, now
+    known.num_layers = slot.num_layers
+    # A worker of an earlier release reports its layers alone.
+    known.loaded_share = slot.loaded_share or slot.num_layers_ready / max(slot.num_layers, 1)
+    is_progress = _serving(known) == before
+    if is_progress and _shown(known) == shown_before:
+        return None
+    return InstanceTransition(TransitionKind.MOVED, known, since, is_new_phase=is_new_phase, is_progress=is_progress)
+
+
+def _serving(instance: Instance) -> tuple[object, ...]:
+    return instance.phase, instance.roles, instance.accepted
+
+
+def _shown(instance: Instance) -> tuple[object, ...]:
+    return instance.reason, instance.confirmed, instance.num_layers_ready, instance.num_layers, instance.loaded_share
 
 
 def _adopted(worker: WorkerStatus, now: float) -> Instance:
@@ -245,4 +255,5 @@ def _adopted(worker: WorkerStatus, now: float) -> Instance:
         created_at=now,
         reason=Reason("adopted", "found running"),
     )
-    return _updated(instance, worker, now)
+    _update(instance, worker, now)
+    return instance

@@ -1,75 +1,66 @@
-"""Index of many endpoints for placements, in orders that change with dispatched work and not with time."""
+"""Index of many instances for placements, in orders that change with dispatched work and not with time."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
-from torchrelay.scheduler.policy.dispatch.open_attempts import DispatchedWork
-from torchrelay.scheduler.policy.types import InstancePhase
+from torchrelay.scheduler.policy.cluster.instance import Instance
 
-LEAST_ENTRIES = 32  # fewer endpoints have no index
+LEAST_ENTRIES = 32  # fewer instances have no index
 _NUM_LISTED = 16  # entries of each order
 
 _Key = tuple[float, int, str]
 
 
 class CandidateIndex:
-    """The instances that can take a prompt soonest, that decode least, and that are loaded soonest. ``work_of``: the
-    work dispatched to an instance.
-    """
+    """The instances that can take a prompt soonest, that decode least, and that are loaded soonest."""
 
-    def __init__(self, entries: Sequence[Endpoint], work_of: Callable[[str], DispatchedWork]) -> None:
-        self._work_of = work_of
-        self._entries = {entry.instance_id: entry for entry in entries}
-        self._changed = set(self._entries)
+    def __init__(self, instances: Iterable[Instance]) -> None:
+        self._instances = {instance.instance_id: instance for instance in instances}
+        self._changed = set(self._instances)
         self._prefills, self._decodes, self._loads = _Order(), _Order(), _Order()
 
-    def change(self, instance_id: str) -> None:
-        """Records that work was dispatched to the instance or left it."""
-        self._changed.add(instance_id)
+    def change(self, instance: Instance) -> None:
+        """Records that work was dispatched to the instance or left it, or that it will be loaded at another time."""
+        if instance.instance_id in self._instances:
+            self._changed.add(instance.instance_id)
 
-    def replace(self, entry: Endpoint) -> None:
-        """Replaces the entry of an instance that is predicted to be loaded at another time."""
-        self._entries[entry.instance_id] = entry
-        self._changed.add(entry.instance_id)
+    def of(self, instance_ids: Iterable[str]) -> list[Instance]:
+        """Those of the instances that take requests of the version."""
+        return [each for instance_id in instance_ids if (each := self._instances.get(instance_id)) is not None]
 
-    def of(self, instance_ids: Iterable[str]) -> list[Endpoint]:
-        """The endpoints of those of the instances that take requests of the version."""
-        return [entry for instance_id in instance_ids if (entry := self._entries.get(instance_id)) is not None]
-
-    def entries(self) -> list[Endpoint]:
+    def likeliest(self) -> list[Instance]:
         self._sort()
         orders = (self._prefills, self._decodes, self._loads)
         instance_ids = dict.fromkeys(instance_id for order in orders for instance_id in order.first(_NUM_LISTED))
-        return [self._entries[instance_id] for instance_id in instance_ids]
+        return [self._instances[instance_id] for instance_id in instance_ids]
 
     def is_full(self, now: float) -> bool:
-        """Whether no instance can take a prompt if none of ``entries`` can."""
+        """Whether no instance can take a prompt if none of ``likeliest`` can."""
         self._sort()
         return len(self._loads) <= _NUM_LISTED and self._prefills.key_of_last(_NUM_LISTED) > now
 
     def _sort(self) -> None:
         for instance_id in self._changed:
-            self._place(self._entries[instance_id])
+            self._place(self._instances[instance_id])
         self._changed.clear()
 
-    def _place(self, entry: Endpoint) -> None:
-        instance_id, work = entry.instance_id, self._work_of(entry.instance_id)
-        if entry.phase is InstancePhase.LOADING:
-            self._loads.put(instance_id, entry.loaded_at + work.queue.work_s(), work.num_choices)
+    def _place(self, instance: Instance) -> None:
+        instance_id, work = instance.instance_id, instance.work
+        if instance.is_loading:
+            self._loads.put(instance_id, instance.loaded_at + work.queue.work_s(), work.num_choices)
             return
-        if entry.plays_prefill:
+        if instance.plays_prefill:
             # A lower bound of the time when the instance can take another prompt.
-            begin_at = work.queue.end_at() - entry.full_step_s if len(work.queue) else -math.inf
-            if entry.plays_decode and work.has_answers:
-                decode_s = entry.latency.tbt_s(work.num_choices, work.num_attended)
+            begin_at = work.queue.end_at() - instance.full_step_s if len(work.queue) else -math.inf
+            if instance.plays_decode and work.has_answers:
+                decode_s = instance.latency.tbt_s(work.num_choices, work.num_attended)
                 begin_at = max(begin_at, work.queue.paused_until(decode_s))
             self._prefills.put(instance_id, begin_at, work.num_choices)
-        if entry.plays_decode:
+        if instance.plays_decode:
             self._decodes.put(instance_id, work.num_choices, 0)
 
 

@@ -53,6 +53,7 @@ class DispatchedWork:
     num_choices: int = 0  # choices that decode, which is the largest batch of a step
     num_attended: int = 0  # positions that such a step attends to
     num_answers: int = 0  # decoding attempts that have their first token
+    is_present: bool = False  # the instance is known, so that this is kept without work
 
     @property
     def num_open(self) -> int:
@@ -96,20 +97,32 @@ class OpenAttempts:
         """Work dispatched to an instance; callers must not change it."""
         return self._dispatched.get(instance_id, NO_WORK)
 
-    @property
-    def work(self) -> Mapping[str, DispatchedWork]:
-        """Work by instance, without instances that have no work."""
-        return self._dispatched
+    def work_of(self, instance_id: str) -> DispatchedWork:
+        """Work of an instance that has appeared, or to which work is dispatched."""
+        work = self._dispatched.get(instance_id)
+        if work is None:
+            work = self._dispatched[instance_id] = DispatchedWork()
+        return work
+
+    def instance_gone(self, instance_id: str) -> None:
+        """Forgets the instance once its last attempt is closed."""
+        work = self._dispatched[instance_id]
+        work.is_present = False
+        self._drop_unused(instance_id, work)
+
+    def _drop_unused(self, instance_id: str, work: DispatchedWork) -> None:
+        if work.is_idle and not work.is_present:
+            del self._dispatched[instance_id]
 
     def open(self, attempt: OpenAttempt, now: float) -> None:
         key, placement = attempt.admission.key, attempt.placement
         assert key not in self._open
         self._open[key] = attempt
         if not attempt.is_computed:
-            prefill = self._work(placement.prefill.instance_id)
+            prefill = self.work_of(placement.prefill.instance_id)
             prefill.prefills[key] = attempt
             prefill.queue.add(key, placement.predicted.prefill_s, now, placement.predicted.pause_s)
-        decode = self._work(placement.decode.instance_id)
+        decode = self.work_of(placement.decode.instance_id)
         decode.decodes[key] = attempt
         decode.kv_bytes += attempt.kv_bytes
         decode.num_choices += attempt.admission.num_choices
@@ -117,12 +130,6 @@ class OpenAttempts:
         decode.num_answers += attempt.is_computed
         for instance_id in attempt.instance_ids:
             self._on_change(instance_id)
-
-    def _work(self, instance_id: str) -> DispatchedWork:
-        work = self._dispatched.get(instance_id)
-        if work is None:
-            work = self._dispatched[instance_id] = DispatchedWork()
-        return work
 
     def predict(self, attempt: OpenAttempt, prefill_s: float) -> None:
         """Sets the predicted time of a prompt that is not computed, which was dispatched without a prediction."""
@@ -154,10 +161,9 @@ class OpenAttempts:
         decode.num_choices -= attempt.admission.num_choices
         decode.num_attended -= attempt.num_attended
         decode.num_answers -= attempt.is_computed
-        if decode.is_idle:
-            del self._dispatched[instance_id]
-        elif not decode.has_answers:
+        if not decode.has_answers:
             decode.queue.answers_left()
+        self._drop_unused(instance_id, decode)
         for instance_id in attempt.instance_ids:
             self._on_change(instance_id)
         return attempt
@@ -173,8 +179,7 @@ class OpenAttempts:
         work = self._dispatched.get(instance_id)
         if work is not None and work.prefills.pop(key, None) is not None:
             work.queue.leave(key, now)
-            if work.is_idle:
-                del self._dispatched[instance_id]
+            self._drop_unused(instance_id, work)
 
     def attempts_at(self, instance_ids: Iterable[str]) -> tuple[OpenAttempt, ...]:
         """Attempts that the instances prefill or decode, each once."""
@@ -195,7 +200,7 @@ class OpenAttempts:
             num_choices[decode] = num_choices.get(decode, 0) + attempt.admission.num_choices
             num_answers[decode] = num_answers.get(decode, 0) + attempt.is_computed
         for instance_id, work in self._dispatched.items():
-            assert not work.is_idle
+            assert work.is_present or not work.is_idle
             assert work.kv_bytes == kv_bytes.get(instance_id, 0)
             assert work.num_choices == num_choices.get(instance_id, 0)
             assert work.num_answers == num_answers.get(instance_id, 0)

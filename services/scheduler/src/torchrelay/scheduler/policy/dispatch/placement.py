@@ -12,40 +12,24 @@ that its answers need. An instance whose engine hands no KV over answers its own
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from torchrelay.scheduler.policy import types
-from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
-from torchrelay.scheduler.policy.dispatch.open_attempts import NO_WORK, DispatchedWork
-from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
-from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN, TokenTime
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.prediction import Prediction
+from torchrelay.scheduler.policy.state import State
 
-MAX_SCORED = 8  # candidates per role
+MAX_SCORED = 8  # instances per role
 _FETCH_S = 0.5  # before a worker drops a prompt, another must ask for it
 MOVE_S = 0.03  # to move a prompt between two workers, beside the transfer of its bytes
 _PAUSE_AIM = 0.85  # aim as a share of the target between tokens: answers are short, and their interruptions are random
 _MIN_WAIT_S = 0.001  # an overdue prompt is checked again after this time
 _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
-
-
-class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """An endpoint with its dispatched work and its estimates for one attempt."""
-
-    entry: Endpoint
-    work: DispatchedWork = NO_WORK
-    num_cached_tokens: int = 0  # of this attempt's prompt
-    correction: float = 1.0  # measured over predicted times to the first token there
-    token_time: TokenTime = UNKNOWN
-
-    @property
-    def kv_unreserved_bytes(self) -> int:
-        return self.entry.kv_pool_bytes - self.work.kv_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,94 +45,91 @@ class NoPlacement:
     is_of_all: bool = False
 
 
-# Plain tuples, because each admission makes a tuple per candidate, and they are compared in the order of fields.
-# TTFT, instance, seconds of the prompt itself.
-_Prefill: TypeAlias = tuple[float, str, float, Candidate]
-# Cost of later tokens, instance, TBT, seconds of a step, load left.
-_Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
+# Plain tuples, because each admission makes a tuple per instance, and they are compared in the order of fields.
+# TTFT, instance, seconds of the prompt itself, cached tokens of the prompt, correction of times to the first token.
+_Prefill: TypeAlias = tuple[float, str, float, int, float, Instance]
+# Cost of later tokens, instance, TBT, seconds of a step, correction of TBT, load left.
+_Decode: TypeAlias = tuple[float, str, float, float, float, float, Instance]
 
 
 def place(
+    state: State,
     admission: types.Admission,
     model: types.Model,
-    candidates: Sequence[Candidate],
-    kv_transfer_times: KvTransferTimes,
-    config: PolicyConfig,
+    prefills: Sequence[Instance],
+    decodes: Sequence[Instance],
     now: float,
-    num_answer_tokens: int | None = None,
+    returning_s: Mapping[str, float] = MappingProxyType({}),
 ) -> types.Placement | NoPlacement:
-    """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the
-    maximum.
+    """The best pair of a prefill and a decode instance, or why there is none. ``returning_s``: by instance, work of the
+    recalled prompts that are on their way to it.
     """
-    prefills = _prefills(admission, model, candidates, config, now)
-    if isinstance(prefills, NoPlacement):
-        return prefills
-    num_tokens = admission.max_tokens if num_answer_tokens is None else num_answer_tokens
-    decodes = _decodes(admission, model, num_tokens, candidates, config, now)
-    if isinstance(decodes, NoPlacement):
-        return decodes
+    ranked = _prefills(state, admission, model, prefills, returning_s, now)
+    if isinstance(ranked, NoPlacement):
+        return ranked
+    able = _decodes(state, admission, model, decodes, set(prefills), now)
+    if isinstance(able, NoPlacement):
+        return able
     prompt_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
 
     def transfer_s(prefill_host: str, decode_host: str) -> float:
-        return kv_transfer_times.predict_s(prefill_host, decode_host, prompt_bytes, config.kv_bytes_per_s)
+        return state.kv_transfer_times.predict_s(prefill_host, decode_host, prompt_bytes, state.config.kv_bytes_per_s)
 
-    pair = _best_pair(prefills, decodes, transfer_s)
+    pair = _best_pair(ranked, able, transfer_s)
     if pair is None:
-        due = min((now + prefill[-1].entry.full_step_s for prefill in prefills), default=math.inf)
+        due = min((now + prefill[-1].full_step_s for prefill in ranked), default=math.inf)
         return NoPlacement("no instance with KV for the answer can compute the prompt or get its KV", due)
-    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = pair
-    first, second = prefill.entry, decode.entry
-    after_s = _pause_after_s(admission, prefill, is_answered_there=second is first)
+    (ttft_s, _, prefill_s, num_cached, ttft_correction, first), (_, _, tbt_s, step_s, tbt_correction, _, second) = pair
     return types.Placement(
         key=admission.key,
         prefill=first.worker_ref,
         decode=second.worker_ref,
-        cold=types.InstancePhase.LOADING in (first.phase, second.phase),
+        cold=first.is_loading or second.is_loading,
         predicted=Prediction(
             ttft_s=ttft_s,
             prefill_s=prefill_s,
             tbt_s=tbt_s,
             step_s=step_s,
-            num_cached_tokens=prefill.num_cached_tokens,
-            ttft_correction=prefill.correction,
-            tbt_correction=decode.token_time.correction,
-            pause_s=after_s,
+            num_cached_tokens=num_cached,
+            ttft_correction=ttft_correction,
+            tbt_correction=tbt_correction,
+            pause_s=_pause_after_s(admission, first, num_cached, is_answered_there=second is first),
         ),
-        prompt_source=_prompt_source(admission, prefill, transfer_s, now),
+        prompt_source=_prompt_source(admission, first, num_cached, transfer_s, now),
     )
 
 
 def _prompt_source(
-    admission: types.Admission, prefill: Candidate, transfer_s: Callable[[str, str], float], now: float
+    admission: types.Admission, prefill: Instance, num_cached: int, transfer_s: Callable[[str, str], float], now: float
 ) -> types.PromptSource | None:
     """The worker that keeps the prompt, which computes on until the prefill instance can almost begin."""
-    source, entry = admission.prompt_source, prefill.entry
-    if source is None or source.worker.worker_id == entry.worker_ref.worker_id:
+    source = admission.prompt_source
+    if source is None or source.worker.worker_id == prefill.worker_id:
         return None
-    wait_s, latest_s = entry.ahead_s(prefill.work.queue, now), source.kept_until - now - _FETCH_S
-    is_cached = 2 * prefill.num_cached_tokens > admission.num_context_tokens
+    wait_s, latest_s = prefill.ahead_s(now), source.kept_until - now - _FETCH_S
+    is_cached = 2 * num_cached > admission.num_context_tokens
     if latest_s < 0 or is_cached:
         return None
     share = 1 - source.left_share(now + wait_s)
-    wait_s -= MOVE_S + transfer_s(source.host_id, entry.host_id) * share
+    wait_s -= MOVE_S + transfer_s(source.host_id, prefill.host_id) * share
     return msgspec.structs.replace(source, wait_s=min(max(wait_s, 0.0), latest_s), saved_s=source.prompt_s * share)
 
 
-def _pause_after_s(admission: types.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:
+def _pause_after_s(admission: types.Admission, prefill: Instance, num_cached: int, *, is_answered_there: bool) -> float:
     """The pause without prompts that the instance's answers need after this prompt, by the strictest target that can be
     met. At most a full step, even after a prompt of many steps, because a pause can follow each step.
     """
-    work, entry, latency = candidate.work, candidate.entry, candidate.entry.latency
+    work, latency = prefill.work, prefill.latency
     if not work.has_answers:
         return 0.0
     decode_s = latency.tbt_s(work.num_choices, work.num_attended)
-    full_s = entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
-    num_positions = admission.num_contexts * (admission.num_context_tokens - candidate.num_cached_tokens)
+    full_s = prefill.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
+    num_positions = admission.num_contexts * (admission.num_context_tokens - num_cached)
     targets_s = {attempt.admission.tbt_target_s for attempt in work.decodes.values()}
     if is_answered_there:
         targets_s.add(admission.tbt_target_s)
     per_full_step_s = max(pause_s(full_s, decode_s, target_s) for target_s in targets_s)
-    return min(num_positions / latency.token_budget * per_full_step_s, entry.full_step_s)
+    return min(num_positions / latency.token_budget * per_full_step_s, prefill.full_step_s)
 
 
 def pause_s(full_step_s: float, decode_step_s: float, tbt_target_s: float) -> float:
@@ -168,30 +149,31 @@ def pause_s(full_step_s: float, decode_step_s: float, tbt_target_s: float) -> fl
 
 
 def _prefills(
+    state: State,
     admission: types.Admission,
     model: types.Model,
-    candidates: Sequence[Candidate],
-    config: PolicyConfig,
+    instances: Sequence[Instance],
+    returning_s: Mapping[str, float],
     now: float,
 ) -> list[_Prefill] | NoPlacement:
     """The best few instances for the prompt, by predicted time to its first token. None while an instance that has a
     full step of prompts ahead, or pauses for its answers, would still compute the prompt sooner. Empty if all those
     that could take it would have to answer it, too, and have no KV for it.
     """
-    num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
+    # Runs thousands of times a second for a dozen instances: repeated look-ups are hoisted out of the loop.
+    num_contexts, num_tokens, hashes = admission.num_contexts, admission.num_context_tokens, admission.block_hashes
     source, is_batch = admission.prompt_source, admission.service_class is types.ServiceClass.BATCH
+    num_cached_blocks, correction_of = state.prefix_index.num_blocks, state.corrections.of
     due = soonest_s = math.inf
     is_full = False
     prefills: list[_Prefill] = []
-    for candidate in candidates:
-        entry = candidate.entry
-        if not entry.plays_prefill:
-            continue
-        work, num_cached, latency = candidate.work, candidate.num_cached_tokens, entry.latency
-        if not entry.hands_over and not _holds_answer(candidate, admission.kv_bytes(model), config):
+    for instance in instances:
+        instance_id, work, latency = instance.instance_id, instance.work, instance.latency
+        if not instance.hands_over and not _holds_answer(state, instance, admission.kv_bytes(model)):
             is_full = True
             continue
-        paused_s = decode_s = 0.0
+        num_cached = num_cached_blocks(instance_id, hashes) * model.routing_block_tokens if hashes else 0
+        correction, paused_s, decode_s = correction_of(instance_id, now), 0.0, 0.0
         if work.decodes:  # also of an instance that gave up decode
             context_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
             if work.queue.owes_pauses and work.has_answers:
@@ -199,23 +181,25 @@ def _prefills(
                 paused_s = work.queue.paused_s(decode_s, now)
         else:
             context_s = latency.prefill_s(num_tokens, num_cached)
-        prefill_s, load_left_s = num_contexts * context_s * candidate.correction, entry.load_left_s(now)
-        queued_s, overdue_s = entry.queued_and_overdue_s(work.queue, now)
-        if source is not None and source.worker.worker_id != entry.worker_ref.worker_id:
+        prefill_s, load_left_s = num_contexts * context_s * correction, instance.load_left_s(now)
+        queued_s, overdue_s = instance.queued_and_overdue_s(now)
+        expected_s = returning_s.get(instance_id, 0.0) if returning_s else 0.0
+        queued_s += expected_s
+        if source is not None and source.worker.worker_id != instance.worker_id:
             prefill_s *= source.left_share(now + queued_s)
         if load_left_s:
-            left_s = work.queue.left_by_layer_s(entry.loaded_share(now), now)
-            ttft_s = entry.computed_s(left_s + prefill_s, now) + paused_s
+            left_s = work.queue.left_by_layer_s(instance.share_loaded_at(now), now)
+            ttft_s = instance.computed_s(left_s + prefill_s, now) + paused_s
         else:
             ttft_s = queued_s + overdue_s + paused_s + prefill_s
         # Later requests would wait behind batch work that is dispatched to a load.
-        can_take = queued_s < entry.full_step_s if is_batch else entry.can_take(queued_s, prefill_s, now)
+        can_take = queued_s < instance.full_step_s if is_batch else instance.can_take(queued_s, prefill_s, now)
         if can_take and not paused_s:
-            prefills.append((ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
+            prefills.append((ttft_s, instance_id, prefill_s, num_cached, correction, instance))
             continue
         soonest_s = min(soonest_s, ttft_s)
         unpaused_at = work.queue.paused_until(decode_s) if paused_s else 0.0
-        due = min(due, max(entry.bindable_at(work.queue, now), unpaused_at, now + _MIN_WAIT_S))
+        due = min(due, max(instance.bindable_at(now, expected_s), unpaused_at, now + _MIN_WAIT_S))
     if prefills:
         prefills.sort()
         if prefills[0][0] <= soonest_s:
@@ -229,37 +213,40 @@ def _prefills(
 
 
 def _decodes(
+    state: State,
     admission: types.Admission,
     model: types.Model,
-    num_answer_tokens: int,
-    candidates: Iterable[Candidate],
-    config: PolicyConfig,
+    instances: Sequence[Instance],
+    prefills: Container[Instance],
     now: float,
 ) -> list[_Decode] | NoPlacement:
-    """The best few instances with unreserved KV bytes for the whole answer, by their delay of its later tokens."""
+    """The best few instances with unreserved KV bytes for the whole answer, by their delay of its later tokens.
+    ``prefills``: those that may compute its prompt, and go on with other prompts.
+    """
+    num_answer_tokens = state.answer_lengths.expected(model.version_id, admission.max_tokens)
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
-    target_s = admission.tbt_target_s
+    target_s, token_time_of = admission.tbt_target_s, state.token_times.of
     most_bytes = largest_pool = -1
     decodes: list[_Decode] = []
-    for candidate in candidates:
-        entry, work = candidate.entry, candidate.work
-        if not entry.plays_decode:
+    for instance in instances:
+        instance_id, work = instance.instance_id, instance.work
+        if not _holds_answer(state, instance, kv_bytes):
+            most_bytes = max(most_bytes, instance.kv_unreserved_bytes)
+            largest_pool = max(largest_pool, instance.kv_pool_bytes)
             continue
-        if not _holds_answer(candidate, kv_bytes, config):
-            most_bytes = max(most_bytes, candidate.kv_unreserved_bytes)
-            largest_pool = max(largest_pool, entry.kv_pool_bytes)
-            continue
-        step_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
-        tbt_s = candidate.token_time.mean_s(step_s)
+        step_s = instance.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
+        token_time = token_time_of(instance_id, now)
+        tbt_s = token_time.mean_s(step_s)
         cost_s = tbt_s + (tbt_s - target_s) * num_tokens if tbt_s > target_s else tbt_s
-        if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
-            cost_s += min(entry.ahead_s(work.queue, now), entry.full_step_s)
-        decodes.append((cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
+        if instance in prefills:  # a prompt interrupts decoding by one step at a time
+            cost_s += min(instance.ahead_s(now), instance.full_step_s)
+        left_s = instance.load_left_s(now)
+        decodes.append((cost_s, instance_id, tbt_s, step_s, token_time.correction, left_s, instance))
     if decodes:
         if len(decodes) > MAX_SCORED:
-            decodes.sort(key=lambda decode: (decode[4] + decode[0], decode[1]))  # includes the load left
+            decodes.sort(key=lambda decode: (decode[5] + decode[0], decode[1]))  # includes the load left
             decodes = _scored(decodes)
         decodes.sort()
         return decodes
@@ -269,9 +256,10 @@ def _decodes(
     return NoPlacement(reason, is_own=kv_bytes > largest_pool)
 
 
-def _holds_answer(candidate: Candidate, kv_bytes: int, config: PolicyConfig) -> bool:
+def _holds_answer(state: State, instance: Instance, kv_bytes: int) -> bool:
     """Whether the instance has unreserved KV for another answer."""
-    return candidate.kv_unreserved_bytes >= kv_bytes and len(candidate.work.decodes) < config.max_open_per_instance
+    max_open = state.config.max_open_per_instance
+    return instance.kv_unreserved_bytes >= kv_bytes and len(instance.work.decodes) < max_open
 
 
 _Ranked = TypeVar("_Ranked", _Prefill, _Decode)
@@ -279,7 +267,7 @@ _Ranked = TypeVar("_Ranked", _Prefill, _Decode)
 
 def _scored(ranked: list[_Ranked]) -> list[_Ranked]:
     """The first few, and each that pairs with itself alone."""
-    return ranked[:MAX_SCORED] + [each for each in ranked[MAX_SCORED:] if not each[-1].entry.hands_over]
+    return ranked[:MAX_SCORED] + [each for each in ranked[MAX_SCORED:] if not each[-1].hands_over]
 
 
 def _best_pair(
@@ -290,10 +278,10 @@ def _best_pair(
     hosts. None if the engines of none of them hand KV over.
     """
     if len(prefills) == len(decodes) == 1:
-        ends = prefills[0][-1].entry, decodes[0][-1].entry
+        ends = prefills[0][-1], decodes[0][-1]
         may_pair = ends[0] is ends[1] or (ends[0].hands_over and ends[1].hands_over)
         return (prefills[0], decodes[0]) if may_pair else None
-    decode_hosts = {decode[-1].entry.host_id for decode in decodes}
+    decode_hosts = {decode[-1].host_id for decode in decodes}
     by_id = {decode[1]: decode for decode in decodes}
     # By prefill host: to each decode host, and the least.
     transfers_s: dict[str, tuple[Mapping[str, float], float]] = {}
@@ -301,25 +289,25 @@ def _best_pair(
     best: tuple[float, int, str, str] = (least_s, 0, "", "")
     pair: tuple[_Prefill, _Decode] | None = None
     for prefill in prefills:
-        ttft_s, prefill_id, _, first = prefill
+        ttft_s, prefill_id, first = prefill[0], prefill[1], prefill[-1]
         if ttft_s + decodes[0][0] > least_s:
             break  # the same holds for every later prefill instance
-        host_id = first.entry.host_id
+        host_id = first.host_id
         if (from_host := transfers_s.get(host_id)) is None:
             to_each_s = {decode_host: transfer_s(host_id, decode_host) for decode_host in decode_hosts}
             from_host = transfers_s[host_id] = to_each_s, min(to_each_s.values())
         arrivals_s, least_arrival_s = from_host
         own = by_id.get(prefill_id)  # the only decode instance without a transfer
-        others = decodes if first.entry.hands_over else ()
+        others = decodes if first.hands_over else ()
         for decode in others if own is None else (own, *others):
-            later_s, decode_id, _, _, load_left_s, second = decode
-            if not second.entry.hands_over and decode is not own:
+            later_s, decode_id, _, _, _, load_left_s, second = decode
+            if not second.hands_over and decode is not own:
                 continue
             cost_s = later_s + (load_left_s if load_left_s > ttft_s else ttft_s)
             if decode is not own:
                 if ttft_s + later_s + least_arrival_s > least_s:
                     break
-                cost_s += arrivals_s[second.entry.host_id]
+                cost_s += arrivals_s[second.host_id]
             if cost_s > least_s:
                 continue
             rank = (cost_s, -second.kv_unreserved_bytes, prefill_id, decode_id)

@@ -15,11 +15,12 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.slot_worth import WorthLine, slot_worth
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.handlers import demands
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import Instance, InstancePhase
+from torchrelay.scheduler.policy.types import InstancePhase
 
 
 def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None = None) -> AutoscalerInput:
@@ -128,19 +129,16 @@ class _StateLoad(ClusterLoad):
         return self._state.instances.draining
 
     def unused(self) -> list[Instance]:
-        instances, bound = self._state.instances, self._state.attempts.work
-        unused = [
-            instance for instance in instances if instance.instance_id not in bound and not self._num_reported(instance)
-        ]
-        return sorted(unused, key=lambda instance: (instances.last_active(instance.instance_id), instance.instance_id))
+        instances = self._state.instances
+        unused = [each for each in instances if each.work.is_idle and not self._num_reported(each)]
+        return sorted(unused, key=lambda instance: (instance.last_active, instance.instance_id))
 
     def _num_reported(self, instance: Instance) -> int:
         """Requests that the instance's worker counts. A worker may still count requests long after the last attempt,
         which belong to no gateway; to count them here would hold the slot for ever.
         """
         worker = self._state.membership.workers.get(instance.worker_id)
-        last_active = self._state.instances.last_active(instance.instance_id)
-        is_counted = worker is not None and self._now - last_active <= self._state.config.drain_s
+        is_counted = worker is not None and self._now - instance.last_active <= self._state.config.drain_s
         return worker.num_running if worker is not None and is_counted else 0
 
     def slots_by_tenant(self) -> Counter[str]:
@@ -149,7 +147,7 @@ class _StateLoad(ClusterLoad):
     def drain_s(self, instance: Instance) -> float:
         """The longest running answer is assumed to have twice the mean length left, if that is known."""
         state, worker = self._state, self._state.membership.workers.get(instance.worker_id)
-        work = state.attempts.at(instance.instance_id)
+        work = instance.work
         if not work.num_choices or worker is None:
             return 0.0
         latency = state.latency_models.of(worker, instance.pack_id, state.config)
@@ -164,9 +162,9 @@ class _StateLoad(ClusterLoad):
         is_ready = instance.phase is InstancePhase.READY
         return InstanceLoad(
             instance,
-            state.attempts.at(instance.instance_id).num_open,
+            instance.work.num_open,
             self._num_reported(instance),
-            state.instances.last_active(instance.instance_id),
+            instance.last_active,
             # A reload is from host memory, where the weights stay, so it takes no longer than the first load did.
             min(version.reload_s, instance.since - instance.created_at) if is_ready else 0.0,
             version.tenants or frozenset((tenant_of(instance.model),)),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.handlers import dispatch, instance_changes, relay_plans, scaling
 from torchrelay.scheduler.policy.inputs import (
     CommandEnded,
@@ -16,7 +15,7 @@ from torchrelay.scheduler.policy.inputs import (
 )
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import Instance, InstancePhase
+from torchrelay.scheduler.policy.types import InstancePhase
 
 
 def apply(state: State, ended: CommandEnded, now: float) -> bool:
@@ -51,11 +50,13 @@ def _load_ended(state: State, instance: Instance, ended: CommandEnded, failed_st
     if instance.accepted and not waits_for_store:
         return False
     if ended.outcome is CommandOutcome.ACCEPTED:  # the worker computes with the layers that it has
-        state.instances.put(replace(instance, accepted_at=now))
+        instance.accepted_at = now
+        state.instances.put(instance)
         dispatch.place_waiting(state, now, (instance.version_id,))
         return False
     if ended.outcome is CommandOutcome.UNANSWERED:
-        state.instances.put(replace(instance, unanswered_at=now))
+        instance.unanswered_at = now
+        state.instances.put(instance)
         return False
     if failed_store:
         relay_plans.relay_refused(state, instance.pack_id, failed_store, ended.cause, now)
@@ -68,11 +69,13 @@ def _set_roles(state: State, instance: Instance) -> bool:
     if instance.pending_roles is None:
         return False
     state.membership.set_roles(instance.worker_id, instance.pending_roles)
-    state.instances.put(replace(instance, roles=instance.pending_roles, pending_roles=None))
+    instance.roles, instance.pending_roles = instance.pending_roles, None
+    state.instances.put(instance)
     return True
 
 
 def _keep_roles(state: State, instance: Instance, cause: str, now: float) -> bool:
-    state.instances.put(replace(instance, pending_roles=None, roles_retry_at=now + state.config.roles_retry_s))
+    instance.pending_roles, instance.roles_retry_at = None, now + state.config.roles_retry_s
+    state.instances.put(instance)
     state.record_event(now, "set_roles_failed", instance, cause)
     return False

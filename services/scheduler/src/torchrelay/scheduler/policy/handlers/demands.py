@@ -12,7 +12,6 @@ from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, 
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.handlers import backlogs, endpoints
 from torchrelay.scheduler.policy.state import State
@@ -71,9 +70,7 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
     num_serving = playing[Role.PREFILL] if decode is not None else min(playing[role] for role in ROLES)
     if num_serving < 2:
         return demand
-    queues = (state.attempts.at(instance.instance_id).queue for instance in instances)
-    num_stuck = sum(queue.overdue_s(now) > _STUCK_S for queue in queues)
-    num_able = num_serving - num_stuck
+    num_able = num_serving - sum(instance.work.queue.overdue_s(now) > _STUCK_S for instance in instances)
     works = (demand,) if demand.answers is None else (demand, demand.answers)
     if num_able < 2 or any(work.fluid.num_saved(num_able - 1, 0.0) >= 1 for work in works):
         return replace(demand, last_full_at=now)
@@ -150,17 +147,17 @@ def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> 
     num_tokens = state.answer_lengths.mean(model.version_id)
     if not num_tokens:
         return None
-    entries, prefills = _decodes(state, model, now), endpoints.prefills(state, model, now)
-    works = [state.attempts.at(entry.instance_id) for entry in entries]
-    if not (num_open := sum(work.num_choices for work in works)) or not prefills:
+    able = endpoints.of_version(state, model, now)
+    works = [instance.work for instance in able.decodes]
+    if not (num_open := sum(work.num_choices for work in works)) or not able.prefills:
         return None
-    first, usage = entries[0], state.usages.of(model.version_id)
+    first, usage = able.decodes[0], state.usages.of(model.version_id)
     correction, cost = state.token_times.of(first.instance_id, now).correction, first.latency.decode
     base_s = correction * cost.base_s
     attended_s = cost.per_attended_s * sum(work.num_attended for work in works) / num_open
     per_answer_s = correction * (cost.per_position_s + attended_s)
     most_open = state.config.max_open_per_instance
-    pool_bytes = sum(entry.kv_pool_bytes for entry in entries) / len(entries)
+    pool_bytes = sum(instance.kv_pool_bytes for instance in able.decodes) / len(works)
     kv_bytes = sum(work.kv_bytes for work in works) / num_open
     num_most = max(min(int(pool_bytes / kv_bytes), most_open), 1) if kv_bytes else most_open
     num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
@@ -169,7 +166,7 @@ def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> 
         num_waiting=num_waiting,
         num_held=num_held,
         num_most=num_most,
-        answer_s=prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),
+        answer_s=able.prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),
         arrivals_per_s=usage.rate(now).requests_per_s,
         target_s=state.ttft_target_s(usage),
         late_s=state.late_s(model),
@@ -179,8 +176,4 @@ def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> 
 
 def _num_held_up(state: State, model: Model, decode: DecodeDemand, now: float) -> int:
     """Number of requests that wait for a decode instance, which more prefill instances would not help."""
-    return max(decode.num_answers - len(_decodes(state, model, now)) * decode.num_most, 0)
-
-
-def _decodes(state: State, model: Model, now: float) -> list[Endpoint]:
-    return [entry for entry in endpoints.of_version(state, model, now) if entry.plays_decode]
+    return max(decode.num_answers - len(endpoints.of_version(state, model, now).decodes) * decode.num_most, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from heapq import nlargest, nsmallest
 from operator import itemgetter
 from types import MappingProxyType
@@ -11,12 +11,12 @@ from types import MappingProxyType
 from msgspec import structs
 
 from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.dispatch.candidate_index import CandidateIndex
-from torchrelay.scheduler.policy.dispatch.endpoint import Endpoint
+from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
+from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, NoPlacement, place
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
-from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
 from torchrelay.scheduler.policy.handlers import backlogs, endpoints, live_scaling
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt
 from torchrelay.scheduler.policy.state import State
@@ -57,8 +57,8 @@ def place_version(state: State, version_id: str, now: float) -> None:
 
 def _reconsider_too_large(state: State, model: Model, now: float) -> None:
     """Returns requests that were too large for all instances of the version to the queue, once its instances differ."""
-    entries, keys = state.too_large[model.version_id]
-    if endpoints.of_version(state, model, now) is not entries:
+    checked, keys = state.too_large[model.version_id]
+    if endpoints.of_version(state, model, now) is not checked:
         del state.too_large[model.version_id]
         for key in keys:
             state.queues.unpark(key)
@@ -75,28 +75,28 @@ def _place_returning(state: State, model: Model, now: float) -> None:
 
 
 def _place_waiting_of(state: State, version_id: str, now: float) -> None:
-    if state.endpoint_cache.is_blocked(version_id, now):
+    known = state.endpoints.get(version_id)
+    if known is not None and now < known.blocked_until:
         return
     state.due.pop(version_id, None)
-    state.endpoint_cache.unblock(version_id)
     model = state.models.get(version_id)
     if model is None or not state.queues.num_waiting(version_id):
         return
-    entries = endpoints.of_version(state, model, now)
-    largest_pool_bytes = max((entry.kv_pool_bytes for entry in entries if entry.plays_decode), default=0)
+    able = endpoints.of_version(state, model, now)
+    largest_pool_bytes = max((instance.kv_pool_bytes for instance in able.decodes), default=0)
     tenants: set[str] = set()  # whose late requests were chosen
     passed: list[AttemptKey] = []  # too large for the instances that may take a prompt now
-    while entries and (admission := state.queues.next(version_id, now)) is not None:
+    while able.all and (admission := state.queues.next(version_id, now)) is not None:
         if state.queues.num_waiting(version_id) > 1 and admission.tenant not in tenants:
             tenants.add(admission.tenant)
             _choose_late(state, admission, model, now)
             continue  # the queue may have another next request now
-        placement = _placement(state, admission, model, entries, now)
+        placement = _placement(state, admission, model, able, now)
         if isinstance(placement, NoPlacement):
             if placement.is_own:  # the others need not wait for it
                 state.queues.park(admission.key)
                 if admission.kv_bytes(model) > largest_pool_bytes:
-                    state.too_large.setdefault(version_id, (entries, set()))[1].add(admission.key)
+                    state.too_large.setdefault(version_id, (able, set()))[1].add(admission.key)
                 else:
                     passed.append(admission.key)
                 continue
@@ -105,7 +105,7 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
             # A loading instance may take a prompt although no instance is free for all.
             is_blocked = placement.is_of_all and not live_scaling.is_live(state, version_id)
             if is_blocked and not state.shared_versions.is_shared(version_id, now):
-                state.endpoint_cache.block(version_id, placement.due)
+                able.blocked_until = placement.due
             break
         is_late = now + placement.predicted.ttft_s > admission.deadline
         if is_late and _may_be_late(admission) and _fall_late(state, admission, placement.predicted.prefill_s):
@@ -130,90 +130,86 @@ def _choose_late(state: State, admission: Admission, model: Model, now: float) -
     """Marks requests of the tenant of ``admission``, the next request, as late: requests that miss their deadlines with
     any placement, and requests that would make several others late. Skipped for batch work, whose deadline is far.
     """
-    entries = endpoints.prefills(state, model, now)
-    if admission.service_class is ServiceClass.BATCH or not entries:
+    prefills = endpoints.of_version(state, model, now).prefills
+    if admission.service_class is ServiceClass.BATCH or not prefills:
         return
     timely, share = state.queues.timely_beside(admission.key, _MAX_TIMELY)
-    work_of, prompt_s = state.attempts.at, backlogs.computation_s(state, model, entries)
-    busy_s = (entry.free_s(work_of(entry.instance_id).queue, now) for entry in entries)
-    free_at = [now + seconds for seconds in nsmallest(_MAX_INSTANCES, busy_s)]
+    prompt_s = backlogs.computation_s(state, model, prefills)
+    busy_s = nsmallest(_MAX_INSTANCES, (instance.free_s(now) for instance in prefills))
+    free_at = [now + seconds for seconds in busy_s]
     prompts = [
         TimedPrompt(request.key, request.deadline, prompt_s(request.num_prefill_tokens), _may_be_late(request))
         for request in timely
     ]
-    late = set(state.strategies.choose_late(prompts, free_at, share * len(entries) / len(free_at)))
+    late = set(state.strategies.choose_late(prompts, free_at, share * len(prefills) / len(free_at)))
     for request, prompt in zip(timely, prompts, strict=True):
         if request.key in late:
             _fall_late(state, request, prompt.prompt_s)
 
 
 def _placement(
-    state: State, admission: Admission, model: Model, entries: Sequence[Endpoint], now: float
+    state: State, admission: Admission, model: Model, able: Endpoints, now: float
 ) -> Placement | NoPlacement:
-    """Places the request. Of many endpoints, tries the likeliest first, and all of them only if that fails. If no
-    loaded instance is free, tries those that load.
-    """
+    """Places the request; if no loaded instance is free, tries instances that load."""
     if not live_scaling.is_live(state, model.version_id):
-        return _placement_among(state, admission, model, entries, now)
-    changed = live_scaling.changed_entries(state, admission, entries, now)
-    placement = _placement_among(state, admission, model, entries, now, changed)
+        return _best_place(state, admission, model, able, now)
+    allowed = live_scaling.allowed_prefills(state, admission, able.prefills)
+    returning_s = state.returning.seconds(admission.version_id, now, before=admission.key.request_id)
+    placement = _best_place(state, admission, model, able, now, allowed, returning_s)
     if isinstance(placement, NoPlacement) and not placement.is_own and not admission.was_recalled:
-        ahead = live_scaling.entries_ahead(state, admission, model, entries, now)
-        if ahead and not isinstance(placed := _place_at(state, admission, model, ahead, now), NoPlacement):
+        ahead = live_scaling.prefills_ahead(state, admission, model, able.prefills, now)
+        if ahead and not isinstance(placed := place(state, admission, model, ahead, able.decodes, now), NoPlacement):
             return placed
     return placement
 
 
-def _placement_among(
+def _best_place(
     state: State,
     admission: Admission,
     model: Model,
-    entries: Sequence[Endpoint],
+    able: Endpoints,
     now: float,
-    changed: Mapping[str, Endpoint] = MappingProxyType({}),
+    allowed: Container[Instance] | None = None,
+    returning_s: Mapping[str, float] = MappingProxyType({}),
 ) -> Placement | NoPlacement:
-    """``changed`` entries replace those of the same instances."""
-    if changed:
-        entries = [changed.get(entry.instance_id, entry) for entry in entries]
-    candidate_index = state.endpoint_cache.candidate_index(model.version_id, state.attempts.at)
-    if candidate_index is not None:
-        likely = candidate_index.entries()
+    """Places the request. Of many instances, tries the likeliest first, and all of them only if that fails.
+    ``allowed``: the instances that may compute its prompt; None: any.
+    """
+    is_shared = state.shared_versions.is_shared(admission.version_id, now)
+
+    def place_at(prefills: Iterable[Instance], decodes: Iterable[Instance]) -> Placement | NoPlacement:
+        if is_shared:
+            prefills, decodes = filter(_takes_beside_others, prefills), filter(_takes_beside_others, decodes)
+        computing = [each for each in prefills if allowed is None or each in allowed]
+        return place(state, admission, model, computing, list(decodes), now, returning_s)
+
+    if able.index is not None:
+        likely = able.index.likeliest()
         if admission.block_hashes:
-            likely += _prefix_affine(state, admission, candidate_index, {entry.instance_id for entry in likely})
-        if changed:
-            likely = [changed.get(entry.instance_id, entry) for entry in likely]
-        placement = _place_at(state, admission, model, likely, now)
-        if not isinstance(placement, NoPlacement) or (placement.is_of_all and candidate_index.is_full(now)):
+            likely += _prefix_affine(state, admission, able.index, set(likely))
+        placement = place_at(
+            [each for each in likely if each.plays_prefill], [each for each in likely if each.plays_decode]
+        )
+        if not isinstance(placement, NoPlacement) or (placement.is_of_all and able.index.is_full(now)):
             return placement
-    return _place_at(state, admission, model, entries, now)
+    return place_at(able.prefills, able.decodes)
 
 
-def _place_at(
-    state: State, admission: Admission, model: Model, entries: Sequence[Endpoint], now: float
-) -> Placement | NoPlacement:
-    return state.strategies.place(
-        admission,
-        model,
-        _candidates(state, admission, model, entries, now),
-        state.kv_transfer_times,
-        state.config,
-        now,
-        state.answer_lengths.expected(model.version_id, admission.max_tokens),
-    )
+def _takes_beside_others(instance: Instance) -> bool:
+    """Whether the instance may take another prompt of a version that several tenants share."""
+    return not instance.plays_prefill or len(instance.work.queue) < max_prompts_ahead(instance.latency)
 
 
 def _prefix_affine(
-    state: State, admission: Admission, candidate_index: CandidateIndex, known: Container[str]
-) -> list[Endpoint]:
+    state: State, admission: Admission, index: CandidateIndex, known: Container[Instance]
+) -> list[Instance]:
     """Instances outside ``known`` with the longest cached prefix of the prompt, of those that its beginning was placed
     on last.
     """
-    hashes, index = admission.block_hashes, state.prefix_index
-    entries = candidate_index.of(index.last_noted(hashes, _MAX_BEGINNING_ALIKE))
-    by_blocks = [
-        (index.num_blocks(entry.instance_id, hashes), entry) for entry in entries if entry.instance_id not in known
-    ]
-    return [entry for num_blocks, entry in nlargest(MAX_SCORED, by_blocks, key=itemgetter(0)) if num_blocks]
+    hashes, prefixes = admission.block_hashes, state.prefix_index
+    instances = index.of(prefixes.last_noted(hashes, _MAX_BEGINNING_ALIKE))
+    by_blocks = [(prefixes.num_blocks(each.instance_id, hashes), each) for each in instances if each not in known]
+    return [each for num_blocks, each in nlargest(MAX_SCORED, by_blocks, key=itemgetter(0)) if num_blocks]
 
 
 def start(state: State, admission: Admission, placement: Placement, now: float) -> None:
@@ -245,40 +241,6 @@ def start(state: State, admission: Admission, placement: Placement, now: float) 
 def _is_present(state: State, worker_id: str) -> bool:
     """Whether the worker is neither lost nor suspected: another worker would wait in vain for its prompts."""
     return worker_id in state.membership.workers and not state.membership.is_suspect(worker_id)
-
-
-def _takes_beside_others(candidate: Candidate) -> bool:
-    """Whether the candidate may take another prompt of a version that several tenants share."""
-    entry = candidate.entry
-    return not entry.plays_prefill or len(candidate.work.queue) < max_prompts_ahead(entry.latency)
-
-
-def candidates(state: State, admission: Admission, model: Model, now: float) -> list[Candidate]:
-    """The version's endpoints with what matters to this attempt."""
-    return _candidates(state, admission, model, endpoints.of_version(state, model, now), now)
-
-
-def _candidates(
-    state: State, admission: Admission, model: Model, entries: Sequence[Endpoint], now: float
-) -> list[Candidate]:
-    # Runs thousands of times a second for a dozen entries: repeated look-ups are hoisted out of the loop.
-    hashes, block_tokens, work_of = admission.block_hashes, model.routing_block_tokens, state.attempts.at
-    num_cached_blocks, correction_of = state.prefix_index.num_blocks, state.corrections.of
-    result: list[Candidate] = []
-    token_time_of = state.token_times.of
-    for entry in entries:
-        instance_id, num_cached, correction = entry.worker_ref.instance_id, 0, 1.0
-        token_time = UNKNOWN_TOKEN_TIME
-        if entry.plays_prefill:
-            correction = correction_of(instance_id, now)
-            if hashes:
-                num_cached = num_cached_blocks(instance_id, hashes) * block_tokens
-        if entry.plays_decode:
-            token_time = token_time_of(instance_id, now)
-        result.append(Candidate(entry, work_of(instance_id), num_cached, correction, token_time))
-    if state.shared_versions.is_shared(admission.version_id, now):
-        return [candidate for candidate in result if _takes_beside_others(candidate)]
-    return result
 
 
 def open_attempt(
@@ -316,7 +278,7 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
     attempt = state.attempts.computed(key, now)
     if attempt is None:
         return
-    state.endpoint_cache.unblock(attempt.admission.version_id)
+    state.unblock(attempt.admission.version_id)
     state.returning.remove(attempt.admission)  # it was computed before its recall arrived
     if state.instances.get(attempt.placement.prefill.instance_id):
         _learn_from_first_token(state, attempt, now, is_measured=is_measured)

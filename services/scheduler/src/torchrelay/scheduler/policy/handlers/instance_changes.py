@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchrelay.common.quantities import format_count, format_duration
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
 from torchrelay.scheduler.policy.handlers import dispatch, lifecycle, scaling
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import Instance, InstancePhase
+from torchrelay.scheduler.policy.types import InstancePhase
 
 
 def give_up_load(state: State, instance: Instance, reason: Reason, now: float) -> None:
@@ -19,7 +20,7 @@ def give_up_load(state: State, instance: Instance, reason: Reason, now: float) -
         _count_failure(state, instance, reason, now)
     else:
         state.instances.remove(instance.instance_id)
-        record(state, InstanceTransition(TransitionKind.FAILED, instance, instance, reason), now)
+        record(state, InstanceTransition(TransitionKind.FAILED, instance, instance.since, reason), now)
 
 
 def worker_gone(state: State, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
@@ -42,21 +43,21 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
         state.load_times.end(instance.instance_id)
         state.prompt_moves.pop(instance.instance_id, None)
     fields = scaling.event_fields(instance)
-    if change.before is not None:
-        fields["in_state_s"] = now - change.before.since
+    if change.since is not None:
+        fields["in_state_s"] = now - change.since
     match change.kind:
-        case TransitionKind.MOVED if change.before is not None and change.before.phase is not instance.phase:
+        case TransitionKind.MOVED if change.is_new_phase and change.since is not None:
             reason = instance.reason
             if instance.phase is InstancePhase.READY:
                 state.load_failures.succeeded(instance.version_id, instance.worker_id)
                 state.attempts.resumed(instance.instance_id, now)
                 state.load_times.end(instance.instance_id, now - instance.created_at)
                 moves = state.prompt_moves.get(instance.instance_id, {})
-                reason = _ready_reason(instance, now - change.before.since, moves)
+                reason = _ready_reason(instance, now - change.since, moves)
             phase = instance.phase.value
             state.record_event(now, phase, instance, reason, f"instance.{phase}", fields)
         case TransitionKind.ADOPTED:
-            for attempt in state.attempts.at(instance.instance_id).prefills.values():
+            for attempt in instance.work.prefills.values():
                 dispatch.predict_earlier_prompt(state, attempt)
             state.record_event(now, "adopted", instance, instance.reason, f"instance.{instance.phase.value}", fields)
         case TransitionKind.RELEASED:

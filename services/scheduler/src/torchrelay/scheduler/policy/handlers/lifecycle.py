@@ -90,9 +90,8 @@ def admit(
 
 def _note_arrival(state: State, admission: Admission, now: float) -> None:
     version_id = admission.version_id
-    bound = state.attempts.work
-    is_unused = not state.queues.num_waiting(version_id) and not any(
-        instance.instance_id in bound for instance in state.instances.of_version(version_id)
+    is_unused = not state.queues.num_waiting(version_id) and all(
+        instance.work.is_idle for instance in state.instances.of_version(version_id)
     )
     usage = state.usages.of(version_id)
     cold_s = state.cold_s(state.models[version_id], usage, now) if is_unused else 0.0
@@ -167,7 +166,7 @@ def _suspect_failed_workers(state: State, admission: Admission, now: float) -> N
 def _suspect(state: State, worker_id: str, now: float) -> None:
     state.membership.suspect(worker_id, now)
     if instance := state.instances.on_worker(worker_id):
-        state.endpoint_cache.forget(instance.version_id)
+        state.endpoints.pop(instance.version_id, None)
 
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
@@ -187,7 +186,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
         state.returning.remove(waiting)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
-        state.endpoint_cache.unblock(attempt.admission.version_id)
+        state.unblock(attempt.admission.version_id)
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
         state.usages.used(attempt.admission.version_id, now)
         for instance_id in attempt.instance_ids:

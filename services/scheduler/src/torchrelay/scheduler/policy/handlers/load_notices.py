@@ -23,16 +23,15 @@ def tell(state: State, version_ids: Iterable[str], now: float) -> None:
         has_slot = any(instance.staying for instance in state.instances.of_version(version_id))
         if model is None or (now < told_at + _EVERY_S and (had_slot or not has_slot)):
             continue
-        entries = endpoints.loading_prefills(state, model, now)
-        if entries is None:
+        loading = endpoints.loading_prefills(state, model, now)
+        if loading is None:
             continue
-        placed = state.attempts.attempts_at([entry.instance_id for entry in entries])
+        placed = state.attempts.attempts_at([instance.instance_id for instance in loading])
         waiting = (*state.queues.waiting(version_id), *(attempt.admission for attempt in placed))
         if gateway_ids := sorted({admission.gateway_id for admission in waiting}):
             state.loads_told[version_id] = now, has_slot
-            first = min(entries, key=lambda entry: entry.load_left_s(now), default=None)  # expected to end first
-            instance = state.instances.get(first.instance_id) if first is not None else None
-            ready, number = (instance.num_layers_ready, instance.num_layers) if instance is not None else (0, 0)
+            first = min(loading, key=lambda instance: instance.load_left_s(now), default=None)  # expected to end first
+            ready, number = (first.num_layers_ready, first.num_layers) if first is not None else (0, 0)
             left_s = backlogs.cold_wait_s(state, model, now) or 0.0
             state.effects.notices += [
                 LoadNotice(gateway_id, version_id, has_slot, ready, number, left_s) for gateway_id in gateway_ids

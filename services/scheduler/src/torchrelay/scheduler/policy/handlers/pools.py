@@ -91,8 +91,7 @@ def _targets(state: State, now: float) -> dict[Pool, PoolTarget]:
     devices are there from the start if they have slots without demand.
     """
     wanting = dict.fromkeys((*state.queues.versions, *state.minimums.in_force))
-    working = map(state.instances.get, state.attempts.work)
-    answering = (instance.version_id for instance in working if instance is not None)
+    answering = (instance.version_id for instance in state.instances if not instance.work.is_idle)
     shortages = _shortages(state, dict.fromkeys((*wanting, *answering)), now)
     num_slots, num_used, num_idle = Counter[Pool](), Counter[Pool](), Counter[Pool]()
     for worker in state.membership.workers.values():
@@ -104,8 +103,7 @@ def _targets(state: State, now: float) -> dict[Pool, PoolTarget]:
         if instance is None:
             continue
         num_used.update(pools)
-        is_open = state.attempts.at(instance.instance_id).num_open > 0
-        if instance.accepted and not is_open and instance.version_id not in wanting and instance.staying:
+        if instance.accepted and instance.work.is_idle and instance.version_id not in wanting and instance.staying:
             num_idle.update(pools)
     is_kept = state.config.pool_min_slots or state.config.pool_spare_slots
     kept = [Pool(1, role) for role in (None, *ROLES)] if is_kept else []

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from torchrelay.common.liveness import SILENT_S
 from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.handlers import endpoints
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import BOTH, Instance, InstancePhase, PromptSource, Role, Roles
+from torchrelay.scheduler.policy.types import BOTH, PromptSource, Role, Roles
 
 
 def recall_from_roles(state: State, instance: Instance, lost: Roles, now: float) -> None:
@@ -29,7 +30,7 @@ def recall_from_leaving(state: State, instance: Instance, now: float) -> None:
 def _recall_dispatched(state: State, instance: Instance, lost: Roles, why: str, now: float) -> None:
     """Recalls the prompts that have not begun and are dispatched to the instance for one of these roles."""
     for source in state.instances.of_version(instance.version_id):
-        work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
+        work, is_loading = source.work, source.is_loading
         for key, _ in work.queue.not_begun(now, is_loading=is_loading):
             placement = work.prefills[key].placement
             refs = {Role.PREFILL: placement.prefill, Role.DECODE: placement.decode}
@@ -63,11 +64,10 @@ def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | No
     status = state.membership.workers.get(worker.worker_id)
     if status is None or not status.computes_by_layer:
         return None
-    for entry in endpoints.prefills(state, model, now):
-        if entry.instance_id == worker.instance_id:
-            prompt_s = attempt.placement.predicted.prefill_s
-            kept_until = now + SILENT_S
-            return PromptSource(
-                key, worker, entry.host_id, entry.loaded_at, entry.load_s, kept_until, attempt.placed_at, prompt_s
-            )
-    return None  # its worker is lost or suspect
+    source = state.instances.get(worker.instance_id)
+    if source is None or source not in endpoints.of_version(state, model, now).prefills:
+        return None  # its worker is lost or suspect
+    prompt_s, kept_until = attempt.placement.predicted.prefill_s, now + SILENT_S
+    return PromptSource(
+        key, worker, source.host_id, source.loaded_at, source.load_s, kept_until, attempt.placed_at, prompt_s
+    )

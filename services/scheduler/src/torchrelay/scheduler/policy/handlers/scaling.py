@@ -10,6 +10,7 @@ from dataclasses import replace
 from torchrelay.common.quantities import format_count
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, Action, Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.load_failures import LOAD_STALLED
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.effects import Hop, LoadCommand, LoadOrder, SetRolesCommand, UnloadCommand
@@ -19,7 +20,6 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import (
     BOTH,
-    Instance,
     InstancePhase,
     Model,
     Role,
@@ -143,8 +143,7 @@ def idle_versions(state: State, now: float) -> list[str]:
     idle = []
     for version_id in state.idle_deadlines.passed(now):
         instances = state.instances.of_version(version_id)
-        last_active = (state.instances.last_active(instance.instance_id) for instance in instances)
-        used_at = max(last_active, default=-math.inf)
+        used_at = max((instance.last_active for instance in instances), default=-math.inf)
         if (deadline := used_at + state.keep_s(version_id, now)) > now:
             state.idle_deadlines.note(version_id, deadline)
         elif instances:
@@ -269,7 +268,8 @@ def _set_roles(state: State, action: SetRoles, now: float) -> None:
     instance = state.instances.get(action.instance_id)
     assert instance is not None
     lost = instance.roles - action.roles
-    state.instances.put(replace(instance, pending_roles=action.roles, roles_since=now, roles_reason=action.reason.text))
+    instance.pending_roles, instance.roles_since, instance.roles_reason = action.roles, now, action.reason.text
+    state.instances.put(instance)
     state.effects.commands.append(SetRolesCommand(instance.instance_id, instance.worker_id, action.roles))
     fields = event_fields(instance) | {"roles": role_names(action.roles)}
     state.record_event(now, "set_roles", instance, action.reason, "scale.set_roles", fields)
@@ -305,11 +305,11 @@ def _note_role_lost(state: State, version_id: str, roles: Roles, now: float) -> 
 
 def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:
     """Starts to drain the instance: it takes no more requests and leaves its slot when its attempts have ended."""
-    retry_at = now + state.config.longest_drain_s
-    drained = replace(instance, phase=InstancePhase.DRAINING, since=now, reason=reason, unload_retry_at=retry_at)
-    state.instances.put(drained)
-    _unload(state, drained, now)
     fields = event_fields(instance) | {"in_state_s": now - instance.since}
+    instance.phase, instance.since, instance.reason = InstancePhase.DRAINING, now, reason
+    instance.unload_retry_at = now + state.config.longest_drain_s
+    state.instances.put(instance)
+    _unload(state, instance, now)
     state.record_event(now, "drain", instance, reason, "instance.draining", fields)
 
 
@@ -326,14 +326,14 @@ def unload_failed(state: State, instance_id: str, now: float) -> None:
     """Schedules a retry of an unload that the worker did not answer, as long as the worker reports the instance."""
     instance = state.instances.get(instance_id)
     if instance is not None and instance.phase is InstancePhase.DRAINING:
-        state.instances.put(replace(instance, unload_retry_at=now + _UNLOAD_RETRY_S))
+        instance.unload_retry_at = now + _UNLOAD_RETRY_S
 
 
 def retry_unloads(state: State, now: float) -> None:
     """Retries unloads of workers that did not respond, and of workers whose slot should be free by now."""
     for instance in state.instances.draining:
         if instance.unload_retry_at is not None and instance.unload_retry_at <= now:
-            state.instances.put(replace(instance, unload_retry_at=now + state.config.longest_drain_s))
+            instance.unload_retry_at = now + state.config.longest_drain_s
             _unload(state, instance, now)
 
 

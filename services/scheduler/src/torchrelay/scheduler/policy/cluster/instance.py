@@ -1,0 +1,160 @@
+"""An instance: what was ordered, what its worker reported of it, and the work that is dispatched to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torchrelay.common.latency.latency_model import LatencyModel
+from torchrelay.scheduler.policy.dispatch.open_attempts import DispatchedWork
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.types import InstancePhase, Role, Roles, WorkerRef
+
+_UNKNOWN_LATENCY = LatencyModel()
+_NO_WORKER = WorkerRef("", "", "")
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """A model in a worker's slot, from the decision to load it until the slot is free again. ``Instances.put`` must
+    follow each change of the fields up to ``unload_retry_at``.
+    """
+
+    instance_id: str
+    model: str
+    version_id: str
+    pack_id: str
+    worker_id: str
+    incarnation: str  # of the worker
+    host_id: str
+    roles: Roles
+    phase: InstancePhase
+    since: float  # when it entered this phase
+    created_at: float
+    accepted_at: float = 0.0  # when the worker accepted the Load; 0: not yet
+    confirmed: bool = False  # a report has shown it
+    unanswered_at: float = 0.0  # when the deadline of its Load passed; 0: it did not
+    error_before: str = ""  # the slot's error from an earlier load
+    pending_roles: Roles | None = None  # ordered, not yet set
+    roles_since: float = 0.0  # when it was last ordered to play other roles; 0: never
+    roles_reason: str = ""  # why
+    roles_retry_at: float = 0.0  # no new order before this time, as the last one failed
+    num_layers_ready: int = 0
+    num_layers: int = 0
+    loaded_share: float = 0.0  # of the pack's bytes
+    progressed_at: float = 0.0  # when the last layer was loaded
+    reason: Reason = field(default_factory=Reason)  # why it was loaded, or why it is being drained
+    unload_retry_at: float | None = None  # when to tell its worker again to end the drain
+
+    work: DispatchedWork = field(default_factory=DispatchedWork)
+    last_active: float = 0.0  # when an attempt was last placed or released
+
+    # What dispatch knows of it while it takes requests; see ``handlers/endpoints.py``.
+    worker_ref: WorkerRef = _NO_WORKER
+    plays_prefill: bool = False
+    plays_decode: bool = False
+    latency: LatencyModel = _UNKNOWN_LATENCY
+    full_step_s: float = 0.0  # time of a step full of prompts; no more than that is dispatched ahead
+    kv_pool_bytes: int = 0
+    hands_over: bool = True  # KV to other instances, and takes theirs
+    loaded_at: float = 0.0  # predicted; any past time if it is loaded
+    load_s: float = 0.0  # predicted duration of its load, from begin to end; 0 before its first layer has arrived
+    num_layer_steps: int = 1  # layers that it computes one after the other while it loads
+
+    @property
+    def changed_at(self) -> float:
+        """When the instance last entered a phase or was ordered to play other roles."""
+        return max(self.since, self.roles_since)
+
+    @property
+    def accepted(self) -> bool:
+        return self.accepted_at > 0
+
+    @property
+    def is_loading(self) -> bool:
+        return self.phase is InstancePhase.LOADING
+
+    @property
+    def placeable(self) -> bool:
+        """Whether requests may be placed there: accepted by its worker, and not draining."""
+        return self.accepted and self.staying
+
+    @property
+    def staying(self) -> bool:
+        return self.phase in (InstancePhase.LOADING, InstancePhase.READY)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the instance serves and no command to its worker is under way."""
+        return self.phase is InstancePhase.READY and self.accepted and self.pending_roles is None
+
+    def takes_roles(self, now: float) -> bool:
+        """Whether the instance may be ordered to play other roles."""
+        return self.placeable and self.pending_roles is None and now >= self.roles_retry_at
+
+    @property
+    def target_roles(self) -> Roles:
+        return self.roles if self.pending_roles is None else self.pending_roles
+
+    def plays(self, role: Role) -> bool:
+        """Whether the instance plays the role now, and is not ordered to give it up."""
+        return role in self.roles and role in self.target_roles
+
+    @property
+    def kv_unreserved_bytes(self) -> int:
+        return self.kv_pool_bytes - self.work.kv_bytes
+
+    # Times of its load and of the prompts that are dispatched to it
+
+    def load_left_s(self, now: float) -> float:
+        return max(self.loaded_at - now, 0.0) if self.is_loading else 0.0
+
+    def share_loaded_at(self, at: float) -> float:
+        """Predicted share of the layers that are loaded at a time."""
+        if not self.is_loading or self.loaded_at <= at:
+            return 1.0
+        return max(1.0 - (self.loaded_at - at) / self.load_s, 0.0) if self.load_s else 0.0
+
+    def can_take(self, queued_s: float, prompt_s: float, now: float) -> bool:
+        """Whether a prompt may be dispatched behind others: less than a full step is queued, or the instance will have
+        computed all of them layer by layer when it is loaded.
+        """
+        if queued_s < self.full_step_s:
+            return True
+        left_s = self.load_left_s(now)
+        return left_s > 0.0 and queued_s + prompt_s * self.load_s / left_s <= self.load_s
+
+    def computed_s(self, prompts_s: float, now: float) -> float:
+        """Time until prompts are computed that take ``prompts_s`` on a loaded instance: while it loads, an instance
+        computes all layers but the last.
+        """
+        return max(self.load_left_s(now) + prompts_s / self.num_layer_steps, prompts_s)
+
+    def free_s(self, now: float) -> float:
+        """Expected time until the dispatched prompts are computed; a loading instance is then loaded, too."""
+        if self.is_loading:
+            return self.computed_s(self.work.queue.left_by_layer_s(self.share_loaded_at(now), now), now)
+        return self.ahead_s(now)
+
+    def queued_and_overdue_s(self, now: float) -> tuple[float, float]:
+        """Work of the dispatched prompts that are not computed, as if a loading instance had begun none; and how long
+        the first prompt is overdue, which is expected again of the rest: an instance that computes nothing, whatever it
+        reports, gets no more prompts if there is a choice.
+        """
+        return (self.work.queue.work_s(), 0.0) if self.is_loading else self.work.queue.ahead_and_overdue_s(now)
+
+    def ahead_s(self, now: float) -> float:
+        """Expected time until the dispatched prompts are computed."""
+        queued_s, overdue_s = self.queued_and_overdue_s(now)
+        return queued_s + overdue_s
+
+    def bindable_at(self, now: float, returning_s: float = 0.0) -> float:
+        """When less than a full step will be ahead, without another report. ``returning_s``: work of the recalled
+        prompts that are on their way to it.
+        """
+        queue = self.work.queue
+        spare_s = self.full_step_s - queue.work_s()
+        if self.is_loading and spare_s <= 0:
+            return math.inf
+        spare_at = 0.0 if self.is_loading else queue.less_ahead_at(self.full_step_s)
+        return max(spare_at, now + returning_s - max(spare_s, 0.0)) if returning_s else spare_at
