@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
+from torchrelay.scheduler.policy.autoscaling.actions import Action
 from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.config import TICK_S, TURN_S, PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand
 from torchrelay.scheduler.policy.inputs import (
@@ -97,12 +98,10 @@ class _PolicyRun:
         self.apply(GatewayConnected("gateway"))
         self._report(self.peers)
 
-    def _decide(
-        self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True
-    ) -> tuple[Action, ...]:
+    def _decide(self, view: View) -> tuple[Action, ...]:
         begin = time.thread_time()
-        actions = decide(autoscaler_input, config, is_complete=is_complete)
-        if autoscaler_input.waited_for:
+        actions = decide(view)
+        if view.waited_for:
             self.decisions.append((time.thread_time() - begin) * 1e3)
         return actions
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
+from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Effects, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick

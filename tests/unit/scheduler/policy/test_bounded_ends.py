@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, a_store, a_worker
 from tests.unit.scheduler.policy.running_cluster import CONFIG, SERVED, Call, Fault, RunningCluster
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
+from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import InstancePhase, Model, Role
 

@@ -10,7 +10,7 @@ from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
 from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.handlers.cluster_load import worth_lines
+from torchrelay.scheduler.policy.handlers.views import worth_lines
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Outcome, Prediction
 from torchrelay.scheduler.policy.timed_phase import TimedPhase

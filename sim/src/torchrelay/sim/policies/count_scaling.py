@@ -10,16 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    Action,
-    AutoscalerInput,
-    Demand,
-    Drain,
-    InstanceLoad,
-    Load,
-)
+from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load
+from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, free_slots
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.autoscaling.view import View
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import BOTH, Model, WorkerStatus
 
@@ -33,47 +28,44 @@ class CountScaling:
     requests_per_instance: int
     kept: Sequence[Model] = ()
 
-    def __call__(
-        self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True
-    ) -> tuple[Action, ...]:
-        free = free_workers(autoscaler_input)
+    def __call__(self, view: View) -> tuple[Action, ...]:
+        free = free_workers(view)
         actions: list[Action] = []
         starving: list[Model] = []
-        for demand in sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s):
-            num_missing = self._num_missing(demand, autoscaler_input, config)
-            loads = _load(demand.model, num_missing, demand.avoid, autoscaler_input, free)
+        for demand in sorted(view.demands, key=lambda demand: -demand.oldest_wait_s):
+            num_missing = self._num_missing(demand, view)
+            loads = _load(demand.model, num_missing, demand.avoid, view, free)
             actions += loads
-            if num_missing and not loads and not autoscaler_input.of(demand.model):
+            if num_missing and not loads and not view.of(demand.model):
                 starving.append(demand.model)
-        actions += _evictions(starving, autoscaler_input)
-        if is_complete and not starving:
+        actions += _evictions(starving, view)
+        if view.is_complete and not starving:
             waking = {action.model.version_id for action in actions if isinstance(action, Load)}
             for model in self.kept:
-                if model.version_id not in waking and not autoscaler_input.of(model):
-                    actions += _load(model, 1, frozenset(), autoscaler_input, free)
-        actions += self._idle(autoscaler_input, config, is_complete=is_complete)
+                if model.version_id not in waking and not view.of(model):
+                    actions += _load(model, 1, frozenset(), view, free)
+        actions += self._idle(view)
         return tuple(actions)
 
-    def _num_missing(self, demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> int:
-        if not demand.num_waiting or autoscaler_input.now < demand.not_before:
+    def _num_missing(self, demand: Demand, view: View) -> int:
+        if not demand.num_waiting or view.now < demand.not_before:
             return 0
-        own = autoscaler_input.of(demand.model)
-        num_requests = demand.num_waiting + sum(load.num_open for load in own)
+        own = view.of(demand.model)
+        num_requests = demand.num_waiting + sum(instance.work.num_open for instance in own)
         wanted = math.ceil(num_requests / self.requests_per_instance)
-        return max(min(wanted, config.max_instances) - len(own), 0)
+        return max(min(wanted, view.config.max_instances) - len(own), 0)
 
-    def _idle(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool) -> list[Action]:
-        kept = {model.version_id for model in self.kept}
-        staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
-        reason = Reason("idle", f"idle for {config.idle_timeout_s:g} s")
+    def _idle(self, view: View) -> list[Action]:
+        kept, timeout_s = {model.version_id for model in self.kept}, view.config.idle_timeout_s
+        reason = Reason("idle", f"idle for {timeout_s:g} s")
         actions: list[Action] = []
-        for version_id, loads in staying.items():
-            if version_id in autoscaler_input.waited_for:
+        for version_id, instances in view.evaluated.items():
+            if version_id in view.waited_for:
                 continue
-            idle = [load for load in loads if _is_idle(load, autoscaler_input.now - config.idle_timeout_s)]
-            if version_id in kept and len(idle) == len(loads):
+            idle = [instance for instance in instances if _is_idle(instance, view, view.now - timeout_s)]
+            if version_id in kept and len(idle) == len(instances):
                 del idle[0]
-            actions += [Drain(load.instance.instance_id, reason) for load in idle]
+            actions += [Drain(instance.instance_id, reason) for instance in idle]
         return actions
 
 
@@ -81,13 +73,13 @@ def _load(
     model: Model,
     number: int,
     avoid: frozenset[str],
-    autoscaler_input: AutoscalerInput,
+    view: View,
     free: dict[str, WorkerStatus],
 ) -> list[Action]:
     """Wakes up to ``number`` instances in free slots, the nearest copy first."""
     if not number:
         return []
-    slots = free_slots(model, free.values(), autoscaler_input.stores, avoid)
+    slots = free_slots(model, free.values(), view.membership.stores_by_host, avoid)
     chosen = sorted(slots, key=lambda slot: slot.cost)[:number]
     for slot in chosen:
         del free[slot.worker_id]
@@ -95,36 +87,36 @@ def _load(
     return [Load(model, assignments, Reason("growth", f"{number} more by count"))] if assignments else []
 
 
-def _is_idle(load: InstanceLoad, since: float) -> bool:
-    return load.instance.is_settled and load.is_idle_since(since)
+def _is_idle(instance: Instance, view: View, since: float) -> bool:
+    return instance.is_settled and view.is_idle_since(instance, since)
 
 
-def _evictions(starving: Sequence[Model], autoscaler_input: AutoscalerInput) -> list[Action]:
+def _evictions(starving: Sequence[Model], view: View) -> list[Action]:
     """Drains, for each model without an instance, the idle instance that was unused the longest. Slots that are being
     freed count as theirs.
     """
     if not starving:
         return []
-    devices = {worker_id: worker.num_devices for worker_id, worker in autoscaler_input.workers.items()}
-    loads = [load for load in autoscaler_input.loads if load.instance.worker_id in devices]
-    leaving = Counter(devices[load.instance.worker_id] for load in loads if not load.instance.staying)
+    devices = {worker_id: worker.num_devices for worker_id, worker in view.membership.workers.items()}
+    instances = [instance for instance in view.instances if instance.worker_id in devices]
+    leaving = Counter(devices[instance.worker_id] for instance in instances if not instance.staying)
     idle = sorted(
-        (load for load in loads if _is_idle(load, autoscaler_input.now)),
-        key=lambda load: (load.unused_since, load.instance.instance_id),
+        (instance for instance in instances if _is_idle(instance, view, view.now)),
+        key=lambda instance: (instance.unused_since, instance.instance_id),
     )
-    idle = [load for load in idle if load.instance.version_id not in autoscaler_input.waited_for]
+    idle = [instance for instance in idle if instance.version_id not in view.waited_for]
     actions: list[Action] = []
     for model in starving:
         if leaving[model.num_devices]:
             leaving[model.num_devices] -= 1
             continue
-        victim = next((load for load in idle if devices[load.instance.worker_id] == model.num_devices), None)
+        victim = next((instance for instance in idle if devices[instance.worker_id] == model.num_devices), None)
         if victim is not None:
             idle.remove(victim)
-            actions.append(Drain(victim.instance.instance_id, Reason("evict", f"{model.name} has no slot")))
+            actions.append(Drain(victim.instance_id, Reason("evict", f"{model.name} has no slot")))
     return actions
 
 
-def free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
-    occupied, free = autoscaler_input.cluster_load.occupied_workers, autoscaler_input.free_workers
+def free_workers(view: View) -> dict[str, WorkerStatus]:
+    occupied, free = view.instances.workers, view.membership.free_workers
     return {worker_id: worker for worker_id, worker in free.items() if worker_id not in occupied}

@@ -15,9 +15,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput, Load
+from torchrelay.scheduler.policy.autoscaling.actions import Action, Load
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign, free_slots
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.scheduler.policy.types import Model, Role
@@ -39,20 +39,20 @@ class StaticInstances:
     numbers: Sequence[tuple[Model, int, int]]
     num_workers: int
 
-    def __call__(
-        self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True
-    ) -> tuple[Action, ...]:
-        if not is_complete or len(autoscaler_input.workers) < self.num_workers:
+    def __call__(self, view: View) -> tuple[Action, ...]:
+        if not view.is_complete or len(view.membership.workers) < self.num_workers:
             return ()
-        free = free_workers(autoscaler_input)
+        free = free_workers(view)
         actions: list[Action] = []
         for model, num_prefill, num_decode in self.numbers:
-            own = autoscaler_input.of(model)
-            have = Counter(role for load in own for role in load.instance.target_roles)
+            own = view.of(model)
+            have = Counter(role for instance in own for role in instance.target_roles)
             missing = [max(num_prefill - have[Role.PREFILL], 0), max(num_decode - have[Role.DECODE], 0)]
             chosen: list[SlotAssignment] = []
             for num_missing in ((missing[0], 0), (0, missing[1])):  # instances with a single role
-                assigned = assign(free_slots(model, free.values(), autoscaler_input.stores, frozenset()), *num_missing)
+                assigned = assign(
+                    free_slots(model, free.values(), view.membership.stores_by_host, frozenset()), *num_missing
+                )
                 for assignment in assigned:
                     del free[assignment.worker_id]
                 chosen += assigned

@@ -1,31 +1,34 @@
-"""A cluster given as lists, as the autoscaler's input: instances and their loads, workers, stores and demands."""
+"""A cluster given as lists: slots, workers, stores and demands."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    FIRST_SLOT,
-    AutoscalerInput,
-    ClusterLoad,
-    Demand,
-    InstanceLoad,
-)
+from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
+from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
+from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
-from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.autoscaling.view import VersionUse, View
 from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.cluster.instances import Instances
+from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.types import (
     BOTH,
+    AttemptKey,
     InstancePhase,
     Model,
+    Placement,
     Role,
     Roles,
     SlotStatus,
     StoreStatus,
+    WorkerRef,
     WorkerStatus,
 )
 
@@ -33,69 +36,16 @@ PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = PolicyConfig()
 
 
-@dataclass(frozen=True)
-class ListedLoad(ClusterLoad):
-    """The load of these instances. ``demands``: by version; a drain takes no time."""
+class Slot(NamedTuple):
+    """An instance with its attempts and the use of its version, which all its slots have."""
 
-    loads: Sequence[InstanceLoad] = ()
-    demands: Mapping[str, Demand] = field(default_factory=dict)
-
-    @property
-    def occupied_workers(self) -> Container[str]:
-        return {load.instance.worker_id for load in self.loads}
-
-    def of_version(self, version_id: str) -> Sequence[InstanceLoad]:
-        return [load for load in self.loads if load.instance.version_id == version_id]
-
-    def of_all(self) -> Sequence[InstanceLoad]:
-        return self.loads
-
-    @property
-    def least_losses(self) -> LeastLosses:
-        """All unknown, so that each exact loss is computed."""
-        losses = LeastLosses(away_s=0.0)
-        for load in self.loads:
-            losses.changed(load.instance.version_id, has_instances=True)
-        return losses
-
-    def load(self, instance_id: str) -> InstanceLoad:
-        return next(load for load in self.loads if load.instance.instance_id == instance_id)
-
-    def on_host(self, host_id: str) -> Sequence[Instance]:
-        return [load.instance for load in self.loads if load.instance.host_id == host_id]
-
-    def draining(self) -> Sequence[Instance]:
-        return [load.instance for load in self.loads if load.instance.phase is InstancePhase.DRAINING]
-
-    def unused(self) -> Sequence[Instance]:
-        unused = (load for load in self.loads if not load.busy)
-        return [
-            load.instance for load in sorted(unused, key=lambda load: (load.last_active, load.instance.instance_id))
-        ]
-
-    def slots_by_tenant(self) -> Counter[str]:
-        return Counter(
-            tenant for load in self.loads if load.instance.reason.cause != FIRST_SLOT for tenant in load.tenants
-        )
-
-    def drain_s(self, instance: Instance) -> float:
-        return 0.0
-
-    def demand_of(self, version_id: str) -> Demand | None:
-        return self.demands.get(version_id)
-
-
-@dataclass(frozen=True)
-class ListedStores:
-    """The holders of packs among these stores, by host."""
-
-    stores: Mapping[str, StoreStatus]
-
-    def holders(self, pack_id: str) -> list[StoreStatus]:
-        return [store for store in self.stores.values() if pack_id in store.copies]
-
-    def disk_holders(self, pack_id: str) -> list[StoreStatus]:
-        return [store for store in self.stores.values() if pack_id in (store.disk_pack_ids or ())]
+    instance: Instance
+    num_open: int = 0
+    last_active: float = 0.0
+    reload_s: float = 0.0
+    tenants: frozenset[str] = frozenset()
+    arrivals_per_s: float = 0.0
+    target_s: float = 2.0
 
 
 def a_demand(model: Model, num_waiting: int = 1, **changes: object) -> Demand:
@@ -107,34 +57,56 @@ def an_instance(
 ) -> Instance:
     return Instance(
         f"i-{worker.worker_id}", model.name, model.version_id, model.pack_id, worker.worker_id, worker.incarnation,
-        worker.host_id, roles, phase, 0, 0, accepted_at=1.0,
+        worker.host_id, roles, phase, since=0.0, created_at=-1e6, accepted_at=1.0,
     )  # fmt: skip
 
 
-def a_situation(
-    demands: list[Demand],
-    loads: list[InstanceLoad],
-    workers: list[WorkerStatus],
-    stores: list[StoreStatus],
+def a_view(
+    demands: Sequence[Demand],
+    slots: Sequence[Slot] = (),
+    workers: Iterable[WorkerStatus] = (),
+    stores: Iterable[StoreStatus] = (),
     now: float = 100.0,
-) -> AutoscalerInput:
-    taken = {load.instance.worker_id: load.instance for load in loads}
-    seated = [
-        replace(worker, slot=SlotStatus(taken[worker.worker_id].phase)) if worker.worker_id in taken else worker
-        for worker in workers
-    ]
-    by_host = {store.host_id: store for store in stores}
-    return AutoscalerInput(
-        now,
-        demands,
-        ListedLoad(loads),
-        {w.worker_id: w for w in seated},
-        by_host,
-        keep_s={},
-        free_workers=FreeWorkers(w for w in seated if w.slot.phase is InstancePhase.FREE),
-        holder_index=ListedStores(by_host),
+    known: Sequence[Demand] = (),
+    keep_s: float = 60.0,
+    **changes: Any,
+) -> View:
+    """A view of these slots and peers; a drain takes no time. ``known``: demands of models that are not decided on."""
+    instances, membership, losses = Instances(OpenAttempts()), Membership(fence_s=0.0), LeastLosses(away_s=0.0)
+    uses: dict[str, VersionUse] = {}
+    num_slots_of: Counter[str] = Counter()
+    for slot in slots:
+        instance = replace(slot.instance, last_active=slot.last_active)
+        instances.put(instance)
+        key, ref = AttemptKey("", 1), WorkerRef("", "", "")
+        attempt = OpenAttempt(an_admission(a_model(), "r"), Placement(key, ref, ref, False), 0.0, 0)
+        instance.work.decodes.update({AttemptKey(str(number), 1): attempt for number in range(slot.num_open)})
+        uses[instance.version_id] = VersionUse(slot.tenants, slot.reload_s, slot.arrivals_per_s, slot.target_s)
+        if instance.reason.cause != FIRST_SLOT:
+            num_slots_of.update(slot.tenants)
+        losses.changed(instance.version_id, has_instances=True)  # unknown, so that each exact loss is computed
+    for worker in workers:
+        if (seated := instances.on_worker(worker.worker_id)) is not None:
+            worker = replace(worker, slot=SlotStatus(seated.phase))
+        membership.accept_worker(worker, streamed=True)
+    for store in stores:
+        membership.accept_store(store)
+    by_version = {demand.model.version_id: demand for demand in (*demands, *known)} if known else {}
+    view = View(
+        now=now,
+        config=RULES,
+        demands=demands,
+        instances=instances,
+        membership=membership,
+        least_losses=losses,
+        num_slots_of=num_slots_of,
+        keep_s=lambda version_id: keep_s,
+        use_of=lambda version_id: uses[version_id],
+        demand_of=by_version.get,
+        drain_s=lambda instance: 0.0,
         waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
     )
+    return replace(view, **changes)
 
 
 def crowded_demand(model: Model, num_waiting: int = 40, **changes: object) -> Demand:

@@ -11,22 +11,17 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
     DECODE,
     PREFILL,
-    RULES,
+    Slot,
     a_demand,
-    a_situation,
+    a_view,
     an_instance,
     crowded_demand,
 )
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    Drain,
-    InstanceLoad,
-    Load,
-    SetRoles,
-    cover_both_roles,
-)
+from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
+from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, Roles
 
@@ -36,9 +31,9 @@ MODEL = a_model()
 def test_growth_reason_names_figures() -> None:
     model = a_model(max_instances=2)
     first, second = a_worker("w-a"), a_worker("w-b")
-    load = InstanceLoad(an_instance(model, first), 0, 0)
+    load = Slot(an_instance(model, first), 0)
     demand = crowded_demand(model, 60, oldest_wait_s=2.3, load_s={Tier.REMOTE: 1.0})
-    (wake,) = decide(a_situation([demand], [load], [first, second], [a_store("store-1", "host-1")]), RULES)
+    (wake,) = decide(a_view([demand], [load], [first, second], [a_store("store-1", "host-1")]))
     assert isinstance(wake, Load)
     assert wake.reason.text == (
         "2 per role wanted: the next saves 138.8 late requests, costs 1.0, and loads in 1 s; a queue of 6 s, "
@@ -51,12 +46,12 @@ def test_growth_reason_names_figures() -> None:
 
 def test_uncrowded_instance_is_drained_though_used() -> None:
     workers = [a_worker("w0"), a_worker("w1")]
-    loads = [InstanceLoad(an_instance(MODEL, worker), 3 - n, 0, last_active=100.0) for n, worker in enumerate(workers)]
+    loads = [Slot(an_instance(MODEL, worker), 3 - n, last_active=100.0) for n, worker in enumerate(workers)]
     store = a_store("s1", "host-1")
 
     def drained(last_full_at: float, **changes: object) -> list[str]:
         demand = a_demand(MODEL, 0, last_full_at=last_full_at, **changes)
-        actions = decide(a_situation([demand], loads, workers, [store]), RULES)
+        actions = decide(a_view([demand], loads, workers, [store]))
         return [action.instance_id for action in actions if isinstance(action, Drain)]
 
     assert drained(last_full_at=30.0) == ["i-w1"]
@@ -67,9 +62,9 @@ def test_uncrowded_instance_is_drained_though_used() -> None:
 def test_reason_for_tenant_hides_other_tenants() -> None:
     model = a_model(max_instances=5)
     first, second = a_worker("w-a"), a_worker("w-b")
-    load = InstanceLoad(an_instance(model, first), 0, 0)
+    load = Slot(an_instance(model, first), 0)
     demand = crowded_demand(model, 32, by_tenant={"acme": (30, 0), "birch": (2, 1)})
-    (wake,) = decide(a_situation([demand], [load], [first, second], [a_store("store-1", "host-1")]), RULES)
+    (wake,) = decide(a_view([demand], [load], [first, second], [a_store("store-1", "host-1")]))
     assert isinstance(wake, Load) and wake.reason.text.endswith("32 waiting")
     assert wake.reason.by_tenant == {
         "acme": "growth, 30 waiting",
@@ -96,23 +91,23 @@ def test_slots_need_store_with_free_space() -> None:
 
 def test_missing_role_is_set_if_no_slot_is_free() -> None:
     prefill, free = a_worker("w1"), a_worker("w2")
-    load = InstanceLoad(an_instance(MODEL, prefill, PREFILL), 0, 0)
+    load = Slot(an_instance(MODEL, prefill, PREFILL), 0)
     store = a_store("s1", "host-1")
-    with_slot = decide(a_situation([a_demand(MODEL)], [load], [prefill, free], [store]), RULES)
+    with_slot = decide(a_view([a_demand(MODEL)], [load], [prefill, free], [store]))
     assert [type(action) for action in with_slot] == [Load]
-    without = decide(a_situation([a_demand(MODEL)], [load], [prefill], [store]), RULES)
+    without = decide(a_view([a_demand(MODEL)], [load], [prefill], [store]))
     assert [(type(action), action.roles) for action in without if isinstance(action, SetRoles)] == [(SetRoles, BOTH)]
     only_prefill = replace(prefill, playable_roles=PREFILL)
-    assert decide(a_situation([a_demand(MODEL)], [load], [only_prefill], [store]), RULES) == ()
+    assert decide(a_view([a_demand(MODEL)], [load], [only_prefill], [store])) == ()
 
 
 @pytest.mark.parametrize(("num_cold", "drained"), [(0, ["i-w1"]), (3, [])])
 def test_load_with_placed_requests_is_not_idle(num_cold: int, drained: list[str]) -> None:
     model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
-    serving = InstanceLoad(an_instance(model, workers[0]), 4, 0)
-    loading = InstanceLoad(an_instance(model, workers[1], phase=InstancePhase.LOADING), 0, 0)
+    serving = Slot(an_instance(model, workers[0]), 4)
+    loading = Slot(an_instance(model, workers[1], phase=InstancePhase.LOADING), 0)
     demand = a_demand(model, num_waiting=0, num_cold=num_cold)
-    actions = decide(a_situation([demand], [serving, loading], workers, [a_store("s1", "host-1")]), RULES)
+    actions = decide(a_view([demand], [serving, loading], workers, [a_store("s1", "host-1")]))
     assert [action.instance_id for action in actions if isinstance(action, Drain)] == drained
 
 
@@ -177,16 +172,16 @@ def test_growth_leaves_slots_to_starving_models() -> None:
         a_worker("w3", playable_roles=PREFILL),
     )
     loads = [
-        InstanceLoad(an_instance(crowded, w1, PREFILL), 9, 0),
-        InstanceLoad(an_instance(crowded, w2, DECODE), 9, 0),
+        Slot(an_instance(crowded, w1, PREFILL), 9),
+        Slot(an_instance(crowded, w2, DECODE), 9),
     ]
     store = a_store("s1", "host-1")
     demands = [crowded_demand(crowded), a_demand(waiting, 1)]
-    assert decide(a_situation(demands, loads, [w1, w2, w3], [store]), RULES) == ()  # w3 is half of what `waiting` needs
-    alone = decide(a_situation(demands[:1], loads, [w1, w2, w3], [store]), RULES)
+    assert decide(a_view(demands, loads, [w1, w2, w3], [store])) == ()  # w3 is half of what `waiting` needs
+    alone = decide(a_view(demands[:1], loads, [w1, w2, w3], [store]))
     assert [action.assignments[0].worker_id for action in alone if isinstance(action, Load)] == []  # no pair for it
     free_decode = a_worker("w4", playable_roles=DECODE)
-    both = decide(a_situation(demands, loads, [w1, w2, w3, free_decode], [store]), RULES)
+    both = decide(a_view(demands, loads, [w1, w2, w3, free_decode], [store]))
     assert [action.model.name for action in both if isinstance(action, Load)] == [waiting.name]
 
 
@@ -194,8 +189,8 @@ def test_partial_decision_leaves_slots_to_waiting_models() -> None:
     """An admission decided on its own model alone, and grew it into what a tick kept free for a model without any."""
     crowded, waiting = a_model("acme/crowded"), a_model("acme/waiting")
     workers = [a_worker(f"w{number}") for number in range(3)]
-    demand, load = crowded_demand(crowded), InstanceLoad(an_instance(crowded, workers[0]), 9, 0)
-    alone = a_situation([demand], [load], workers, [a_store("s1", "host-1")])
-    assert [type(action) for action in decide(alone, RULES, is_complete=False)] == [Load]
-    beside = replace(alone, waited_for=alone.waited_for | {waiting.version_id})
-    assert decide(beside, RULES, is_complete=False) == ()
+    demand, load = crowded_demand(crowded), Slot(an_instance(crowded, workers[0]), 9)
+    alone = a_view([demand], [load], workers, [a_store("s1", "host-1")])
+    assert [type(action) for action in decide(replace(alone, is_complete=False))] == [Load]
+    beside = replace(alone, is_complete=False, waited_for=alone.waited_for | {waiting.version_id})
+    assert decide(beside) == ()

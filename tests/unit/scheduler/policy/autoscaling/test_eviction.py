@@ -8,21 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import DECODE, PREFILL, RULES, ListedLoad, ListedStores
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import DECODE, PREFILL, RULES, Slot, a_view
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_pair, a_store, a_worker
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    AutoscalerInput,
-    Demand,
-    Drain,
-    InstanceLoad,
-    SetRoles,
-)
+from torchrelay.scheduler.policy.autoscaling.actions import Drain, SetRoles
 from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
-from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
-from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles, StoreStatus, WorkerStatus
 
 NOW = 1000.0
 SLICE_S, LONGEST_S, SPARE_S = RULES.time_slice_s, RULES.longest_wait_s, RULES.preempt_spare_after_s
@@ -30,17 +25,17 @@ STORE = a_store("s", "host-1")
 LEAVING: dict[str, Any] = {"phase": InstancePhase.DRAINING, "since": NOW - 1.0}
 
 
-def slot(number: int, model: str, num_open: int = 0, roles: Roles = BOTH, **changes: Any) -> InstanceLoad:
+def slot(number: int, model: str, num_open: int = 0, roles: Roles = BOTH, **changes: Any) -> Slot:
     """The slot of worker ``w{number}``, with instance ``i{number}``. ``changes``: of the instance, or of its load."""
-    of_load = {name: changes.pop(name) for name in InstanceLoad._fields if name in changes}
+    of_load = {name: changes.pop(name) for name in Slot._fields if name in changes}
     instance = Instance(
         f"i{number}", model, a_model(model).version_id, a_model(model).pack_id, f"w{number}", f"w{number} first",
-        "host-1", roles, InstancePhase.READY, since=1.0, created_at=0.0, accepted_at=0.5, confirmed=True,
+        "host-1", roles, InstancePhase.READY, since=1.0, created_at=-1e6, accepted_at=0.5, confirmed=True,
     )  # fmt: skip
-    return InstanceLoad(replace(instance, **changes), num_open, 0, 1.0)._replace(**of_load)
+    return Slot(replace(instance, **changes), num_open, 1.0)._replace(**of_load)
 
 
-def slots(model: str, number: int, num_open: int = 0, **changes: Any) -> list[InstanceLoad]:
+def slots(model: str, number: int, num_open: int = 0, **changes: Any) -> list[Slot]:
     """Slots of models of the same tenant, one each."""
     return [slot(n, f"{model}{n}", num_open, **changes) for n in range(number)]
 
@@ -57,14 +52,15 @@ def crowded(name: str = "acme/crowded", backlog_s: float = 6.0, max_instances: i
 
 
 def full_host(
-    loads: Sequence[InstanceLoad],
+    loads: Sequence[Slot],
     demands: Sequence[Demand],
     known: Sequence[Demand] = (),
     playable: Roles | None = None,
     free: Iterable[WorkerStatus] = (),
     workers: dict[str, Any] | None = None,
+    stores: Sequence[StoreStatus] = (STORE,),
     **changes: Any,
-) -> AutoscalerInput:
+) -> View:
     """All slots but ``free`` are taken. ``known``: demands of models that are not decided on; ``playable``: what the
     workers can play, if it is more than their instances do; ``workers``: changes of the first worker.
     """
@@ -73,37 +69,25 @@ def full_host(
         for load in loads
     }
     by_id["w0"] = replace(by_id["w0"], **(workers or {}))
-    free = list(free)
-    decision_input = AutoscalerInput(
-        NOW,
-        demands,
-        ListedLoad(loads, {demand.model.version_id: demand for demand in (*demands, *known)})
-        if known
-        else ListedLoad(loads),
-        by_id | {worker.worker_id: worker for worker in free},
-        {"host-1": STORE},
-        keep_s={load.instance.version_id: 1e6 for load in loads},
-        free_workers=FreeWorkers(free),
-        holder_index=ListedStores({"host-1": STORE}),
-        waited_for=frozenset(demand.model.version_id for demand in demands),
-    )
-    return replace(decision_input, **changes)
+    peers = [*by_id.values(), *free]
+    waited_for = frozenset(demand.model.version_id for demand in demands)
+    return a_view(demands, loads, peers, stores, NOW, known, keep_s=1e6, waited_for=waited_for, **changes)
 
 
 def drains(*args: Any, **changes: Any) -> list[Drain]:
-    return [action for action in decide(full_host(*args, **changes), RULES) if isinstance(action, Drain)]
+    return [action for action in decide(full_host(*args, **changes)) if isinstance(action, Drain)]
 
 
 def drained(*args: Any, **changes: Any) -> list[str]:
     return [drain.instance_id for drain in drains(*args, **changes)]
 
 
-def used(arrivals_per_s: float, num_open: int = 0, reload_s: float = 4.0, **changes: Any) -> list[InstanceLoad]:
+def used(arrivals_per_s: float, num_open: int = 0, reload_s: float = 4.0, **changes: Any) -> list[Slot]:
     load = slot(0, "acme/used", num_open, last_active=NOW - 1.0, reload_s=reload_s, arrivals_per_s=arrivals_per_s)
     return [load._replace(**changes)]
 
 
-def rated(*rates: float, **changes: Any) -> list[InstanceLoad]:
+def rated(*rates: float, **changes: Any) -> list[Slot]:
     """Busy slots of models with so many requests per second."""
     return [
         slot(n, f"acme/m{n}", 8, arrivals_per_s=rate, last_active=0.0, **(changes if n == len(rates) - 1 else {}))
@@ -111,17 +95,17 @@ def rated(*rates: float, **changes: Any) -> list[InstanceLoad]:
     ]
 
 
-def popular(arrivals_per_s: float) -> list[InstanceLoad]:
+def popular(arrivals_per_s: float) -> list[Slot]:
     return [slot(n, "acme/popular", 8, arrivals_per_s=arrivals_per_s, last_active=0.0) for n in (0, 1)]
 
 
-def busy(num_open: int = 3, **changes: Any) -> list[InstanceLoad]:
+def busy(num_open: int = 3, **changes: Any) -> list[Slot]:
     return [slot(0, "acme/busy", num_open, last_active=0.0, **changes)]
 
 
 YOUNG: dict[str, Any] = {"since": NOW - SLICE_S + 1.0}
 # Of each row: the slots, the demands, and the instances that are drained for them.
-ROWS: dict[str, tuple[Sequence[InstanceLoad], Sequence[Demand], list[str]]] = {
+ROWS: dict[str, tuple[Sequence[Slot], Sequence[Demand], list[str]]] = {
     "unused model loses nothing": (used(0.0), [waiting()], ["i0"]),
     "gain below loss: models that were used in turns evicted each other at every request": (used(2.0), [waiting()], []),
     # Without its slot for 4 s, a model whose requests may wait for 2 s loses 4 + 4 x 2 log 2 = 9.5 of 2 per second.
@@ -238,11 +222,11 @@ ROWS: dict[str, tuple[Sequence[InstanceLoad], Sequence[Demand], list[str]]] = {
 
 
 @pytest.mark.parametrize(("loads", "demands", "expected"), ROWS.values(), ids=ROWS)
-def test_whose_slot_is_drained(loads: Sequence[InstanceLoad], demands: Sequence[Demand], expected: list[str]) -> None:
+def test_whose_slot_is_drained(loads: Sequence[Slot], demands: Sequence[Demand], expected: list[str]) -> None:
     assert drained(loads, demands) == expected
 
 
-def after(loads: Iterable[InstanceLoad], leaving: Iterable[str]) -> list[InstanceLoad]:
+def after(loads: Iterable[Slot], leaving: Iterable[str]) -> list[Slot]:
     """The slots once the instances drain."""
     draining = {"phase": InstancePhase.DRAINING, "since": NOW}
     return [
@@ -276,8 +260,8 @@ def test_busy_model_filling_arena_ends_its_turn(roles: list[Roles]) -> None:
     """Only with space for both packs was its slot usable; else who waited, waited until it was idle."""
     model, loads = a_model("acme/busy"), [slot(n, "acme/busy", 1, each) for n, each in enumerate(roles)]
     pinned = replace(a_copy(model), num_pins=len(roles))
-    small = {"host-1": a_store("s", "host-1", [pinned], arena_bytes=model.pack_bytes + MB)}
-    assert drained(loads, [waiting(wait_s=SLICE_S + 1.0)], stores=small, holder_index=ListedStores(small)) == [
+    small = a_store("s", "host-1", [pinned], arena_bytes=model.pack_bytes + MB)
+    assert drained(loads, [waiting(wait_s=SLICE_S + 1.0)], stores=[small]) == [
         load.instance.instance_id for load in loads
     ]
 
@@ -381,15 +365,15 @@ def test_growth_load_time_is_by_nearest_tier() -> None:
         [slot(0, "acme/crowded", 1), slot(1, "acme/idle")],
         crowded(load_s={Tier.HOST: 1.0, Tier.PEER: 100.0}),
     )
-    far = {"host-1": STORE, "host-2": a_store("o", "host-2", [a_copy(demand.model)])}
-    near = {"host-1": a_store("s", "host-1", [a_copy(demand.model)])}
-    assert drained(loads, [demand], stores=far, holder_index=ListedStores(far)) == []
-    assert drained(loads, [demand], stores=near, holder_index=ListedStores(near)) == ["i1"]
+    far = [STORE, a_store("o", "host-2", [a_copy(demand.model)])]
+    near = [a_store("s", "host-1", [a_copy(demand.model)])]
+    assert drained(loads, [demand], stores=far) == []
+    assert drained(loads, [demand], stores=near) == ["i1"]
 
 
 def test_model_gives_up_one_slot_per_decision() -> None:
     loads = [slot(0, "acme/crowded", 1, PREFILL), slot(1, "acme/crowded", 1, DECODE)]
-    actions = decide(full_host(loads, [waiting("acme/first", 5.0), waiting("acme/second", 4.0)], playable=BOTH), RULES)
+    actions = decide(full_host(loads, [waiting("acme/first", 5.0), waiting("acme/second", 4.0)], playable=BOTH))
     assert [(type(action), action.instance_id) for action in actions if not hasattr(action, "model")] == [
         (SetRoles, "i1"),
         (Drain, "i0"),

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
     DECODE,
     PREFILL,
-    RULES,
+    Slot,
     a_demand,
-    a_situation,
+    a_view,
     an_instance,
     answers,
     crowded_demand,
@@ -26,19 +26,13 @@ from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from tests.unit.scheduler.policy.running_cluster import SERVED, RunningCluster
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    Action,
-    Demand,
-    Drain,
-    InstanceLoad,
-    Load,
-    SetRoles,
-    cover_both_roles,
-)
+from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.demand import Demand
+from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.effects import Recall
-from torchrelay.scheduler.policy.handlers import cluster_load, scaling
+from torchrelay.scheduler.policy.handlers import scaling, views
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, FirstToken, Release, RoleChange
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.types import (
@@ -71,16 +65,15 @@ def decided(
     """``changes``: of the instances, by worker."""
     slots = [replace(a_worker(name), **(workers or {}).get(name, {})) for name in playing]
     loads = [
-        InstanceLoad(
+        Slot(
             replace(an_instance(MODEL, worker, playing[worker.worker_id]), **(changes or {}).get(worker.worker_id, {})),  # type: ignore[arg-type]
             num_open=number,
-            num_reported=0,
             last_active=100.0,
         )
         for number, worker in enumerate(slots, 3)
     ]
     free = [a_worker(f"free-{number}") for number in range(num_free)]
-    return list(decide(a_situation([demand], loads, [*slots, *free], [STORE]), RULES))
+    return list(decide(a_view([demand], loads, [*slots, *free], [STORE])))
 
 
 def changed(actions: list[Action]) -> dict[str, Roles]:
@@ -206,9 +199,7 @@ def test_no_decision_leaves_a_model_without_a_role(
         replace(an_instance(MODEL, worker, playing[n], phases[n]), since=times[n], roles_since=times[-1 - n])
         for n, worker in enumerate(workers)
     ]
-    loads = [
-        InstanceLoad(instance, num_open[n], 0, last_active=30.0, reload_s=1.0) for n, instance in enumerate(instances)
-    ]
+    loads = [Slot(instance, num_open[n], last_active=30.0, reload_s=1.0) for n, instance in enumerate(instances)]
     demand = a_demand(
         MODEL, num_waiting, arrivals_per_s=rate, load=load, backlog_s=num_waiting / 10, last_full_at=crowded[0],
         decode=answers(num_answers, rate, last_full_at=crowded[1]),
@@ -216,9 +207,9 @@ def test_no_decision_leaves_a_model_without_a_role(
     growing = crowded_demand(other, 60)
     home = a_worker("home")
     free = [a_worker(f"free-{number}") for number in range(num_free)]
-    loads.append(InstanceLoad(an_instance(other, home), 9, 0, last_active=100.0))
-    actions = decide(a_situation([demand, growing], loads, [*workers, home, *free], [STORE]), RULES)
-    if any(load.busy for load in loads[:-1]) and cover_both_roles(instances):
+    loads.append(Slot(an_instance(other, home), 9, last_active=100.0))
+    actions = decide(a_view([demand, growing], loads, [*workers, home, *free], [STORE]))
+    if any(load.num_open for load in loads[:-1]) and cover_both_roles(instances):
         after = {instance.instance_id: instance for instance in instances}
         for action in actions:
             if isinstance(action, Drain):
@@ -305,7 +296,7 @@ def test_full_pools_get_decode_instance_only() -> None:
         scene.admit(MODEL, f"r-{number}")
         if scene.placement(f"r-{number}"):
             scene.apply(FirstToken(AttemptKey(f"r-{number}", 1)))
-    demand = next(demand for demand in cluster_load.autoscaler_input(scene.policy.state, scene.now).demands)
+    demand = next(demand for demand in views.view_of(scene.policy.state, scene.now).demands)
     assert demand.decode is not None and (demand.decode.num_answers, demand.decode.num_held) == (12, 3)
     # Nine prompts of 1 ms wait; the instance that is being loaded has places for three of them.
     assert demand.backlog_s == pytest.approx(0.002), "what waits for a place to decode is not a queue of prompts"
@@ -317,7 +308,7 @@ def test_full_pools_get_decode_instance_only() -> None:
     scene.check()
 
     scene.policy.state.note_model(replace(MODEL, targets=LatencyTargets(tbt_target_s=0.0415)), scene.now)
-    demand = next(demand for demand in cluster_load.autoscaler_input(scene.policy.state, scene.now).demands)
+    demand = next(demand for demand in views.view_of(scene.policy.state, scene.now).demands)
     assert demand.decode is not None and demand.decode.num_held == 2, "the tokens of three are 42 ms apart"
 
 

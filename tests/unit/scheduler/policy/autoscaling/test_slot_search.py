@@ -8,13 +8,11 @@ from random import Random
 
 import pytest
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import ListedLoad, ListedStores
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import a_view
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
-from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import BOTH, DECODES, PackCopy, Role, Roles, StoreStatus, WorkerStatus
 
@@ -66,11 +64,10 @@ def test_few_slots_give_same_assignment_as_all(is_alike: bool) -> None:
         taken = frozenset(worker.worker_id for worker in workers if random.random() < 0.2)
         avoid = frozenset(worker.worker_id for worker in workers if random.random() < 0.3)
         model, kv_bytes = replace(MODEL, num_devices=random.choice(SIZES)), random.choice([0, 128 * MB])
-        of_all = {worker.worker_id: worker for worker in workers}
-        situation = AutoscalerInput(
-            100.0, [], ListedLoad(), of_all, stores, {}, FreeWorkers(workers), ListedStores(stores), suspects=taken
-        )
-        free = FreeSlots(situation, situation.free_workers)
+        view = a_view([], workers=workers, stores=stores.values())
+        for worker_id in taken:
+            view.membership.suspect(worker_id, now=1.0)
+        free = FreeSlots(view)
         every = free_slots(
             model, [worker for worker in workers if worker.worker_id not in taken], stores, avoid, kv_bytes
         )

@@ -28,7 +28,6 @@ from torchrelay.scheduler.policy.cluster.instances import TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, SchedulerEvent
 from torchrelay.scheduler.policy.handlers import (
-    cluster_load,
     command_outcomes,
     dispatch,
     endpoints,
@@ -40,6 +39,7 @@ from torchrelay.scheduler.policy.handlers import (
     relay_plans,
     reserved_slots,
     scaling,
+    views,
 )
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
@@ -286,7 +286,7 @@ class Policy:
             if is_in_turns:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
                 if is_whole:  # these may have no instance
-                    due += [*state.minimums.in_force, *cluster_load.expected_versions(state, now)]
+                    due += [*state.minimums.in_force, *views.expected_versions(state, now)]
             scaling.scale(state, now, sorted({*due, *state.queues.versions, *state.instances.loading_versions}))
         if is_whole:
             pools.evaluate_pools(state, now)

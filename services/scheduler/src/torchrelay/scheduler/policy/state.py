@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT
+from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT
 from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures

@@ -10,21 +10,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
+from torchrelay.scheduler.policy.autoscaling.actions import Action
 from torchrelay.scheduler.policy.autoscaling.decision import decide
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.relay.planning import Node, ReceiveProgress, TransferEdge, plan
 from torchrelay.scheduler.policy.replication.copies import Copies, CopyKey, CopyOrder, evaluate_packs
 from torchrelay.scheduler.policy.types import Admission, AttemptKey
-
-
-class Decide(Protocol):
-    """Decides which instances to load and drain; see ``autoscaling/decision.py``."""
-
-    def __call__(
-        self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True
-    ) -> tuple[Action, ...]: ...
 
 
 class Plan(Protocol):
@@ -53,6 +45,8 @@ class ChooseLate(Protocol):
     ) -> Sequence[AttemptKey]: ...
 
 
+# Decides which instances to load and drain; see ``autoscaling/decision.py``.
+Decide: TypeAlias = Callable[[View], Sequence[Action]]
 # Decides which copies of some packs are kept and made; see ``replication/copies.py``.
 EvaluatePacks: TypeAlias = Callable[[Copies, Sequence[str], Sequence[CopyKey], float], Sequence[CopyOrder]]
 # Rank of a late request, with its prompt time, in their order of service; see ``queue/late_requests.py``.

@@ -11,7 +11,7 @@ from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
 from torchrelay.common.identity.callers import ANYONE, Caller, MethodCallers
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import MAX_REQUESTS
-from torchrelay.scheduler.policy.handlers.cluster_load import worth_lines
+from torchrelay.scheduler.policy.handlers.views import worth_lines
 from torchrelay.scheduler.policy.inputs import (
     FirstToken,
     GatewayConnected,

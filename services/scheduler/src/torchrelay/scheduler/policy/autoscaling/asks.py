@@ -28,18 +28,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    FIRST_SLOT,
-    AutoscalerInput,
-    Demand,
-    Drain,
-    InstanceLoad,
-    SetRoles,
-    cover_both_roles,
-)
+from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Drain, SetRoles
+from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.lateness import displaced
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger, fewest
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
+from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -56,7 +51,7 @@ class Ask(NamedTuple):
     ``cause``: the row that allows it; ``reload``: the cost of the load back, in late requests.
     """
 
-    load: InstanceLoad
+    instance: Instance
     num_lost: float
     num_gained: float
     cause: str
@@ -75,7 +70,7 @@ class Ask(NamedTuple):
         """The cheapest first, idle ones before others. A tenant's first slot comes next, as it waits for no answers:
         the slot that was held for longest.
         """
-        instance, is_first = self.load.instance, self.cause == FIRST_SLOT
+        instance, is_first = self.instance, self.cause == FIRST_SLOT
         order = _FIRST_SLOT_PHASES.index(instance.phase) if is_first else self.cost
         return (self.cause != EVICT, not is_first, order, instance.since, instance.instance_id)
 
@@ -111,24 +106,24 @@ class Bid:
         return without - displaced(0.0, rate, demand.slack_s, load_s)
 
 
-def take_slots(demand: Demand, autoscaler_input: AutoscalerInput, ledger: Ledger) -> list[SetRoles | Drain]:
+def take_slots(demand: Demand, view: View, ledger: Ledger) -> list[SetRoles | Drain]:
     """Drains that free the slots that a waiting model needs beyond those that it can claim: one that plays all roles it
     lacks, else one per role. A tenant without a slot claims a slot with answers last, after the slots that it may take
     without waiting for answers.
     """
-    missing = autoscaler_input.missing(demand, demand.most_kv_bytes)
+    missing = view.missing(demand, demand.most_kv_bytes)
     tenant = demand.slotless_tenant(ledger.num_slots_of)
     for at_once in (True, False) if tenant else (False,):
         missing = ledger.claim(demand, missing, at_once=at_once)
         if not missing:
             return []
-        bid = Bid(demand, missing, tenant, _overdue_tenant(demand, ledger))
+        bid = Bid(demand, missing, tenant, _overdue_tenant(demand, view, ledger))
         asks = [
-            *_idle_asks(bid, autoscaler_input, ledger),
-            *(_first_slots if at_once else _busy_asks)(bid, autoscaler_input, ledger),
+            *_idle_asks(bid, view, ledger),
+            *(_first_slots if at_once else _busy_asks)(bid, view, ledger),
         ]
         if chosen := cheapest(asks, bid, ledger):
-            actions = [action for ask in chosen for action in _taken(ask, bid, autoscaler_input)]
+            actions = [action for ask in chosen for action in _taken(ask, bid, view)]
             ledger.add(actions)
             ledger.versions.add(demand.model.version_id)
             return actions
@@ -147,95 +142,88 @@ def cheapest(asks: Iterable[Ask], bid: Bid, ledger: Ledger) -> list[Ask]:
     return []
 
 
-def _idle_asks(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger) -> Iterator[Ask]:
+def _idle_asks(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
     demand = bid.demand
     for instance in ledger.idle:
-        load = autoscaler_input.cluster_load.load(instance.instance_id)
         is_own = instance.version_id == demand.model.version_id
-        if not is_own and not _is_young_first_slot(load, demand, autoscaler_input.now, ledger):
-            ask = ask_of(load, bid, autoscaler_input, ledger, 0.0, EVICT)
+        if not is_own and not _is_young_first_slot(instance, demand, view, ledger):
+            ask = ask_of(instance, bid, view, ledger, 0.0, EVICT)
             if ask.pays or bid.overdue_tenant:
                 yield ask
 
 
-def _first_slots(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger) -> Iterator[Ask]:
+def _first_slots(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
     """Yields the asks of slots that a tenant without any may take from tenants with several."""
-    if not _may_take_busy(bid, autoscaler_input, ledger) or bid.tenant in ledger.overdue_tenants:
+    if not _may_take_busy(bid, view, ledger) or bid.tenant in ledger.overdue_tenants:
         return
-    for load in autoscaler_input.loads:
-        if _is_of_rich_tenants(load, autoscaler_input, ledger) and load.instance.version_id not in ledger.versions:
-            yield ask_of(load, bid, autoscaler_input, ledger, ledger.config.time_slice_s, FIRST_SLOT)
+    for instance in view.instances:
+        if _is_of_rich_tenants(instance, view, ledger) and instance.version_id not in ledger.versions:
+            yield ask_of(instance, bid, view, ledger, view.config.time_slice_s, FIRST_SLOT)
 
 
-def _busy_asks(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger) -> Iterator[Ask]:
+def _busy_asks(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
     """Yields the asks of slots that are in use, as far as the table allows them now."""
-    if not _may_take_busy(bid, autoscaler_input, ledger):
+    if not _may_take_busy(bid, view, ledger):
         return
-    demand, slice_s = bid.demand, ledger.config.time_slice_s
+    demand, slice_s = bid.demand, view.config.time_slice_s
     has_waited = demand.slot_wait_s >= slice_s
     most = math.inf if has_waited or bid.overdue_tenant else bid.num_gained(slice_s)
-    for version_id in autoscaler_input.cluster_load.least_losses.up_to(most, autoscaler_input.now):
+    for version_id in view.least_losses.up_to(most, view.now):
         if version_id == demand.model.version_id or version_id in ledger.versions:
             continue
-        loads = autoscaler_input.staying_of(version_id)
-        is_served = cover_both_roles(load.instance for load in loads)
-        for load in loads:
-            instance = load.instance
-            if instance.instance_id in autoscaler_input.reserved:
+        instances = view.staying_of(version_id)
+        is_served = cover_both_roles(instances)
+        for instance in instances:
+            if instance.instance_id in view.reserved:
                 continue
-            is_held = instance.phase is InstancePhase.READY and instance.since <= autoscaler_input.now - slice_s
-            if instance.phase is InstancePhase.READY and _stand_ins(load, loads, autoscaler_input) is not None:
-                ask = ask_of(load, bid, autoscaler_input, ledger, slice_s, PREEMPT_SPARE)
+            is_held = instance.phase is InstancePhase.READY and instance.since <= view.now - slice_s
+            if instance.phase is InstancePhase.READY and _stand_ins(instance, instances, view) is not None:
+                ask = ask_of(instance, bid, view, ledger, slice_s, PREEMPT_SPARE)
                 if ask.pays or not is_served or (is_held and has_waited):
                     yield ask
-            ask = ask_of(load, bid, autoscaler_input, ledger, slice_s, TIME_SLICE)
+            ask = ask_of(instance, bid, view, ledger, slice_s, TIME_SLICE)
             if is_held and (ask.pays or bid.overdue_tenant):
                 yield ask
-            elif bid.overdue_tenant and demand.slot_wait_s < overdue_s(demand, ledger.config) + slice_s:
+            elif bid.overdue_tenant and demand.slot_wait_s < overdue_s(demand, view.config) + slice_s:
                 yield ask._replace(cause=_NOT_YET)
 
 
-def _may_take_busy(bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger) -> bool:
+def _may_take_busy(bid: Bid, view: View, ledger: Ledger) -> bool:
     """The model that has waited longer comes first; otherwise two waiting models would swap slots."""
-    has_waited = bid.demand.oldest_wait_s >= ledger.config.preempt_spare_after_s
-    return has_waited and autoscaler_input.has_all_waiting
+    has_waited = bid.demand.oldest_wait_s >= view.config.preempt_spare_after_s
+    return has_waited and view.has_all_waiting
 
 
-def ask_of(
-    load: InstanceLoad, bid: Bid, autoscaler_input: AutoscalerInput, ledger: Ledger, held_s: float, cause: str
-) -> Ask:
+def ask_of(instance: Instance, bid: Bid, view: View, ledger: Ledger, held_s: float, cause: str) -> Ask:
     """The ask of a slot that another model holds for ``held_s`` once it is loaded. Remaining instances that play both
     roles, or will do so, take their part of the requests; the load back counts as well.
     """
-    others, demand = ledger.others(load), bid.demand
-    is_shared = cause == PREEMPT_SPARE or cover_both_roles(other.instance for other in others)
-    number = 1 + len(others) if is_shared else 1
-    away_s = away_s_of(load, demand, ledger)
-    lost = displaced(0.0, load.arrivals_per_s / number, load.target_s, away_s + held_s)
-    return Ask(load, lost, bid.num_gained(held_s), cause, load.reload_s / demand.late_s)
+    others, demand, use = ledger.others(instance), bid.demand, view.use_of(instance.version_id)
+    number = 1 + len(others) if cause == PREEMPT_SPARE or cover_both_roles(others) else 1
+    away_s = away_s_of(instance, demand, view)
+    lost = displaced(0.0, use.arrivals_per_s / number, use.target_s, away_s + held_s)
+    return Ask(instance, lost, bid.num_gained(held_s), cause, view.reload_s(instance) / demand.late_s)
 
 
-def away_s_of(load: InstanceLoad, demand: Demand, ledger: Ledger) -> float:
+def away_s_of(instance: Instance, demand: Demand, view: View) -> float:
     """Shortest time that a model is without its slot: until its answers have ended, the other model has loaded, and it
     has loaded again itself.
     """
-    return ledger.drain_s(load) + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
+    return view.drain_s(instance) + demand.load_s.get(Tier.HOST, 0.0) + view.reload_s(instance)
 
 
-def _stand_ins(
-    load: InstanceLoad, loads: Sequence[InstanceLoad], autoscaler_input: AutoscalerInput
-) -> list[str] | None:
-    """Instances that must take both roles for a model to serve without ``load``; none if the others play both already,
-    or if the model cannot serve anyway. None if no instance can.
+def _stand_ins(instance: Instance, instances: Sequence[Instance], view: View) -> list[str] | None:
+    """Instances that must take both roles for a model to serve without ``instance``; none if the others play both
+    already, or if the model cannot serve anyway. None if no instance can.
     """
-    rest = [other.instance for other in loads if other is not load]
-    if cover_both_roles(rest) or not cover_both_roles(other.instance for other in loads):
+    rest = [other for other in instances if other is not instance]
+    if cover_both_roles(rest) or not cover_both_roles(instances):
         return []
-    for instance in rest:
-        worker = autoscaler_input.workers.get(instance.worker_id)
-        is_ready = instance.phase is InstancePhase.READY and instance.takes_roles(autoscaler_input.now)
+    for other in rest:
+        worker = view.membership.workers.get(other.worker_id)
+        is_ready = other.phase is InstancePhase.READY and other.takes_roles(view.now)
         if is_ready and worker is not None and worker.playable_roles >= BOTH:
-            return [instance.instance_id]
+            return [other.instance_id]
     return None
 
 
@@ -244,11 +232,11 @@ def _enough(asks: Sequence[Ask], bid: Bid, ledger: Ledger) -> list[Ask]:
     together they make space for the weights, at the sum of their costs; else none. A slot that its model can do
     without, or that a tenant takes as its first, must suffice alone.
     """
-    idle = {ask.load.instance.instance_id: ask for ask in asks if ask.cause == EVICT}
-    whole = {ask.load.instance.instance_id: ask for ask in asks if ask.cause in (EVICT, TIME_SLICE, _NOT_YET)}
+    idle = {ask.instance.instance_id: ask for ask in asks if ask.cause == EVICT}
+    whole = {ask.instance.instance_id: ask for ask in asks if ask.cause in (EVICT, TIME_SLICE, _NOT_YET)}
 
     def roles(ask: Ask) -> Roles:
-        return ledger.roles(bid.demand, ask.load.instance, [ask.load])
+        return ledger.roles(bid.demand, ask.instance, [ask.instance])
 
     if chosen := enough({key: roles(ask) for key, ask in idle.items()}, bid.roles):
         return [idle[key] for key in chosen]
@@ -258,10 +246,10 @@ def _enough(asks: Sequence[Ask], bid: Bid, ledger: Ledger) -> list[Ask]:
         return [whole[key] for key in chosen]
     together = defaultdict[tuple[str, str], list[Ask]](list)
     for ask in whole.values():
-        together[ask.load.instance.host_id, ask.load.instance.pack_id].append(ask)
+        together[ask.instance.host_id, ask.instance.pack_id].append(ask)
     for group in sorted(together.values(), key=lambda group: sum(ask.cost for ask in group)):
-        loads, is_paid = [ask.load for ask in group], sum(ask.cost for ask in group) <= group[0].num_gained
-        slots = {load.instance.instance_id: ledger.roles(bid.demand, load.instance, loads) for load in loads}
+        instances, is_paid = [ask.instance for ask in group], sum(ask.cost for ask in group) <= group[0].num_gained
+        slots = {instance.instance_id: ledger.roles(bid.demand, instance, instances) for instance in instances}
         if (is_paid or bid.overdue_tenant) and enough(slots, bid.roles):
             return group
     return []
@@ -273,26 +261,27 @@ def enough(slots: Mapping[str, Roles], missing: Roles) -> list[str]:
     return chosen if missing <= frozenset().union(*(slots[key] for key in chosen)) else []
 
 
-def _is_of_rich_tenants(load: InstanceLoad, autoscaler_input: AutoscalerInput, ledger: Ledger) -> bool:
+def _is_of_rich_tenants(instance: Instance, view: View, ledger: Ledger) -> bool:
     """Whether each tenant of the slot has another, and none took this as its first."""
+    tenants = view.use_of(instance.version_id).tenants
     return (
-        bool(load.tenants)
-        and all(ledger.num_slots_of[tenant] > 1 for tenant in load.tenants)
-        and load.instance.reason.cause != FIRST_SLOT
-        and load.instance.instance_id not in autoscaler_input.reserved
+        bool(tenants)
+        and all(ledger.num_slots_of[tenant] > 1 for tenant in tenants)
+        and instance.reason.cause != FIRST_SLOT
+        and instance.instance_id not in view.reserved
     )
 
 
-def _is_young_first_slot(load: InstanceLoad, demand: Demand, now: float, ledger: Ledger) -> bool:
+def _is_young_first_slot(instance: Instance, demand: Demand, view: View, ledger: Ledger) -> bool:
     """Whether the slot stays for a time slice, although it is idle: it is the only slot of a tenant, and the tenants
     that wait for the other model have other slots. Otherwise, models would swap it between any two requests of that
     tenant.
     """
-    num_slots = ledger.num_slots_of
+    num_slots, tenants = ledger.num_slots_of, view.use_of(instance.version_id).tenants
     return (
-        load.instance.since > now - ledger.config.time_slice_s
-        and any(num_slots[tenant] == 1 for tenant in load.tenants - set(demand.waiting_tenants))
-        and all(num_slots[tenant] > (tenant in load.tenants) for tenant in demand.waiting_tenants)
+        instance.since > view.now - view.config.time_slice_s
+        and any(num_slots[tenant] == 1 for tenant in tenants - set(demand.waiting_tenants))
+        and all(num_slots[tenant] > (tenant in tenants) for tenant in demand.waiting_tenants)
     )
 
 
@@ -300,11 +289,11 @@ def overdue_s(demand: Demand, config: PolicyConfig) -> float:
     return max(config.longest_wait_s, demand.target_s)
 
 
-def _overdue_tenant(demand: Demand, ledger: Ledger) -> str:
+def _overdue_tenant(demand: Demand, view: View, ledger: Ledger) -> str:
     """The tenant that may take a slot for the model, whatever that costs: if the model has waited longer than the limit
     and its target, the first waiting tenant that has taken no such slot for a time slice. Empty without such a tenant.
     """
-    if demand.slot_wait_s < overdue_s(demand, ledger.config):
+    if demand.slot_wait_s < overdue_s(demand, view.config):
         return ""
     return next((tenant for tenant in demand.waiting_tenants if tenant not in ledger.overdue_tenants), "")
 
@@ -327,7 +316,7 @@ class Gain:
 
 
 def take_idle_slots(
-    demand: Demand, missing: Counter[Role], gains: Iterable[Gain], autoscaler_input: AutoscalerInput, ledger: Ledger
+    demand: Demand, missing: Counter[Role], gains: Iterable[Gain], view: View, ledger: Ledger
 ) -> list[Drain]:
     """Drains idle instances of other models for growth or a minimum, each by its gain. An instance that was idle for
     less time than its load takes stays.
@@ -338,54 +327,52 @@ def take_idle_slots(
             break
         rest = ledger.claim(demand, frozenset(missing))
         missing = +(missing - Counter(frozenset(missing)))
-        loads = [autoscaler_input.cluster_load.load(instance.instance_id) for instance in ledger.idle] if rest else []
         able = [
-            load
-            for load in loads
-            if load.instance.version_id != demand.model.version_id
-            and load.reload_s <= autoscaler_input.now - load.unused_since
-            and _growth_ask(load, demand, gain, autoscaler_input, ledger) is not None
+            instance
+            for instance in (ledger.idle if rest else ())
+            if instance.version_id != demand.model.version_id
+            and view.reload_s(instance) <= view.now - instance.unused_since
+            and _growth_ask(instance, demand, gain, view, ledger) is not None
         ]
-        slots = {load.instance.instance_id: ledger.roles(demand, load.instance, [load]) for load in able}
+        slots = {instance.instance_id: ledger.roles(demand, instance, [instance]) for instance in able}
         chosen = enough(slots, rest)
-        for load in able:
-            if load.instance.instance_id not in chosen:
+        for instance in able:
+            if instance.instance_id not in chosen:
                 continue
             # The drain before may have left this as its model's last instance.
-            if (ask := _growth_ask(load, demand, gain, autoscaler_input, ledger)) is not None:
-                is_shown = gain.is_due or is_of_tenant(ask.load, demand.model.name)  # a minimum counts no requests
+            if (ask := _growth_ask(instance, demand, gain, view, ledger)) is not None:
+                # A minimum counts no requests.
+                is_shown = gain.is_due or is_of_tenant(instance, demand.model.name, view)
                 why = f"and {{}} {gain.text if is_shown else 'needs more instances'}"
-                drains.append(_eviction(ask, demand.model, why, autoscaler_input.now))
+                drains.append(_eviction(ask, demand.model, why, view))
                 ledger.add(drains[-1:])
     return drains
 
 
-def _growth_ask(
-    load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, ledger: Ledger
-) -> Ask | None:
+def _growth_ask(instance: Instance, demand: Demand, gain: Gain, view: View, ledger: Ledger) -> Ask | None:
     """The ask of an idle slot for growth; None if it does not pay or its model would take the slot back: the last
     instance of a model that expects a request within a time slice, or more than half of the gain of any other.
     """
-    others = ledger.others(load)
-    away_s = away_s_of(load, demand, ledger)
-    if cover_both_roles(other.instance for other in others):
-        lost = _num_late_without(load, others, autoscaler_input)
+    others, use = ledger.others(instance), view.use_of(instance.version_id)
+    away_s = away_s_of(instance, demand, view)
+    if cover_both_roles(others):
+        lost = _num_late_without(instance, others, view)
         is_wanted_back = 2 * lost > gain.num_saved
     else:
-        lost = displaced(0.0, load.arrivals_per_s, load.target_s, away_s + gain.held_s)
-        is_wanted_back = load.arrivals_per_s * (away_s + ledger.config.time_slice_s) >= 1
-    ask = Ask(load, lost, gain.num_saved, EVICT, load.reload_s / demand.late_s)
+        lost = displaced(0.0, use.arrivals_per_s, use.target_s, away_s + gain.held_s)
+        is_wanted_back = use.arrivals_per_s * (away_s + view.config.time_slice_s) >= 1
+    ask = Ask(instance, lost, gain.num_saved, EVICT, view.reload_s(instance) / demand.late_s)
     return ask if gain.is_due or (ask.pays and not is_wanted_back) else None
 
 
-def _num_late_without(load: InstanceLoad, others: Sequence[InstanceLoad], autoscaler_input: AutoscalerInput) -> float:
+def _num_late_without(instance: Instance, others: Sequence[Instance], view: View) -> float:
     """Late requests that the instance saves its model, if ``others`` play both roles beside it."""
-    demand = autoscaler_input.cluster_load.demand_of(load.instance.version_id)
+    demand = view.demand_of(instance.version_id)
     if demand is None:
         return 0.0
-    without = Counter(role for other in others for role in other.instance.target_roles)
+    without = Counter(role for other in others for role in other.target_roles)
     sizings = zip(
-        sizings_of(demand, without + Counter(load.instance.target_roles)), sizings_of(demand, without), strict=True
+        sizings_of(demand, without + Counter(instance.target_roles)), sizings_of(demand, without), strict=True
     )
     return max((having.num_lost for having, left in sizings if left.number < having.number), default=0.0)
 
@@ -393,14 +380,14 @@ def _num_late_without(load: InstanceLoad, others: Sequence[InstanceLoad], autosc
 # Reasons, which tell tenants nothing of each other
 
 
-def _taken(ask: Ask, bid: Bid, autoscaler_input: AutoscalerInput) -> list[SetRoles | Drain]:
+def _taken(ask: Ask, bid: Bid, view: View) -> list[SetRoles | Drain]:
     """The drain of a slot, after the role changes with which its model serves without it."""
-    load, demand, now = ask.load, bid.demand, autoscaler_input.now
+    instance, demand, now = ask.instance, bid.demand, view.now
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)}"
     taker = "" if ask.pays or ask.cause == PREEMPT_SPARE else bid.overdue_tenant
     if ask.cause == EVICT:
-        return [_eviction(ask, demand.model, f"and {waited} for a slot", now, taker)]
-    held = format_duration(now - load.instance.since)
+        return [_eviction(ask, demand.model, f"and {waited} for a slot", view, taker)]
+    held = format_duration(now - instance.since)
     text = {
         PREEMPT_SPARE: f"{waited} for a slot, and this model can do without one",
         TIME_SLICE: f"{waited}, and no slot can be spared; this one was held for {held}",
@@ -409,27 +396,28 @@ def _taken(ask: Ask, bid: Bid, autoscaler_input: AutoscalerInput) -> list[SetRol
     if ask.cause == FIRST_SLOT:
         taker = bid.tenant
     # Tenants that share a model see no count of each other.
-    cost = "" if len(load.tenants) > 1 else f"; without it {ask.num_lost:.1f} requests of this model are late"
-    drain = _drain(ask, demand.model, text + cost, ask.figures, taker)
-    loads = autoscaler_input.staying_of(load.instance.version_id)
-    stand_ins = _stand_ins(load, loads, autoscaler_input) if ask.cause == PREEMPT_SPARE else []
+    is_shared = len(view.use_of(instance.version_id).tenants) > 1
+    cost = "" if is_shared else f"; without it {ask.num_lost:.1f} requests of this model are late"
+    drain = _drain(ask, demand.model, text + cost, ask.figures, taker, view)
+    instances = view.staying_of(instance.version_id)
+    stand_ins = _stand_ins(instance, instances, view) if ask.cause == PREEMPT_SPARE else []
     return [*(SetRoles(instance_id, BOTH, drain.reason) for instance_id in stand_ins or ()), drain]
 
 
-def _eviction(ask: Ask, waiting: Model, why: str, now: float, overdue_tenant: str = "") -> Drain:
-    load = ask.load
-    idle_s, reload_s = now - load.unused_since, load.reload_s
-    count = "" if len(load.tenants) > 1 else f" ({ask.num_lost:.1f} late requests)"
+def _eviction(ask: Ask, waiting: Model, why: str, view: View, overdue_tenant: str = "") -> Drain:
+    idle_s, reload_s = view.now - ask.instance.unused_since, view.reload_s(ask.instance)
+    is_shared = len(view.use_of(ask.instance.version_id).tenants) > 1
+    count = "" if is_shared else f" ({ask.num_lost:.1f} late requests)"
     text = f"idle for {format_duration(idle_s)}, {why}; to load it again takes {format_duration(reload_s)}{count}"
-    return _drain(ask, waiting, text, {"idle_s": idle_s, "reload_s": reload_s, **ask.figures}, overdue_tenant)
+    return _drain(ask, waiting, text, {"idle_s": idle_s, "reload_s": reload_s, **ask.figures}, overdue_tenant, view)
 
 
-def _drain(ask: Ask, waiting: Model, text: str, figures: Figures, overdue_tenant: str) -> Drain:
+def _drain(ask: Ask, waiting: Model, text: str, figures: Figures, overdue_tenant: str, view: View) -> Drain:
     """The drain of a slot. ``text`` names the waiting model only if the slot's tenants may know it."""
-    name = waiting.name if is_of_tenant(ask.load, waiting.name) else "a model of another tenant"
-    return Drain(ask.load.instance.instance_id, Reason(ask.cause, text.format(name), figures), overdue_tenant)
+    name = waiting.name if is_of_tenant(ask.instance, waiting.name, view) else "a model of another tenant"
+    return Drain(ask.instance.instance_id, Reason(ask.cause, text.format(name), figures), overdue_tenant)
 
 
-def is_of_tenant(load: InstanceLoad, model: str) -> bool:
+def is_of_tenant(instance: Instance, model: str, view: View) -> bool:
     """Whether only the tenant of ``model`` uses the instance, so that each may be named to the other."""
-    return load.tenants == {tenant_of(model)}
+    return view.use_of(instance.version_id).tenants == {tenant_of(model)}

@@ -19,71 +19,53 @@ from functools import cached_property, partial
 from itertools import count, repeat
 
 from torchrelay.common.quantities import format_duration
+from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.asks import Gain, take_idle_slots, take_slots
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    Action,
-    AutoscalerInput,
-    Demand,
-    Drain,
-    InstanceLoad,
-    Load,
-    SetRoles,
-    cover_both_roles,
-)
+from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.role_changes import change_role
 from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizings_of, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign
-from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
-from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Role, Roles
 
+_CANCELLED = Reason("cancel", "no request waits for it any more")
 
-def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
-    """All actions that are due; deciding again after applying them yields none. Unless ``is_complete``, the input has
-    the demands of some models only, and the decision is about these.
-    """
-    decision = _Decision(autoscaler_input, config)
+
+def decide(view: View) -> tuple[Action, ...]:
+    """All actions that are due; deciding again after applying them yields none."""
+    decision = _Decision(view)
     starving = [demand for demand in decision.lacking() if not decision.load_into_free_slots(demand)]
     for demand in starving:
         decision.take_slot(demand)
     decision.keep_free_for(starving)
-    if autoscaler_input.has_all_waiting:
+    if view.has_all_waiting:
         for demand in decision.demands:
             decision.grow(demand)
         for demand in decision.demands:
             decision.fill_minimum(demand)
             decision.load_expected(demand)
-    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
-    return (*decision.actions, *_scale_down(staying, autoscaler_input, decision.actions, config))
+    return (*decision.actions, *_scale_down(view, decision.actions))
 
 
 class _Decision:
     """The actions so far, with the free slots that they leave and the roles that they grant, by version."""
 
-    def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> None:
+    def __init__(self, view: View) -> None:
         self.actions: list[Action] = []
         # The longest wait for a slot comes first.
-        self.demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)
-        self._input, self._config = autoscaler_input, config
+        self.demands = sorted(view.demands, key=lambda demand: -demand.slot_wait_s)
+        self._view = view
         self._granted: dict[str, list[Roles]] = {}
-        is_wanted = bool(autoscaler_input.minimums) or any(
-            demand.num_waiting
-            or demand.num_cold
-            or demand.backlog_s
-            or demand.decode
-            or demand.answers
-            or demand.is_expected(autoscaler_input.now)
-            for demand in autoscaler_input.demands
-        )
-        self._free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
+        self._free = FreeSlots(view)
 
     @cached_property
     def _ledger(self) -> Ledger:
-        return Ledger(self._input, self._config, decided=self.actions)
+        return Ledger(self._view, decided=self.actions)
 
     def lacking(self) -> list[Demand]:
         """Models that lack a role for a waiting request: those of tenants without any slot first."""
@@ -91,21 +73,21 @@ class _Decision:
             demand
             for demand in self.demands
             if demand.num_waiting
-            and self._input.now >= demand.not_before
-            and self._input.missing(demand, demand.most_kv_bytes)
+            and self._view.now >= demand.not_before
+            and self._view.missing(demand, demand.most_kv_bytes)
         ]
         if len(lacking) > 1:
-            lacking.sort(key=lambda demand: not demand.slotless_tenant(self._input.num_slots_of))
+            lacking.sort(key=lambda demand: not demand.slotless_tenant(self._view.num_slots_of))
         return lacking
 
     def load_into_free_slots(self, demand: Demand) -> bool:
         """Gives the model the roles that it lacks, without taking a slot from another; whether it could."""
-        started = _scale_from_zero(demand, self._input, self._free)
+        started = _scale_from_zero(demand, self._view, self._free)
         self._add(started)
         return bool(started)
 
     def take_slot(self, demand: Demand) -> None:
-        self.actions += take_slots(demand, self._input, self._ledger)
+        self.actions += take_slots(demand, self._view, self._ledger)
 
     def keep_free_for(self, demands: Iterable[Demand]) -> None:
         """Leaves the slots that suit these models in part to them: no model grows into these."""
@@ -116,10 +98,10 @@ class _Decision:
         """Adds instances of a model that serves: by an instance that its other role can spare, then into free slots and
         slots of idle models, and last by an instance that is worth less to its other role.
         """
-        growth = _growth(demand, self._input, self._granted_to(demand), self._free, self._config)
+        growth = _growth(demand, self._view, self._granted_to(demand), self._free)
         if growth is None:
             return
-        change = partial(change_role, demand, growth, self._input, self.actions, self._config)
+        change = partial(change_role, demand, growth, self._view, self.actions)
         changed = change(most_lost=1.0)  # an instance that the other role can spare serves at once, without a slot
         missing = growth.missing - Counter(role for action in changed for role in action.roles)
         assignments = _assign_growth(demand, growth, missing)
@@ -127,7 +109,7 @@ class _Decision:
             self._add([Load(demand.model, assignments, _growth_reason(demand, growth))])
         missing -= Counter(role for assignment in assignments for role in assignment.roles)
         if missing:
-            evicted = take_idle_slots(demand, missing, _gains(demand, growth, missing), self._input, self._ledger)
+            evicted = take_idle_slots(demand, missing, _gains(demand, growth, missing), self._view, self._ledger)
             self.actions += evicted
             if not (changed or assignments or evicted):
                 changed = change(most_lost=math.inf)
@@ -137,10 +119,10 @@ class _Decision:
 
     def fill_minimum(self, demand: Demand) -> None:
         granted = self._granted_to(demand)
-        self.actions += _fill_minimum(demand, self._input, granted, self._free, lambda: self._ledger)
+        self.actions += _fill_minimum(demand, self._view, granted, self._free, lambda: self._ledger)
 
     def load_expected(self, demand: Demand) -> None:
-        self.actions += _expect(demand, self._input, self._granted_to(demand), self._free)
+        self.actions += _expect(demand, self._view, self._granted_to(demand), self._free)
 
     def _granted_to(self, demand: Demand) -> list[Roles]:
         return self._granted.get(demand.model.version_id, [])
@@ -155,35 +137,35 @@ class _Decision:
                 self._granted.setdefault(action.model.version_id, []).extend(roles)
 
 
-def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> list[Action]:
+def _scale_from_zero(demand: Demand, view: View, free: FreeSlots) -> list[Action]:
     """Actions that give a waiting model the roles that it lacks for its largest request, else for its smallest; none if
     that needs an eviction.
     """
     for kv_bytes in sorted({demand.most_kv_bytes, demand.least_kv_bytes}, reverse=True):
-        missing = autoscaler_input.missing(demand, kv_bytes)
+        missing = view.missing(demand, kv_bytes)
         num_prefill, num_decode = int(Role.PREFILL in missing), int(Role.DECODE in missing)
         slots = free.for_roles(demand.model, demand.avoid, kv_bytes, num_prefill, num_decode)
         assignments = assign(slots, num_prefill, num_decode)
         if assignments:
             cause = "at_zero" if missing >= BOTH else "role_missing"
             return [Load(demand.model, assignments, _load_reason(demand, cause))]
-        if missing and (spread := _assign_both_roles(autoscaler_input, demand, missing, kv_bytes)):
+        if missing and (spread := _assign_both_roles(view, demand, missing, kv_bytes)):
             return [spread]
     return []
 
 
 def _fill_minimum(
     demand: Demand,
-    autoscaler_input: AutoscalerInput,
+    view: View,
     granted: Sequence[Roles],
     free: FreeSlots,
     ledger: Callable[[], Ledger],
 ) -> list[Action]:
     """Loads the instances that a model lacks of its minimum, into free slots and those of idle models."""
-    minimum = autoscaler_input.minimums.get(demand.model.version_id)
-    if minimum is None or autoscaler_input.now < demand.not_before:
+    minimum = view.minimums.get(demand.model.version_id)
+    if minimum is None or view.now < demand.not_before:
         return []
-    roles = [*(load.instance.target_roles for load in autoscaler_input.of(demand.model)), *granted]
+    roles = [*(instance.target_roles for instance in view.of(demand.model)), *granted]
     missing = +Counter({role: minimum.number - sum(role in played for played in roles) for role in ROLES})
     if not missing:
         return []
@@ -193,22 +175,20 @@ def _fill_minimum(
     if assignments:
         plain = dict.fromkeys(demand.by_tenant, minimum.plain_text)
         figures = {"num_wanted": minimum.number}
-        reason = Reason("minimum", minimum.text(autoscaler_input.now), figures, plain)
+        reason = Reason("minimum", minimum.text(view.now), figures, plain)
         actions.append(Load(demand.model, assignments, reason))
         free.take(assignments)
         missing -= Counter(role for assignment in assignments for role in assignment.roles)
     if missing:
         gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum.number} per role")
-        actions += take_idle_slots(demand, missing, repeat(gain), autoscaler_input, ledger())
+        actions += take_idle_slots(demand, missing, repeat(gain), view, ledger())
     return actions
 
 
-def _expect(
-    demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], free: FreeSlots
-) -> list[Action]:
+def _expect(demand: Demand, view: View, granted: Sequence[Roles], free: FreeSlots) -> list[Action]:
     """Loads a model whose next request is expected, if a slot is free for it."""
-    now = autoscaler_input.now
-    if not demand.is_expected(now) or now < demand.not_before or granted or autoscaler_input.of(demand.model):
+    now = view.now
+    if not demand.is_expected(now) or now < demand.not_before or granted or view.of(demand.model):
         return []
     assignments = assign(free.for_roles(demand.model, demand.avoid, 0, 1, 1), 1, 1)
     if not assignments:
@@ -221,24 +201,23 @@ def _expect(
 
 def _growth(
     demand: Demand,
-    autoscaler_input: AutoscalerInput,
+    view: View,
     granted: Sequence[Roles],
     free: FreeSlots,
-    config: PolicyConfig,
 ) -> Growth | None:
     """Growth of a model that can serve already; None if more instances are not worth their slots."""
-    own = autoscaler_input.of(demand.model)
-    roles = [*(load.instance.target_roles for load in own), *granted]
+    own = view.of(demand.model)
+    roles = [*(instance.target_roles for instance in own), *granted]
     playing = Counter(role for played in roles for role in played)
     sizings = sizings_of(demand, playing)
     if (
         not all(playing[role] for role in ROLES)
-        or autoscaler_input.now < demand.not_before
+        or view.now < demand.not_before
         or not (demand.num_late_before or any(sizing.work.fluid.num_saved(sizing.number, 0.0) for sizing in sizings))
     ):
         return None
-    load_s = next_load_s(demand, autoscaler_input, free)
-    wanted = wanted_instances(demand, playing, load_s, config)
+    load_s = next_load_s(demand, view, free)
+    wanted = wanted_instances(demand, playing, load_s, view.config)
     missing = wanted - playing
     if not missing:
         return None
@@ -254,10 +233,10 @@ def _growth(
     return Growth(wanted, missing, slots, load_s, max(saved, demand.num_late_before), held_s)
 
 
-def next_load_s(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> float:
+def next_load_s(demand: Demand, view: View, free: FreeSlots) -> float:
     """Predicted load time of one more instance, in a free slot or else in that of an idle instance."""
     nearest = free.of(demand.model, demand.avoid, demand.least_kv_bytes, most=1)
-    tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, autoscaler_input)
+    tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, view)
     return demand.load_s.get(tier, 0.0)
 
 
@@ -291,13 +270,13 @@ def _gains(demand: Demand, growth: Growth, missing: Counter[Role]) -> Iterator[G
         yield Gain(saved, growth.held_s, f"saves {saved:.1f} late requests")
 
 
-def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
+def _nearest(demand: Demand, view: View) -> Tier:
     """The nearest tier from which the best slot of an idle instance would load the model."""
-    pack_id, workers = demand.model.pack_id, autoscaler_input.workers
-    is_held = any(True for _ in autoscaler_input.holder_index.holders(pack_id))
+    pack_id, workers = demand.model.pack_id, view.membership.workers
+    is_held = any(True for _ in view.membership.holders(pack_id))
     tiers = []
-    for instance in autoscaler_input.idle:
-        worker, store = workers.get(instance.worker_id), autoscaler_input.stores.get(instance.host_id)
+    for instance in view.idle:
+        worker, store = workers.get(instance.worker_id), view.membership.stores_by_host.get(instance.host_id)
         if worker is not None and store is not None and demand.model.slot_class.fits(worker):
             tiers.append(tier_of(pack_id, store, is_held))
     return min(tiers, default=Tier.PEER)
@@ -342,106 +321,95 @@ def _load_reason(demand: Demand, cause: str, why: str = "", figures: Mapping[str
     return Reason(cause, text(why or plain, demand.num_waiting, demand.num_cold), counts, by_tenant)
 
 
-def _assign_both_roles(
-    autoscaler_input: AutoscalerInput, demand: Demand, missing: Roles, kv_bytes: int
-) -> SetRoles | None:
+def _assign_both_roles(view: View, demand: Demand, missing: Roles, kv_bytes: int) -> SetRoles | None:
     """Gives the missing role to an instance of the other role, which moves no weights, so that it serves at once."""
-    own = autoscaler_input.of(demand.model)
-    for load in sorted(own, key=lambda load: (load.instance.phase is not InstancePhase.READY, load.num_open)):
-        worker = autoscaler_input.workers.get(load.instance.worker_id)
-        if worker and worker.roles_for(kv_bytes) >= BOTH and load.instance.takes_roles(autoscaler_input.now):
+    own = view.of(demand.model)
+    for instance in sorted(
+        own, key=lambda instance: (instance.phase is not InstancePhase.READY, instance.work.num_open)
+    ):
+        worker = view.membership.workers.get(instance.worker_id)
+        if worker and worker.roles_for(kv_bytes) >= BOTH and instance.takes_roles(view.now):
             names = " and ".join(role.name.lower() for role in sorted(missing))
             reason = Reason("role_missing", f"no instance plays {names}, and no slot is free")
-            return SetRoles(load.instance.instance_id, BOTH, reason)
+            return SetRoles(instance.instance_id, BOTH, reason)
     return None
 
 
-def _scale_down(
-    staying_of: Mapping[str, Sequence[InstanceLoad]],
-    autoscaler_input: AutoscalerInput,
-    decided: Sequence[Action],
-    config: PolicyConfig,
-) -> list[Action]:
-    """Drains instances that were unused for the idle timeout: all of a model, or those that the others can replace."""
-    demands = {demand.model.version_id: demand for demand in autoscaler_input.demands}
+def _scale_down(view: View, decided: Sequence[Action]) -> Iterator[Drain]:
+    """Yields the drains of instances that were unused for the keep time: all of a model, or those that the others can
+    replace.
+    """
+    demands = {demand.model.version_id: demand for demand in view.demands}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
     changed = {action.instance_id for action in decided if isinstance(action, SetRoles)}
-    actions: list[Action] = []
-    for version_id, staying in staying_of.items():
-        if version_id in autoscaler_input.waited_for:
-            continue
-        if any(load.instance.instance_id in changed for load in staying):
-            continue  # each of the others may be the last that plays a role
-        loads = [load for load in staying if load.instance.instance_id not in drained]
-        reserved = [load for load in loads if load.instance.instance_id in autoscaler_input.reserved]
+    for version_id, staying in view.evaluated.items():
         demand = demands.get(version_id)
-        if demand is not None and demand.is_expected(autoscaler_input.now):
+        if version_id in view.waited_for or (demand is not None and demand.is_expected(view.now)):
             continue
-        keep_s = autoscaler_input.keep_s.get(version_id, config.late_cost_s)
-        abandoned_since = autoscaler_input.now - config.cancel_after_s
-        if all(load.instance.phase is InstancePhase.LOADING and load.is_idle_since(abandoned_since) for load in loads):
-            cancelled = Reason("cancel", "no request waits for it any more")
-            actions += [Drain(load.instance.instance_id, cancelled) for load in loads if load not in reserved]
+        if any(instance.instance_id in changed for instance in staying):
+            continue  # each of the others may be the last that plays a role
+        instances = [instance for instance in staying if instance.instance_id not in drained]
+        spare = [instance for instance in instances if instance.instance_id not in view.reserved]
+        abandoned_since = view.now - view.config.cancel_after_s
+        if all(each.is_loading and view.is_idle_since(each, abandoned_since) for each in instances):
+            yield from (Drain(each.instance_id, _CANCELLED) for each in spare)
             continue
-        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s) and load not in reserved]
-        is_deleted = demand is not None and demand.is_deleted
-        reasons = {
-            load.instance.instance_id: _idle_reason(
-                autoscaler_input.now - load.unused_since, keep_s, is_deleted=is_deleted
-            )
-            for load in idle
-        }
-        if len(idle) == len(loads):
-            actions += [Drain(instance_id, reason) for instance_id, reason in reasons.items()]
-            continue
-        for load in idle:
-            if load.instance.phase is InstancePhase.LOADING and demand is not None and demand.num_cold:
-                continue  # requests may be placed on it: if drained, it would be loaded again at once
-            if can_spare(load, loads):
-                loads = [other for other in loads if other is not load]
-                reason = reasons[load.instance.instance_id]
-                spared = replace(reason, text=f"{reason.text}; others of the model remain")
-                actions.append(Drain(load.instance.instance_id, spared))
-        if demand is not None and len(loads) == len(staying):
-            actions += _uncrowded(demand, loads, reserved, autoscaler_input.now)
-    return actions
+        keep_s = view.keep_s(version_id)
+        idle = [instance for instance in spare if view.is_idle_since(instance, view.now - keep_s)]
+        is_whole, is_deleted = len(idle) == len(instances), demand is not None and demand.is_deleted
+        for instance in idle:
+            if not is_whole and not _can_do_without(instance, instances, demand):
+                continue
+            instances = [other for other in instances if other is not instance]
+            reason = _idle_reason(view.now - instance.unused_since, keep_s, is_deleted=is_deleted)
+            if not is_whole:
+                reason = replace(reason, text=f"{reason.text}; others of the model remain")
+            yield Drain(instance.instance_id, reason)
+        if demand is not None and len(instances) == len(staying):
+            yield from _uncrowded(demand, instances, spare, view.now)
 
 
-def can_spare(load: InstanceLoad, loads: Sequence[InstanceLoad]) -> bool:
+def _can_do_without(instance: Instance, instances: Sequence[Instance], demand: Demand | None) -> bool:
+    """Whether the model's other ``instances`` serve without an unused one. If requests may be placed on a loading
+    instance, it would be loaded again at once.
+    """
+    is_awaited = instance.is_loading and demand is not None and demand.num_cold > 0
+    return not is_awaited and can_spare(instance, instances)
+
+
+def can_spare(instance: Instance, instances: Sequence[Instance]) -> bool:
     """Whether the other instances play both roles."""
-    return cover_both_roles(other.instance for other in loads if other is not load)
+    return cover_both_roles(other for other in instances if other is not instance)
 
 
-def _uncrowded(
-    demand: Demand, loads: Sequence[InstanceLoad], reserved: Sequence[InstanceLoad], now: float
-) -> list[Drain]:
+def _uncrowded(demand: Demand, instances: Sequence[Instance], spare: Sequence[Instance], now: float) -> list[Drain]:
     """Drains the least busy instance if one fewer was enough for as long as a late request is worth. Needed because
     dispatch spreads requests over all instances, so that none is ever idle. If roles are sized apart, one per role.
     """
     if demand.num_cold:
         return []  # the loads may be for these requests
-    playing = Counter(role for load in loads for role in load.instance.target_roles)
+    playing = Counter(role for instance in instances for role in instance.target_roles)
     drains = []
     for sizing in sizings_of(demand, playing):
         # Of instances that play both roles, the demand knows when answers needed all of them.
         if sizing.number > 1 and sizing.work is not demand.answers:
-            drains += _spare(demand, loads, sizing, reserved, now)
+            drains += _spare(demand, instances, sizing, spare, now)
     return drains
 
 
 def _spare(
-    demand: Demand, loads: Sequence[InstanceLoad], sizing: Sizing, reserved: Sequence[InstanceLoad], now: float
+    demand: Demand, instances: Sequence[Instance], sizing: Sizing, spare: Sequence[Instance], now: float
 ) -> list[Drain]:
     """Drains an instance that plays only the sizing's roles, unless all that play them were needed recently."""
-    playing = [load for load in loads if load.instance.target_roles & sizing.roles]
-    spare_s = now - max(sizing.work.last_full_at, *(load.instance.changed_at for load in playing))
+    playing = [instance for instance in instances if instance.target_roles & sizing.roles]
+    spare_s = now - max(sizing.work.last_full_at, *(instance.changed_at for instance in playing))
     if spare_s < demand.spare_s:
         return []
-    for load in sorted(playing, key=lambda load: (load.num_open, load.instance.instance_id)):
-        if load not in reserved and load.instance.target_roles <= sizing.roles and can_spare(load, loads):
+    for instance in sorted(playing, key=lambda instance: (instance.work.num_open, instance.instance_id)):
+        if instance in spare and instance.target_roles <= sizing.roles and can_spare(instance, instances):
             text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.spare_s)})"
             figures = {"idle_s": spare_s, "idle_timeout_s": demand.spare_s}
-            return [Drain(load.instance.instance_id, Reason("idle", text, figures))]
+            return [Drain(instance.instance_id, Reason("idle", text, figures))]
     return []
 
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, SlotAssignment
-from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers, SlotKind
+from torchrelay.scheduler.policy.autoscaling.view import View
+from torchrelay.scheduler.policy.cluster.free_workers import SlotKind
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.types import BOTH, Model
 
 
 class FreeSlots:
-    def __init__(self, autoscaler_input: AutoscalerInput, workers: FreeWorkers) -> None:
-        self._input, self._free = autoscaler_input, workers
+    def __init__(self, view: View) -> None:
+        self._view, self._free = view, view.membership.free_workers
         self._taken: set[str] = set()
 
     def take(self, slots: Iterable[FreeSlot | SlotAssignment]) -> None:
@@ -56,7 +56,7 @@ class FreeSlots:
             for worker_id in worker_ids:
                 host_id = self._free[worker_id].host_id
                 if host_id not in has_space:
-                    store = self._input.stores.get(host_id)
+                    store = self._view.membership.stores_by_host.get(host_id)
                     has_space[host_id] = store is not None and store.has_space_for(model.pack_id, model.pack_bytes)
                 if not has_space[host_id] or not self._is_free(worker_id):
                     continue
@@ -70,7 +70,7 @@ class FreeSlots:
 
     def _near(self, model: Model) -> Mapping[str, Tier]:
         """Hosts that have the pack in RAM or receive it; if there are none, hosts that have it on disk."""
-        stores, index, pack_id = self._input.stores, self._input.holder_index, model.pack_id
+        stores, index, pack_id = self._view.membership.stores_by_host, self._view.membership, model.pack_id
         in_ram = [store for store in index.holders(pack_id) if not store.copies[pack_id].error]
         on_disk = [] if in_ram else index.disk_holders(pack_id)
         return {
@@ -82,8 +82,8 @@ class FreeSlots:
     def _is_free(self, worker_id: str) -> bool:
         return not (
             worker_id in self._taken
-            or worker_id in self._input.cluster_load.occupied_workers
-            or worker_id in self._input.suspects
+            or worker_id in self._view.instances.workers
+            or worker_id in self._view.membership.suspects
         )
 
 

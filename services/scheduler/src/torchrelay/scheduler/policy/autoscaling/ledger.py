@@ -7,18 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    FIRST_SLOT,
-    Action,
-    AutoscalerInput,
-    Demand,
-    InstanceLoad,
-    Load,
-    SetRoles,
-)
+from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action, Load, SetRoles
+from torchrelay.scheduler.policy.autoscaling.demand import Demand
+from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import InstancePhase, Model, Roles
 
 
@@ -35,19 +28,17 @@ class Ledger:
     A drain that overran its time frees nothing, so that no model waits for it, nor does a drain whose worker leaves.
     """
 
-    def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, decided: Iterable[Action]) -> None:
-        self._input, self.config = autoscaler_input, config
+    def __init__(self, view: View, decided: Iterable[Action]) -> None:
+        self._view = view
         self._on_host: dict[str, _HostPacks] = {}
         self._fits: dict[tuple[str, str], bool] = {}  # by pack and host
         self._drained: set[str] = set()  # instances that this decision drains
         self.overdue_tenants = {  # tenants that got a slot for an overdue model less than a time slice ago
-            tenant
-            for tenant, at in autoscaler_input.overdue_slots_at.items()
-            if at > autoscaler_input.now - config.time_slice_s
+            tenant for tenant, at in view.overdue_slots_at.items() if at > view.now - view.config.time_slice_s
         }
-        self.idle = autoscaler_input.idle
+        self.idle = view.idle
         self._idle_ids = {instance.instance_id for instance in self.idle}
-        draining = sorted(autoscaler_input.cluster_load.draining(), key=lambda instance: instance.created_at)
+        draining = sorted(view.instances.draining, key=lambda instance: instance.created_at)
         self._unclaimed = {instance.instance_id: instance for instance in draining if self._leaves(instance)}
         self.versions: set[str] = set()  # versions that lose or claim a slot in this decision; they lose no other
         self.add(decided)
@@ -59,7 +50,7 @@ class Ledger:
         slots = {
             key: self.roles(demand, instance)
             for key, instance in self._unclaimed.items()
-            if not at_once or instance.reason.cause == FIRST_SLOT or not self._input.cluster_load.load(key).busy
+            if not at_once or instance.reason.cause == FIRST_SLOT or not self._view.is_busy(instance)
         }
         chosen = fewest(slots, missing)
         for instance_id in chosen:
@@ -74,7 +65,8 @@ class Ledger:
                 tenants = self._waiting_tenants.get(action.model.version_id) or [tenant_of(action.model.name)]
                 self.num_slots_of.update(dict.fromkeys(tenants, len(action.assignments)))
                 continue
-            instance = self._input.cluster_load.load(action.instance_id).instance
+            instance = self._view.instances.get(action.instance_id)
+            assert instance is not None, "a decision names instances that it was given"
             self.versions.add(instance.version_id)
             if isinstance(action, SetRoles):  # each of the others may be the last that plays a role
                 self.idle = [idle for idle in self.idle if idle.version_id != instance.version_id]
@@ -84,48 +76,44 @@ class Ledger:
                 self.idle = [idle for idle in self.idle if idle is not instance]
                 self._drained.add(instance.instance_id)
                 if action.reason.cause == FIRST_SLOT:
-                    self.num_slots_of.subtract(self._input.cluster_load.load(action.instance_id).tenants)
+                    self.num_slots_of.subtract(self._view.use_of(instance.version_id).tenants)
                 self._on_host.pop(instance.host_id, None)
                 self._fits.clear()
 
     @cached_property
     def _waiting_tenants(self) -> Mapping[str, Sequence[str]]:
         """Tenants that wait for each version."""
-        return {demand.model.version_id: demand.waiting_tenants for demand in self._input.demands}
+        return {demand.model.version_id: demand.waiting_tenants for demand in self._view.demands}
 
     @cached_property
     def num_slots_of(self) -> Counter[str]:
         """Number of slots by tenant, with those that this decision gives to them, and without those that it takes for
         tenants without a slot.
         """
-        return self._input.num_slots_of.copy()
+        return self._view.num_slots_of.copy()
 
     def _leaves(self, instance: Instance) -> bool:
         """Whether the instance drains, has time left, and its worker stays."""
         if instance.phase is not InstancePhase.DRAINING:
             return False
-        worker = self._input.workers.get(instance.worker_id)
+        worker = self._view.membership.workers.get(instance.worker_id)
         is_kept = worker is not None and not worker.is_leaving
-        return instance.since > self._input.now - self.config.longest_drain_s and is_kept
+        return instance.since > self._view.now - self._view.config.longest_drain_s and is_kept
 
-    def drain_s(self, load: InstanceLoad) -> float:
-        """Predicted time until the instance's answers have ended."""
-        return self._input.cluster_load.drain_s(load.instance)
-
-    def others(self, load: InstanceLoad) -> list[InstanceLoad]:
+    def others(self, instance: Instance) -> list[Instance]:
         """The other instances of the version that stay."""
-        left = {load.instance.instance_id, *self._drained}
-        staying = self._input.staying_of(load.instance.version_id)
-        return [other for other in staying if other.instance.instance_id not in left]
+        left = {instance.instance_id, *self._drained}
+        staying = self._view.staying_of(instance.version_id)
+        return [other for other in staying if other.instance_id not in left]
 
-    def roles(self, demand: Demand, instance: Instance, without: Sequence[InstanceLoad] = ()) -> Roles:
+    def roles(self, demand: Demand, instance: Instance, without: Sequence[Instance] = ()) -> Roles:
         """Roles that the instance's slot could play for the waiting model once all idle and leaving instances, and
         ``without``, have left it and its host's arena.
         """
-        worker, model = self._input.workers.get(instance.worker_id), demand.model
-        if worker is None or worker.worker_id in self._input.suspects or not model.slot_class.fits(worker):
+        worker, model = self._view.membership.workers.get(instance.worker_id), demand.model
+        if worker is None or worker.worker_id in self._view.membership.suspects or not model.slot_class.fits(worker):
             return frozenset()
-        if any(load.instance.instance_id not in self._idle_ids for load in without):
+        if any(instance.instance_id not in self._idle_ids for instance in without):
             fits = self._has_space(model, worker.host_id, without)
         else:
             key = (model.pack_id, worker.host_id)
@@ -134,12 +122,12 @@ class Ledger:
             fits = self._fits[key]
         return worker.roles_for(demand.most_kv_bytes) if fits else frozenset()
 
-    def _has_space(self, model: Model, host_id: str, without: Sequence[InstanceLoad] = ()) -> bool:
-        store = self._input.stores.get(host_id)
+    def _has_space(self, model: Model, host_id: str, without: Sequence[Instance] = ()) -> bool:
+        store = self._view.membership.stores_by_host.get(host_id)
         if store is None:
             return False
         packs = self._packs(host_id)
-        gone = {load.instance.instance_id: load.instance.pack_id for load in without}
+        gone = {instance.instance_id: instance.pack_id for instance in without}
         held = {pack_id for instance_id, pack_id in packs.held.items() if instance_id not in gone}
         unpinned = packs.leaving.union(gone.values()) - held
         return store.has_space_for(model.pack_id, model.pack_bytes, unpinned)
@@ -148,7 +136,7 @@ class Ledger:
         packs = self._on_host.get(host_id)
         if packs is None:
             packs = self._on_host[host_id] = _HostPacks()
-            for instance in self._input.cluster_load.on_host(host_id):
+            for instance in self._view.instances.on_host(host_id):
                 instance_id = instance.instance_id
                 if instance_id in self._idle_ids or instance_id in self._drained or self._leaves(instance):
                     packs.leaving.add(instance.pack_id)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    Action,
-    AutoscalerInput,
-    Demand,
-    InstanceLoad,
-    Load,
-    SetRoles,
-)
+from torchrelay.scheduler.policy.autoscaling.actions import Action, Load, SetRoles
+from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizings_of
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.autoscaling.view import View
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import InstancePhase
 
@@ -22,9 +17,8 @@ from torchrelay.scheduler.policy.types import InstancePhase
 def change_role(
     demand: Demand,
     growth: Growth,
-    autoscaler_input: AutoscalerInput,
+    view: View,
     decided: Sequence[Action],
-    config: PolicyConfig,
     *,
     most_lost: float,
 ) -> list[SetRoles]:
@@ -34,10 +28,10 @@ def change_role(
     """
     if demand.decode is None or len(growth.missing) > 1:
         return []
-    own = autoscaler_input.cluster_load.of_version(demand.model.version_id)
-    held_since = autoscaler_input.now - config.time_slice_s
+    own = view.instances.of_version(demand.model.version_id)
+    held_since = view.now - view.config.time_slice_s
     acted_on = {action.instance_id for action in decided if not isinstance(action, Load)}
-    if not all(_is_kept(load, held_since) and load.instance.instance_id not in acted_on for load in own):
+    if not all(_is_kept(instance, held_since) and instance.instance_id not in acted_on for instance in own):
         return []
     gaining, losing = sorted(
         sizings_of(demand, growth.playing), key=lambda sizing: sizing.roles.isdisjoint(growth.missing)
@@ -48,48 +42,48 @@ def change_role(
         return []
     if lost < 1 and losing.work.last_full_at > held_since:
         return []  # the other role needed all its instances less than a time slice ago
-    able = _able(own, gaining, losing, held_since, demand, autoscaler_input)
+    able = _able(own, gaining, losing, held_since, demand, view)
     if not able:
         return []
-    chosen = min(able, key=lambda load: (load.num_open, load.instance.instance_id))
+    chosen = min(able, key=lambda instance: (instance.work.num_open, instance.instance_id))
     (role,), (other,) = gaining.roles, losing.roles
     plain = f"{role.name.lower()} needs this instance more than {other.name.lower()}"
     text = f"{plain}: {gained:.1f} late requests saved, {lost:.1f} lost"
     by_tenant = dict.fromkeys(demand.by_tenant, plain)
     reason = Reason("role_short", text, {"num_saved": gained, "num_lost": lost}, by_tenant)
-    return [SetRoles(chosen.instance.instance_id, gaining.roles, reason)]
+    return [SetRoles(chosen.instance_id, gaining.roles, reason)]
 
 
-def _is_kept(load: InstanceLoad, held_since: float) -> bool:
+def _is_kept(instance: Instance, held_since: float) -> bool:
     """Whether the instance stays, with roles that it has had for a time slice."""
-    return load.instance.staying and load.instance.roles_since <= held_since
+    return instance.staying and instance.roles_since <= held_since
 
 
 def _able(
-    loads: Sequence[InstanceLoad],
+    instances: Sequence[Instance],
     gaining: Sizing,
     losing: Sizing,
     held_since: float,
     demand: Demand,
-    autoscaler_input: AutoscalerInput,
-) -> list[InstanceLoad]:
+    view: View,
+) -> list[Instance]:
     """Instances that can change from one role to the other. Another one that is loaded and has at least their KV pool
     stays, so that the model serves the same requests as before.
     """
     ready = [
-        (load, worker)
-        for load in loads
-        if load.instance.target_roles == losing.roles
-        and load.instance.phase is InstancePhase.READY
-        and load.instance.worker_id not in autoscaler_input.suspects
-        and (worker := autoscaler_input.workers.get(load.instance.worker_id)) is not None
+        (instance, worker)
+        for instance in instances
+        if instance.target_roles == losing.roles
+        and instance.phase is InstancePhase.READY
+        and instance.worker_id not in view.membership.suspects
+        and (worker := view.membership.workers.get(instance.worker_id)) is not None
     ]
     return [
-        load
-        for load, worker in ready
+        instance
+        for instance, worker in ready
         if worker.roles_for(demand.most_kv_bytes) >= gaining.roles
-        and load.instance.since <= held_since
-        and load.instance.takes_roles(autoscaler_input.now)
-        and load.instance.instance_id not in autoscaler_input.reserved
-        and any(other.kv_pool_bytes >= worker.kv_pool_bytes for each, other in ready if each is not load)
+        and instance.since <= held_since
+        and instance.takes_roles(view.now)
+        and instance.instance_id not in view.reserved
+        and any(other.kv_pool_bytes >= worker.kv_pool_bytes for each, other in ready if each is not instance)
     ]

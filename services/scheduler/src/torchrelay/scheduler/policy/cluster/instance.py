@@ -84,6 +84,11 @@ class Instance:
         return self.phase in (InstancePhase.LOADING, InstancePhase.READY)
 
     @property
+    def unused_since(self) -> float:
+        """The later of the last use and the end of the load, so that a long load does not count as idle time."""
+        return max(self.last_active, self.since) if self.phase is InstancePhase.READY else self.last_active
+
+    @property
     def is_settled(self) -> bool:
         """Whether the instance serves and no command to its worker is under way."""
         return self.phase is InstancePhase.READY and self.accepted and self.pending_roles is None

@@ -110,7 +110,8 @@ class Instances:
         assert self._on_worker.get(instance.worker_id, instance.instance_id) == instance.instance_id
         if instance.instance_id not in self._by_id:
             instance.work = self._attempts.work_of(instance.instance_id)
-            instance.work.is_present, instance.last_active = True, instance.created_at
+            instance.work.is_present = True
+            instance.last_active = max(instance.last_active, instance.created_at)
         self._by_id[instance.instance_id] = instance
         self._on_worker[instance.worker_id] = instance.instance_id
         self._of_version.setdefault(instance.version_id, {})[instance.instance_id] = instance

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
+from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torchrelay.common.quantities import format_count
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, Action, Drain, Load, SetRoles
+from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action, Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.load_failures import LOAD_STALLED
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.effects import Hop, LoadCommand, LoadOrder, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.handlers import demands, recalls, relay_plans
-from torchrelay.scheduler.policy.handlers.cluster_load import autoscaler_input
+from torchrelay.scheduler.policy.handlers.views import view_of
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import (
@@ -40,9 +40,7 @@ _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict"} | dict.from
 
 def scale(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
     """Decides for the whole cluster or for these versions, and issues the commands."""
-    is_complete = version_ids is None
-    decide = state.strategies.decide
-    for action in decide(autoscaler_input(state, now, version_ids), state.config, is_complete=is_complete):
+    for action in state.strategies.decide(view_of(state, now, version_ids)):
         if state.config.scaling is ScalingMode.ADVISE and not _is_for_minimum(state, action):
             _advise(state, action, now)
             continue
@@ -126,7 +124,7 @@ def scale_marked(state: State, now: float) -> None:
 
 
 def _lacks_role(state: State, model: Model, now: float) -> bool:
-    """Whether the version lacks a role, as defined by ``AutoscalerInput.missing``."""
+    """Whether the version lacks a role, as defined by ``View.missing``."""
     kv_bytes = demands.waiting_of(state, model, now).most_kv_bytes
     played: set[Role] = set()
     for instance in state.instances.of_version(model.version_id):
