@@ -28,9 +28,7 @@ from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2_grpc
-from torchrelay.scheduler.policy.config import TICK_S, TURN_S
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.inputs import Turn
 from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller
@@ -53,11 +51,10 @@ log = get_logger(__name__)
 
 _COLLECT_EVERY_S = 0.05
 _COLLECT_ALL_EVERY_S = 600.0  # a full collection of a large fleet's state takes some tenths of a second
-_LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 
 
 @asynccontextmanager
-async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncIterator[Addresses]:
+async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     """Serves until the block is left, first as a standby while another scheduler has the lease; raises when a newer
     scheduler takes over, or a background task fails.
     """
@@ -86,7 +83,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 ready = asyncio.Event()
                 signed_reports = SignedReports(cluster_key)
                 background = group.create_task(
-                    _background(controller, event_publisher, channels, nats, subjects, signed_reports, ready, tick_s)
+                    _background(controller, event_publisher, channels, nats, subjects, signed_reports, ready)
                 )
                 streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
@@ -157,7 +154,7 @@ async def _serving_keda(
 def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: EventPublisher) -> Iterator[Controller]:
     start = PolicyStart(settings.config, clock.now(), new_id("inst"))
     with settings.record.open("wb") if settings.record else nullcontext() as log:
-        controller = Controller(
+        yield Controller(
             policy=start.policy(),
             clock=clock,
             epoch=Epoch(clock.now()),
@@ -168,10 +165,6 @@ def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: Even
             event_publisher=event_publisher,
             recorder=InputRecorder(log, start) if log else None,
         )
-        try:
-            yield controller
-        finally:
-            controller.stop_timer()
 
 
 async def _background(
@@ -182,7 +175,6 @@ async def _background(
     subjects: Subjects,
     signed_reports: SignedReports,
     ready: asyncio.Event,
-    tick_s: float,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
@@ -190,32 +182,13 @@ async def _background(
         discovery = Discovery(controller, channels, nats, subjects, signed_reports, tasks)
         await discovery.start()
         tasks.create_task(event_publisher.run(), name="history")
-        tasks.create_task(_tick_periodically(controller, tick_s), name="ticks")
-        tasks.create_task(_take_turns_periodically(controller), name="turns")
+        tasks.create_task(controller.run(), name="ticks")
         tasks.create_task(_collect_periodically(), name="garbage")
         ready.set()
         try:
             await asyncio.Event().wait()
         finally:
             controller.actuator.stop()
-
-
-async def _tick_periodically(controller: Controller, tick_s: float) -> None:
-    """Drives timeouts. While the event loop stalls, silence means nothing."""
-    last = listening_since = controller.clock.now()
-    while True:
-        await asyncio.sleep(tick_s)
-        now = controller.clock.now()
-        if now - last > _LOOP_STALL_S:
-            listening_since = now
-        last = now
-        controller.tick(listening_since)
-
-
-async def _take_turns_periodically(controller: Controller) -> None:
-    while True:
-        await asyncio.sleep(TURN_S)
-        controller.apply(Turn())
 
 
 async def _collect_periodically() -> None:

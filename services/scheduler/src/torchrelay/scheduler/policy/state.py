@@ -115,7 +115,7 @@ class State:
     too_large: dict[str, tuple[Sequence[Endpoint], set[AttemptKey]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
-    marked: set[str] = field(default_factory=set)  # versions to decide on by the next ``Due``
+    marked: set[str] = field(default_factory=set)  # versions to decide on by the next tick
     are_starving_marked: bool = False  # the same of all that wait without an instance
     marked_at: float = math.inf
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns
@@ -140,6 +140,7 @@ class State:
         return state
 
     def __post_init__(self) -> None:
+        self.turn_due = self.round_due = self.started_at
         self.transfers = Transfers(self.membership)
         self.copies = Copies(self.config, self.membership, self.pack_worth)
         self.retention = Retention(self.config, self.membership, self.copies)
@@ -160,6 +161,11 @@ class State:
         self.tenant_slots.changed(version_id)
         self.endpoint_cache.forget(version_id)
         self.least_losses.changed(version_id, has_instances=len(self.instances.of_version(version_id)) > 0)
+
+    @property
+    def placing_due(self) -> float:
+        """When a waiting request may be placed, or a marked model be evaluated, without another input."""
+        return min(self.due.earliest, self.marked_at)
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()

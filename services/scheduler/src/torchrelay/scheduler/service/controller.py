@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 from opentelemetry import metrics
 
@@ -24,7 +24,7 @@ from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
-from torchrelay.scheduler.policy.types import Instance, Model, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import Instance, Model, Peer, StoreStatus, WorkerStatus
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch
@@ -36,14 +36,10 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 log = get_logger(__name__)
 
 _MAX_VERSIONS = 8192
-
+_LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
+_TIMER_S = 1e-3  # uvloop rounds the times of timers
 
 Report: TypeAlias = WorkerReport | StoreReport
-Peer: TypeAlias = tuple[type[Report], str]  # whether it is a worker or a store, and its id
-
-
-def peer_of(report: Report) -> Peer:
-    return type(report), report.worker_id if isinstance(report, WorkerReport) else report.store_id
 
 
 class Clock:
@@ -89,7 +85,8 @@ class Controller:
         self._streamed: dict[Peer, Report] = {}  # the last report by a stream, until one comes by the broker
         self._recorder = recorder
         self._due_at = math.inf  # for which the timer runs
-        self._due_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_due = asyncio.Event()
         self._versions: Recent[str, tuple[types_pb2.ModelVersion, Model]] = Recent(_MAX_VERSIONS)
         self._with_minimum: dict[str, types_pb2.ModelVersion] = {}  # these are loaded without an admission
         self._event_publisher = event_publisher
@@ -110,20 +107,49 @@ class Controller:
             self._pools_seen_at = self.policy.state.pools_evaluated_at
             for event in self._pool_watchers:
                 event.set()
-        if (due := self.policy.next_due()) < self._due_at:
-            self.stop_timer()
-            self._due_at = due
-            self._due_timer = asyncio.get_running_loop().call_later(max(due - self.clock.now(), 0.0), self._due)
+        self._set_timer()
 
-    def _due(self) -> None:
-        self._due_at = math.inf
-        self.apply(inputs.Due())
+    def _set_timer(self) -> None:
+        """Lets ``run`` tick at the next due time."""
+        if (due := self.policy.next_due()) >= self._due_at:
+            return
+        self._stop_timer()
+        self._due_at = due
+        if (delay_s := due - self.clock.now()) <= 0:
+            self._is_due.set()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(delay_s + _TIMER_S / 2, self._is_due.set)
 
-    def stop_timer(self) -> None:
-        """Stops ``Due`` inputs until another input asks for one."""
-        self._due_at = math.inf
-        if self._due_timer is not None:
-            self._due_timer.cancel()
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def run(self) -> NoReturn:
+        """Ticks at all due times, until cancelled. While the event loop stalls, silence means nothing."""
+        ticked_at = listening_since = self.clock.now()
+        self._set_timer()
+        try:
+            while True:
+                await self._is_due.wait()
+                self._is_due.clear()
+                self._due_at = math.inf
+                now = self.clock.now()
+                if now - ticked_at > _LOOP_STALL_S:
+                    listening_since = now
+                ticked_at = now
+                self._apply(inputs.Tick(listening_since), now)
+                self._forget_lost_peers()
+        finally:
+            self._stop_timer()
+
+    def _forget_lost_peers(self) -> None:
+        membership = self.policy.state.membership
+        workers, stores = membership.workers, membership.stores
+        if len(self.reports) > len(workers) + len(stores):
+            for peer in [peer for peer in self.reports if not self.is_present(peer)]:
+                del self.reports[peer]
+                self._streamed.pop(peer, None)
+        self.epoch.keep(lambda node_id: node_id in workers or node_id in stores)
 
     # Inputs that concern more than the policy
 
@@ -166,20 +192,19 @@ class Controller:
 
     def is_accepted(self, report: Report) -> bool:
         """Whether its process is the present one of its node."""
-        status = self._status(peer_of(report))
+        status = self._status(converters.peer_of(report))
         return status is not None and status.incarnation == report.incarnation
 
     def _status(self, peer: Peer) -> WorkerStatus | StoreStatus | None:
-        kind, node_id = peer
         membership = self.policy.state.membership
-        return membership.workers.get(node_id) if kind is WorkerReport else membership.stores.get(node_id)
+        return membership.stores.get(peer.node_id) if peer.is_store else membership.workers.get(peer.node_id)
 
     def reported(self, report: Report, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the one that reports among them, obey a newer scheduler."""
-        now, peer = self.clock.now(), peer_of(report)
+        now, peer = self.clock.now(), converters.peer_of(report)
         membership = self.policy.state.membership
         num_peers = len(membership.workers) + len(membership.stores) + (not self.is_present(peer))
-        self.epoch.check(report.epoch, peer[1], num_peers, now)
+        self.epoch.check(report.epoch, peer.node_id, num_peers, now)
         if report.is_beat:
             self._apply(converters.beat_from_proto(report), now)
             return
@@ -203,7 +228,7 @@ class Controller:
         it is not known, a copy is on its way to the store, or an instance of the worker or host is about to change.
         """
         report = self.reports.get(peer)
-        if report is None or self.policy.state.transfers.into(peer[1]):
+        if report is None or self.policy.state.transfers.into(peer.node_id):
             return False
         if not all(instance.is_settled for instance in self._instances_of(report)):
             return False
@@ -227,14 +252,6 @@ class Controller:
         store = state.membership.store_of(instance.host_id)
         copy = store.copies.get(instance.pack_id) if store else None
         self.explain.observe(instance, worker.slot, store.store_id if store else "", copy)
-
-    def tick(self, listening_since: float) -> None:
-        self.apply(inputs.Tick(listening_since))
-        membership = self.policy.state.membership
-        for peer in [peer for peer in self.reports if not self.is_present(peer)]:
-            del self.reports[peer]
-            self._streamed.pop(peer, None)
-        self.epoch.keep(membership.workers.keys() | membership.stores.keys())
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
         """The version as named by its last admission, or by the message that set its minimum.

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.common.liveness import EngineProgress
+from torchrelay.common.liveness import NO_ENGINE, EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import inputs, types
 from torchrelay.scheduler.policy.effects import AdmissionRefused, LoadNotice, Recall, SchedulerEvent
@@ -84,10 +84,15 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.Wor
     )
 
 
-def beat_from_proto(report: reports_pb2.WorkerReport | reports_pb2.StoreReport) -> inputs.WorkerBeat | inputs.StoreBeat:
+def peer_of(report: reports_pb2.WorkerReport | reports_pb2.StoreReport) -> types.Peer:
     if isinstance(report, reports_pb2.WorkerReport):
-        return inputs.WorkerBeat(report.worker_id, report.incarnation, progress_from_proto(report.engine))
-    return inputs.StoreBeat(report.store_id, report.incarnation)
+        return types.Peer(report.worker_id)
+    return types.Peer(report.store_id, is_store=True)
+
+
+def beat_from_proto(report: reports_pb2.WorkerReport | reports_pb2.StoreReport) -> inputs.Beat:
+    progress = progress_from_proto(report.engine) if isinstance(report, reports_pb2.WorkerReport) else NO_ENGINE
+    return inputs.Beat(peer_of(report), report.incarnation, progress)
 
 
 def progress_from_proto(engine: types_pb2.EngineProgress) -> EngineProgress:

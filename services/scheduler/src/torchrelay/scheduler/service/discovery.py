@@ -26,8 +26,10 @@ from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
-from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
-from torchrelay.scheduler.service.controller import Clock, Controller, Peer, Report, peer_of
+from torchrelay.scheduler.policy.inputs import PeerGone, StreamClosed
+from torchrelay.scheduler.policy.types import Peer
+from torchrelay.scheduler.service.controller import Clock, Controller, Report
+from torchrelay.scheduler.service.converters import peer_of
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 from torchrelay.scheduler.service.signed_reports import SignedReports, node_id
 
@@ -79,7 +81,8 @@ class Discovery:
     async def _on_report(self, kind: type[Report], message: Msg) -> None:
         if self._failure.done():
             return
-        if self._signed_reports.is_repeat(message) and self._controller.repeated((kind, node_id(message))):
+        peer = Peer(node_id(message), is_store=kind is StoreReport)
+        if self._signed_reports.is_repeat(message) and self._controller.repeated(peer):
             return
         report = self._signed_reports.read(kind, message)
         if report is None:
@@ -99,16 +102,14 @@ class Discovery:
             if present.incarnation == report.incarnation and not present.task.done():
                 return
             present.task.cancel()
-        task = self._tasks.create_task(self._watch_peer(report), name=f"watch {peer[1]}")
+        task = self._tasks.create_task(self._watch_peer(report), name=f"watch {peer.node_id}")
         self._watches[peer] = _Watch(report.incarnation, task)
 
     async def _watch_peer(self, first: Report) -> None:
         peer, address = peer_of(first), first.grpc_address
-        controller, node_id = self._controller, peer[1]
-        is_worker = isinstance(first, WorkerReport)
-        retries = StreamRetries(controller.clock)
+        controller, retries = self._controller, StreamRetries(self._controller.clock)
         while retries.go_on(controller.is_present(peer)):
-            stream = _ReportStream(partial(self._open, first), node_id, retries)
+            stream = _ReportStream(partial(self._open, first), peer.node_id, retries)
             async with aclosing(stream.reports()) as reports:
                 async for report in reports:
                     if peer_of(report) != peer or report.incarnation != first.incarnation:
@@ -116,12 +117,11 @@ class Discovery:
                     controller.reported(report, streamed=True)
                     if not controller.is_present(peer):
                         break  # only a whole report brings the peer back, and a stream begins with a whole report
-            if is_worker:
-                controller.apply(WorkerStreamClosed(node_id))
-            was_stopped = is_worker and stream.was_ended
-            if was_stopped or await is_refused(address):
-                gone = WorkerGone(node_id) if is_worker else StoreGone(node_id)
-                controller.apply(WorkerStopped(node_id) if was_stopped else gone)
+            if not peer.is_store:
+                controller.apply(StreamClosed(peer.node_id))
+            is_stopped = not peer.is_store and stream.was_ended
+            if is_stopped or await is_refused(address):
+                controller.apply(PeerGone(peer, is_stopped))
                 await self._channels.forget(address)
                 return
             await asyncio.sleep(retries.next_delay_s())

@@ -14,8 +14,7 @@ from torchrelay.scheduler.policy.explain import MAX_REQUESTS
 from torchrelay.scheduler.policy.handlers.cluster_load import worth_lines
 from torchrelay.scheduler.policy.inputs import (
     FirstToken,
-    GatewayConnected,
-    GatewayDisconnected,
+    GatewayChanged,
     LauncherReported,
     ModelDeleted,
     Withdraw,
@@ -88,7 +87,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             if stream.gateway_id or not command.hello.gateway_id:
                 raise InvalidRequest("a stream must say hello once, with a gateway id", field="hello")
             self._controller.streams.connected(stream, command.hello.gateway_id)
-            self._controller.apply(GatewayConnected(stream.gateway_id))
+            self._controller.apply(GatewayChanged(stream.gateway_id, is_connected=True))
             stream.beat(command.hello.beat_every_s)
         elif not stream.gateway_id:
             raise InvalidRequest("the first message of a stream must be hello", field="command")
@@ -109,7 +108,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         reading.cancel()
         stream.close()
         if self._controller.streams.disconnected(stream):
-            self._controller.apply(GatewayDisconnected(stream.gateway_id))
+            self._controller.apply(GatewayChanged(stream.gateway_id, is_connected=False))
 
     async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
         if not request.request_id:
