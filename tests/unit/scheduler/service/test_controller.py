@@ -356,15 +356,16 @@ async def test_peer_is_connected_while_channel_is_ready() -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channels = PeerChannels(CHANNEL_KEY)
-    assert not channels.is_connected(address, "store-1"), "nobody has called it"
-    channel = channels.channel(address, "store-1", Caller.STORE)
-    assert not channels.is_connected(address, "store-1")
+    store = types.Peer("store-1", is_store=True)
+    assert not channels.is_connected(address, store), "nobody has called it"
+    channel = channels.channel(address, store)
+    assert not channels.is_connected(address, store)
     channel.get_state(try_to_connect=True)
     await channel.channel_ready()
-    assert channels.is_connected(address, "store-1")
+    assert channels.is_connected(address, store)
     await server.stop(None)
     await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-    assert not channels.is_connected(address, "store-1")
+    assert not channels.is_connected(address, store)
     await channels.close()
 
 
@@ -378,15 +379,16 @@ async def test_nodes_at_one_address_get_own_tokens(monkeypatch: MonkeyPatch) -> 
 
     monkeypatch.setattr(peer_channels, "open_channel", note_token)
     channels = PeerChannels(CHANNEL_KEY)
-    first, second = (channels.worker(ADDRESS, "worker-1"), channels.worker(ADDRESS, "worker-2"))
-    assert first is not second and channels.worker(ADDRESS, "worker-1") is first
+    worker_1, worker_2 = types.Peer("worker-1"), types.Peer("worker-2")
+    first, second = (channels.stub(ADDRESS, worker_1), channels.stub(ADDRESS, worker_2))
+    assert first is not second and channels.stub(ADDRESS, worker_1) is first
     assert tokens == [
         call_token(derive_node_key(CHANNEL_KEY, each), Caller.SCHEDULER) for each in ("worker-1", "worker-2")
     ]
-    other = channels.worker("127.0.0.1:2", "worker-1")
+    other = channels.stub("127.0.0.1:2", worker_1)
     await channels.forget(ADDRESS)
-    assert channels.worker("127.0.0.1:2", "worker-1") is other
-    assert channels.worker(ADDRESS, "worker-1") is not first and channels.worker(ADDRESS, "worker-2") is not second
+    assert channels.stub("127.0.0.1:2", worker_1) is other
+    assert channels.stub(ADDRESS, worker_1) is not first and channels.stub(ADDRESS, worker_2) is not second
     await channels.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
@@ -31,7 +31,7 @@ from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
-from torchrelay.scheduler.service.controller import Clock, Controller
+from torchrelay.scheduler.service.controller import Clock, Controller, drop_command
 from torchrelay.scheduler.service.discovery import Discovery
 from torchrelay.scheduler.service.enrolment import Enrolment
 from torchrelay.scheduler.service.epoch import Epoch
@@ -68,8 +68,9 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     channels = PeerChannels(cluster_key, tls)
     js = history_nats.jetstream()
     port, lease = settings.port, None
+    stream_settings = js, subjects, settings.nats_replicas, settings.stream_sizes
     try:
-        await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
+        await try_streams(*stream_settings)
         if settings.lease_s:
             port, lease = await _stand_by(settings, tls, node_key, nats, subjects)
         server = RpcServer(settings.host, port, tls, node_key)
@@ -81,11 +82,9 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(lease.keep()) if lease is not None else None
                 ready = asyncio.Event()
-                signed_reports = SignedReports(cluster_key)
-                background = group.create_task(
-                    _background(controller, event_publisher, channels, nats, subjects, signed_reports, ready)
-                )
-                streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
+                discover = partial(Discovery, controller, channels, nats, subjects, SignedReports(cluster_key))
+                background = group.create_task(_background(controller, event_publisher, channels, discover, ready))
+                streams = group.create_task(keep_streams(*stream_settings))
                 await ready.wait()
                 await server.start()
                 await server.set_serving(SCHEDULER_SERVICE, True)
@@ -171,16 +170,13 @@ async def _background(
     controller: Controller,
     event_publisher: EventPublisher,
     channels: PeerChannels,
-    nats: Client,
-    subjects: Subjects,
-    signed_reports: SignedReports,
+    discover: Callable[[asyncio.TaskGroup], Discovery],
     ready: asyncio.Event,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
-        controller.actuator = Actuator(controller, channels, tasks)
-        discovery = Discovery(controller, channels, nats, subjects, signed_reports, tasks)
-        await discovery.start()
+        controller.start_command = Actuator(controller, channels, tasks).start
+        await discover(tasks).start()
         tasks.create_task(event_publisher.run(), name="history")
         tasks.create_task(controller.run(), name="ticks")
         tasks.create_task(_collect_periodically(), name="garbage")
@@ -188,7 +184,7 @@ async def _background(
         try:
             await asyncio.Event().wait()
         finally:
-            controller.actuator.stop()
+            controller.start_command = drop_command
 
 
 async def _collect_periodically() -> None:

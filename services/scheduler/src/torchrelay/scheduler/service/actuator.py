@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -20,13 +20,10 @@ from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
+from torchrelay.scheduler.policy.types import Peer
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels
-
-if TYPE_CHECKING:
-    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub
-    from torchrelay.control.v1.worker_pb2_grpc import WorkerAsyncStub  # exists in the stubs only
 
 log = get_logger(__name__)
 
@@ -47,33 +44,29 @@ class Actuator:
         self._controller = controller
         self._channels = channels
         self._tasks = tasks
-        self._stopped = False
-
-    def stop(self) -> None:
-        """Starts no further commands, because the service shuts down."""
-        self._stopped = True
 
     def start(self, command: effects.Command) -> None:
-        if self._stopped:
-            return
+        """Starts to carry a command out; its outcome comes back as an input."""
+        for call in self._calls(command):
+            self._tasks.create_task(call, name=type(command).__name__)
+
+    def _calls(self, command: effects.Command) -> list[Coroutine[Any, Any, None]]:
         match command:
             case effects.LoadCommand():
                 answered = {hop.store_id: asyncio.Event() for hop in command.hops}
-                for hop in command.hops:
-                    load = self._load_host(command, hop, answered)
-                    self._tasks.create_task(load, name=f"load {command.model.name} at {hop.store_id}")
+                return [self._load_host(command, hop, answered) for hop in command.hops]
             case effects.SetRolesCommand():
-                self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
+                return [self._set_roles(command)]
             case effects.UnloadCommand():
-                self._tasks.create_task(self._unload(command), name=f"unload {command.instance_id}")
+                return [self._unload(command)]
             case effects.RerouteCommand():
-                self._tasks.create_task(self._reroute(command), name=f"reroute {command.hop.store_id}")
+                return [self._reroute(command)]
             case effects.CopyCommand():
-                self._tasks.create_task(self._copy(command), name=f"copy {command.model.name}")
+                return [self._copy(command)]
             case effects.RetainCommand():
-                self._tasks.create_task(self._retain(command), name=f"retain {command.store_id}")
+                return [self._retain(command)]
             case effects.DisconnectCommand():
-                self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
+                return [self._channels.forget(command.address)]
 
     async def _load_host(
         self, command: effects.LoadCommand, hop: effects.Hop, answered: Mapping[str, asyncio.Event]
@@ -133,13 +126,14 @@ class Actuator:
         """Whether the store has last reported a whole copy, and is connected: otherwise its process may be gone."""
         store = self._controller.policy.state.membership.stores.get(store_id)
         copy = store.copies.get(pack_id) if store is not None else None
-        is_whole = copy is not None and copy.complete
-        return is_whole and store is not None and self._channels.is_connected(store.grpc_address, store_id)
+        if store is None or copy is None or not copy.complete:
+            return False
+        return self._channels.is_connected(store.grpc_address, Peer(store_id, is_store=True))
 
     async def _relay(
         self, command: effects.LoadCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
     ) -> None:
-        store, stores = self._store(hop.store_id), self._controller.policy.state.membership.stores
+        store, stores = self._stub(Peer(hop.store_id, is_store=True)), self._controller.policy.state.membership.stores
         pack_id, cluster_tickets = command.model.pack_id, self._controller.cluster_tickets
         holders = [stores[source] for source in hop.sources if source in stores]
         is_urgent = hop.urgent if isinstance(command, effects.LoadCommand) else command.urgent
@@ -174,13 +168,7 @@ class Actuator:
                 lease_s=command.lease_s,
                 disk_pack_ids=command.disk_pack_ids,
             )
-            await self._call(self._store(command.store_id).Retain, request)
-
-    def _store(self, store_id: str) -> ParamStoreAsyncStub:
-        store = self._controller.policy.state.membership.stores.get(store_id)
-        if store is None:
-            raise Unavailable("the store is gone")
-        return self._channels.store(store.grpc_address, store_id)
+            await self._call(self._stub(Peer(command.store_id, is_store=True)).Retain, request)
 
     async def _load(self, command: effects.LoadCommand, order: effects.LoadOrder) -> None:
         with self._outcome(inputs.Load(order.instance_id), f"worker {order.worker_id} cannot load it: "):
@@ -191,7 +179,7 @@ class Actuator:
                 roles=converters.roles_to_proto(order.roles),
                 traceparent=command.traceparent,
             )
-            await self._call(self._worker(order.worker_id).Load, request)
+            await self._call(self._stub(Peer(order.worker_id)).Load, request)
 
     async def _set_roles(self, command: effects.SetRolesCommand) -> None:
         with self._outcome(inputs.RoleChange(command.instance_id)):
@@ -200,20 +188,20 @@ class Actuator:
                 instance_id=command.instance_id,
                 roles=converters.roles_to_proto(command.roles),
             )
-            await self._call(self._worker(command.worker_id).SetRoles, request)
+            await self._call(self._stub(Peer(command.worker_id)).SetRoles, request)
 
     async def _unload(self, command: effects.UnloadCommand) -> None:
         with self._outcome(inputs.Unload(command.instance_id)):
             request = worker_pb2.UnloadRequest(
                 epoch=self._controller.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
             )
-            await self._call(self._worker(command.worker_id).Unload, request, command.drain_s + _TIMEOUT_S)
+            await self._call(self._stub(Peer(command.worker_id)).Unload, request, command.drain_s + _TIMEOUT_S)
 
-    def _worker(self, worker_id: str) -> WorkerAsyncStub:
-        worker = self._controller.policy.state.membership.workers.get(worker_id)
-        if worker is None:
-            raise Unavailable("the worker is gone")
-        return self._channels.worker(worker.grpc_address, worker_id)
+    def _stub(self, peer: Peer) -> Any:
+        status = self._controller.status(peer)
+        if status is None:
+            raise Unavailable(f"the {'store' if peer.is_store else 'worker'} is gone")
+        return self._channels.stub(status.grpc_address, peer)
 
     @contextmanager
     def _outcome(self, command: inputs.CommandId, why: str = "") -> Iterator[None]:

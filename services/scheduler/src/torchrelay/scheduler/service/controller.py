@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
-from typing import NoReturn, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias
 
 from opentelemetry import metrics
 
@@ -52,12 +52,8 @@ class Clock:
         return self._offset_s + time.monotonic()
 
 
-class CommandExecutor(Protocol):
-    def start(self, command: effects.Command) -> None:
-        """Starts to carry a command out; its outcome comes back as an input."""
-
-    def stop(self) -> None:
-        """Starts no further command."""
+def drop_command(command: effects.Command) -> None:
+    """Carries no command out."""
 
 
 class Controller:
@@ -80,7 +76,7 @@ class Controller:
         self.streams = streams
         self.cluster_tickets = cluster_tickets
         self.explain = explain
-        self.actuator: CommandExecutor | None = None  # set once, before anything is admitted
+        self.start_command: Callable[[effects.Command], None] = drop_command  # until the service runs, and when it ends
         self.reports: dict[Peer, Report] = {}  # the last report of each worker and store that is present
         self._streamed: dict[Peer, Report] = {}  # the last report by a stream, until one comes by the broker
         self._recorder = recorder
@@ -188,14 +184,14 @@ class Controller:
         self._apply(inputs.Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
 
     def is_present(self, peer: Peer) -> bool:
-        return self._status(peer) is not None
+        return self.status(peer) is not None
 
     def is_accepted(self, report: Report) -> bool:
         """Whether its process is the present one of its node."""
-        status = self._status(converters.peer_of(report))
+        status = self.status(converters.peer_of(report))
         return status is not None and status.incarnation == report.incarnation
 
-    def _status(self, peer: Peer) -> WorkerStatus | StoreStatus | None:
+    def status(self, peer: Peer) -> WorkerStatus | StoreStatus | None:
         membership = self.policy.state.membership
         return membership.stores.get(peer.node_id) if peer.is_store else membership.workers.get(peer.node_id)
 
@@ -270,15 +266,15 @@ class Controller:
         if not done:
             return
         for command in done.commands:
-            assert self.actuator is not None
             if isinstance(command, effects.LoadCommand):
                 for order in (order for hop in command.hops for order in hop.loads):
                     self._explain_load(order.worker_id)
-            self.actuator.start(command)
+            self.start_command(command)
         for answer in done.answers:
             self._send(answer)
         for notice in done.notices:
-            self.streams.send(notice.gateway_id, AdmitEvent(loading=converters.notice_to_proto(notice)))
+            loading = converters.to_message(scheduler_pb2.Loading, notice)
+            self.streams.send(notice.gateway_id, AdmitEvent(loading=loading))
         for placed in done.opened:
             self._record_placement(placed)
         for event in done.events:

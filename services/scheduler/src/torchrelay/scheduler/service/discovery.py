@@ -128,11 +128,13 @@ class Discovery:
 
     def _open(self, first: Report) -> UnaryStreamCall[Any, Any]:
         epoch, address = self._controller.epoch.value, first.grpc_address
+        stub = self._channels.stub(address, peer_of(first))
+        call: UnaryStreamCall[Any, Any]
         if isinstance(first, WorkerReport):
-            watch_slot = worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=epoch)
-            return self._channels.worker(address, first.worker_id).WatchSlot(watch_slot)
-        watch_copies = param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=epoch)
-        return self._channels.store(address, first.store_id).WatchCopies(watch_copies)
+            call = stub.WatchSlot(worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=epoch))
+        else:
+            call = stub.WatchCopies(param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=epoch))
+        return call
 
 
 class StreamRetries:
