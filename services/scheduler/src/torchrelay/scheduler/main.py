@@ -33,7 +33,6 @@ from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller, drop_command
 from torchrelay.scheduler.service.discovery import Discovery
-from torchrelay.scheduler.service.enrolment import Enrolment
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.events.reader import EventReader
@@ -76,7 +75,7 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
         server = RpcServer(settings.host, port, tls, node_key)
         event_publisher = EventPublisher(history_nats, subjects)
         with _controller(settings, clock, event_publisher) as controller:
-            servicer = SchedulerServicer(controller, EventReader(js, subjects), Enrolment(cluster_key))
+            servicer = SchedulerServicer(controller, EventReader(js, subjects), cluster_key)
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
             server.allow(CALLERS)
             async with asyncio.TaskGroup() as group:

@@ -310,16 +310,10 @@ class Controller:
 
     # Watchers of the cluster
 
-    def watch(self) -> asyncio.Event:
-        """An event that is set at every change until it is passed to ``unwatch``."""
+    def watch(self, *, only_pools: bool = False) -> asyncio.Event:
+        """An event that is set at every change, or whenever the targets of pools were evaluated, until ``unwatch``."""
         event = asyncio.Event()
-        self._watchers.add(event)
-        return event
-
-    def watch_pools(self) -> asyncio.Event:
-        """The same, set only when the targets of pools were evaluated."""
-        event = asyncio.Event()
-        self._pool_watchers.add(event)
+        (self._pool_watchers if only_pools else self._watchers).add(event)
         return event
 
     def unwatch(self, event: asyncio.Event) -> None:

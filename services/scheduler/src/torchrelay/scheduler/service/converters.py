@@ -28,13 +28,7 @@ _M = TypeVar("_M", bound=Message)
 
 _ROLES = frozenset(types.Role)
 _SERVICE_CLASSES = {service_class.value: service_class for service_class in types.ServiceClass}
-_PHASES = {
-    reports_pb2.SlotState.STATE_UNSPECIFIED: types.InstancePhase.FREE,
-    reports_pb2.SlotState.STATE_FREE: types.InstancePhase.FREE,
-    reports_pb2.SlotState.STATE_LOADING: types.InstancePhase.LOADING,
-    reports_pb2.SlotState.STATE_READY: types.InstancePhase.READY,
-    reports_pb2.SlotState.STATE_DRAINING: types.InstancePhase.DRAINING,
-}
+_PHASES = {reports_pb2.SlotState.State.Value(f"STATE_{phase.name}"): phase for phase in types.InstancePhase}
 
 
 def _from_message(kind: type[_T], message: Message, **others: Any) -> _T:

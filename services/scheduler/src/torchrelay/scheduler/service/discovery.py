@@ -10,9 +10,8 @@ opened again for a while, so that a peer that only hung comes back without the b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,12 +40,6 @@ _MAX_RETRY_S = 1.0  # for a peer that is lost, or whose streams end soon
 _AWAY_S = 60.0  # then only the broker can bring it back
 
 
-@dataclass(frozen=True)
-class _Watch:
-    incarnation: str
-    task: asyncio.Task[None]
-
-
 class Discovery:
     """Owns a task per peer that watches it; ``tasks`` ends them."""
 
@@ -67,7 +60,7 @@ class Discovery:
         self._tasks = tasks
         # The error of a report. Cancelled as soon as the group of tasks ends for another reason: it takes no task then.
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._watches: dict[Peer, _Watch] = {}
+        self._watches: dict[Peer, tuple[str, asyncio.Task[None]]] = {}  # the incarnation, and what watches it
 
     async def start(self) -> None:
         self._tasks.create_task(self._fail(), name="failure of a report")
@@ -98,20 +91,24 @@ class Discovery:
     def _watch(self, report: Report) -> None:
         """Watches the process that reports, unless a task does so already."""
         peer = peer_of(report)
-        if present := self._watches.get(peer):
-            if present.incarnation == report.incarnation and not present.task.done():
+        if peer in self._watches:
+            incarnation, task = self._watches[peer]
+            if incarnation == report.incarnation and not task.done():
                 return
-            present.task.cancel()
+            task.cancel()
         task = self._tasks.create_task(self._watch_peer(report), name=f"watch {peer.node_id}")
-        self._watches[peer] = _Watch(report.incarnation, task)
+        self._watches[peer] = report.incarnation, task
 
     async def _watch_peer(self, first: Report) -> None:
         peer, address = peer_of(first), first.grpc_address
         controller, retries = self._controller, StreamRetries(self._controller.clock)
         while retries.go_on(controller.is_present(peer)):
-            stream = _ReportStream(partial(self._open, first), peer.node_id, retries)
-            async with aclosing(stream.reports()) as reports:
+            is_ended = False
+            async with aclosing(self._reports(first, retries)) as reports:
                 async for report in reports:
+                    if report is None:
+                        is_ended = True
+                        break
                     if peer_of(report) != peer or report.incarnation != first.incarnation:
                         break  # another process uses the port by now
                     controller.reported(report, streamed=True)
@@ -119,22 +116,38 @@ class Discovery:
                         break  # only a whole report brings the peer back, and a stream begins with a whole report
             if not peer.is_store:
                 controller.apply(StreamClosed(peer.node_id))
-            is_stopped = not peer.is_store and stream.was_ended
+            is_stopped = not peer.is_store and is_ended
             if is_stopped or await is_refused(address):
                 controller.apply(PeerGone(peer, is_stopped))
                 await self._channels.forget(address)
                 return
             await asyncio.sleep(retries.next_delay_s())
 
-    def _open(self, first: Report) -> UnaryStreamCall[Any, Any]:
-        epoch, address = self._controller.epoch.value, first.grpc_address
-        stub = self._channels.stub(address, peer_of(first))
-        call: UnaryStreamCall[Any, Any]
-        if isinstance(first, WorkerReport):
-            call = stub.WatchSlot(worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=epoch))
-        else:
-            call = stub.WatchCopies(param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=epoch))
-        return call
+    async def _reports(self, first: Report, retries: StreamRetries) -> AsyncGenerator[Report | None]:
+        """The peer's reports until its stream ends or breaks. None: the peer ended it, because it shuts down."""
+        peer, epoch = peer_of(first), self._controller.epoch.value
+        stub = self._channels.stub(first.grpc_address, peer)
+        call: UnaryStreamCall[Any, Report]
+        try:
+            if peer.is_store:
+                call = stub.WatchCopies(param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=epoch))
+            else:
+                call = stub.WatchSlot(worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=epoch))
+        except grpc.aio.UsageError:
+            return  # the channel was closed
+        try:
+            async for report in call:
+                yield report
+            yield None
+        except grpc.aio.AioRpcError as error:
+            if not retries.is_repeated:
+                log.info("watch_broken", peer=peer.node_id, status=error.code().name, detail=error.details())
+        except asyncio.CancelledError:
+            # Either this task is cancelled, or the peer hung and its channel was closed under the call.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+        finally:
+            call.cancel()
 
 
 class StreamRetries:
@@ -162,31 +175,3 @@ class StreamRetries:
     def next_delay_s(self) -> float:
         self._delay_s = min(2 * self._delay_s, _MAX_RETRY_S) if self.is_repeated else _RETRY_S
         return self._delay_s if self._away_since is None else _MAX_RETRY_S
-
-
-class _ReportStream:
-    """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer, because it shuts down."""
-
-    def __init__(self, open_: Callable[[], UnaryStreamCall[Any, Report]], peer_id: str, retries: StreamRetries) -> None:
-        self._open, self._peer_id, self._retries = open_, peer_id, retries
-        self.was_ended = False
-
-    async def reports(self) -> AsyncGenerator[Report]:
-        try:
-            call = self._open()
-        except grpc.aio.UsageError:
-            return  # the channel was closed
-        try:
-            async for report in call:
-                yield report
-        except grpc.aio.AioRpcError as error:
-            if not self._retries.is_repeated:
-                log.info("watch_broken", peer=self._peer_id, status=error.code().name, detail=error.details())
-        except asyncio.CancelledError:
-            # Either this task is cancelled, or the peer hung and its channel was closed under the call.
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-        else:
-            self.was_ended = True
-        finally:
-            call.cancel()

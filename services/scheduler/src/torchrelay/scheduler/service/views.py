@@ -31,16 +31,12 @@ class ClusterViews:
 
     @property
     def every_s(self) -> float:
-        return _MANY_EVERY_S if self._is_large else _EVERY_S
-
-    @property
-    def _is_large(self) -> bool:
-        return len(self._controller.reports) >= _MANY_PEERS
+        return _EVERY_S if len(self._controller.reports) < _MANY_PEERS else _MANY_EVERY_S
 
     def latest(self) -> tuple[scheduler_pb2.ClusterView, bool]:
         """The view, and whether it shows the last change."""
         now = self._controller.clock.now()
-        if not self._is_large or now - self._built_at >= _SHARED_S:
+        if self.every_s == _EVERY_S or now - self._built_at >= _SHARED_S:
             self._changed.clear()
             self._view, self._built_at = cluster_view(self._controller), now
         return self._view, not self._changed.is_set()
