@@ -242,7 +242,7 @@ async def main() -> None:
         Check("refused", dense.num_refused + wide.num_refused, "", 0),
     ]
     starving = f"{NUM_STARVING} models wait, and all slots are in use"
-    ticks = "turns and ticks take {:.0%} of a core"
+    ticks = "ticks take {:.0%} of a core"
     checks += [
         Check("decide_ms_1000_starving5", smaller.decide_ms, "ms", against=f"1,000 instances; {starving}"),
         Check("decide_ms_2000_starving5", larger.decide_ms, "ms", 15, ticks.format(larger.ticks_fraction)),

@@ -19,19 +19,17 @@ from torchrelay.scheduler.policy.inputs import (
     CommandEnded,
     CommandOutcome,
     Copy,
-    GatewayConnected,
-    GatewayDisconnected,
+    GatewayChanged,
     LauncherReported,
     Load,
     MinimumsSet,
     ModelDeleted,
+    PeerGone,
     Retention,
-    StoreGone,
-    WorkerStopped,
-    WorkerStreamClosed,
+    StreamClosed,
 )
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import Model, Role, ScheduledMinimum, ServiceClass, WorkerStatus
+from torchrelay.scheduler.policy.types import Model, Peer, Role, ScheduledMinimum, ServiceClass, WorkerStatus
 from torchrelay.scheduler.service.input_log import PolicyStart
 from torchrelay.sim.policies.setup import Knobs
 
@@ -82,7 +80,7 @@ class History:
 
     def _connect_others(self) -> None:
         for gateway in self.gateways[1:]:
-            self.cluster.apply(GatewayConnected(gateway))
+            self.cluster.apply(GatewayChanged(gateway, True))
 
     def live(
         self,
@@ -129,9 +127,9 @@ class History:
             case "store":
                 self.lose_store(store_id)
             case "stop":
-                cluster.apply(WorkerStopped(worker_id))
+                cluster.apply(PeerGone(Peer(worker_id), is_stopped=True))
             case "stream":
-                cluster.apply(WorkerStreamClosed(worker_id))
+                cluster.apply(StreamClosed(worker_id))
             case "broker":
                 cluster.pass_time_with_beats(2.0)
             case "load" if worker_id in cluster.workers:
@@ -153,7 +151,7 @@ class History:
 
     def lose_store(self, store_id: str) -> None:
         if self.cluster.stores.pop(store_id, None) is not None:
-            self.cluster.apply(StoreGone(store_id))
+            self.cluster.apply(PeerGone(Peer(store_id, True)))
 
     def heal(self) -> None:
         """Everything that has failed returns, in new processes."""
@@ -201,7 +199,7 @@ def _takeovers() -> None:
         history.live(seconds, 5.0)
         history.take_over()
     history.live(5.0, 6.0)
-    history.cluster.apply(GatewayDisconnected(history.gateways.pop()))
+    history.cluster.apply(GatewayChanged(history.gateways.pop(), False))
     for away_s in (1.0, 3.0, 8.0):
         history.cluster.disconnect()
         history.live(away_s, 4.0)

@@ -1,8 +1,8 @@
 """The policy at large scale without processes: the CPU time of its single calls while models wait for slots, and while
 stores with disks report.
 
-The policy runs in this process in virtual time, with the calls of the service: a turn every 20 ms, a tick every 100 ms,
-and each peer's report twice a second. Times are CPU times of this thread, so other processes do not change them.
+The policy runs in this process in virtual time, with the calls of the service: a turn every 20 ms, a round every 100
+ms, and each peer's report twice a second. Times are CPU times of this thread, so other processes do not change them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from itertools import count
 from torchrelay.scheduler.policy.autoscaling.actions import Action
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.view import View
-from torchrelay.scheduler.policy.config import TICK_S, TURN_S, PolicyConfig
+from torchrelay.scheduler.policy.config import ROUND_S, TURN_S, PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     CommandEnded,
     CommandOutcome,
     Copy,
-    Due,
     FirstToken,
-    GatewayConnected,
+    GatewayChanged,
     Input,
     Release,
     StoreReported,
     Tick,
-    Turn,
     WorkerReported,
 )
 from torchrelay.scheduler.policy.policy import Policy
@@ -63,13 +61,13 @@ NUM_CHUNKS = 256
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """CPU times of the policy's calls in milliseconds. ``decide_ms``: median of the ticks' decisions."""
+    """CPU times of the policy's calls in milliseconds. ``decide_ms``: median of the rounds' decisions."""
 
     decide_ms: float
     longest_ms: float
     longest: str  # the kind of that call
     longest_tick_ms: float
-    ticks_fraction: float  # share of a core that all ticks and turns take
+    ticks_fraction: float  # share of a core that all ticks take
 
 
 class _OwnDecisions(Strategies):
@@ -89,13 +87,13 @@ class _PolicyRun:
     now: float = 1000.0
     policy: Policy = field(init=False)
     calls: list[tuple[float, str]] = field(default_factory=list)  # milliseconds and kind of each call
-    decisions: list[float] = field(default_factory=list)  # milliseconds of each tick's decision
-    num_ticks: int = 0
+    decisions: list[float] = field(default_factory=list)  # milliseconds of each round's decision
+    num_rounds: int = 0
 
     def __post_init__(self) -> None:
         ids = count()
         self.policy = Policy(self.config, lambda: f"instance {next(ids)}", self.now, _OwnDecisions(decide=self._decide))
-        self.apply(GatewayConnected("gateway"))
+        self.apply(GatewayChanged("gateway", True))
         self._report(self.peers)
 
     def _decide(self, view: View) -> tuple[Action, ...]:
@@ -117,8 +115,12 @@ class _PolicyRun:
         for peer in peers:
             report = replace(peer, seen_at=self.now)
             self.apply(StoreReported(report, True) if isinstance(report, StoreStatus) else WorkerReported(report, True))
-        if self.policy.next_due() <= self.now:
-            self.apply(Due())
+        self._tick()
+
+    def _tick(self) -> None:
+        """Does everything that is due."""
+        while self.policy.next_due() <= self.now:
+            self.apply(Tick())
 
     def admit(self, model: Model, request_id: str) -> None:
         key = AttemptKey(request_id, 1)
@@ -126,26 +128,25 @@ class _PolicyRun:
         self.apply(Admit(admission, model))
 
     def prepare(self, seconds: int, requests: _Requests | None = None) -> None:
-        """Passes time with a report of each peer, and a tick, every second."""
+        """Passes time with a report of each peer, and a round, every second."""
         for _ in range(seconds):
             self.now += 1.0
             self._report(self.peers)
             if requests is not None:
                 requests.send(self, 1.0)
-            self.apply(Tick())
+            self._tick()
 
     def advance(self, seconds: float, requests: _Requests | None = None) -> None:
-        """Each tick, a part of the peers report."""
-        num_parts = round(REPORT_S / TICK_S)
-        for _ in range(round(seconds / TICK_S)):
-            for _ in range(round(TICK_S / TURN_S)):
+        """Each round, a part of the peers report."""
+        num_parts = round(REPORT_S / ROUND_S)
+        for _ in range(round(seconds / ROUND_S)):
+            for _ in range(round(ROUND_S / TURN_S)):
                 self.now += TURN_S
                 if requests is not None:
                     requests.send(self, TURN_S)
-                self.apply(Turn())
-            self._report(self.peers[self.num_ticks % num_parts :: num_parts])
-            self.apply(Tick())
-            self.num_ticks += 1
+                self._tick()
+            self._report(self.peers[self.num_rounds % num_parts :: num_parts])
+            self.num_rounds += 1
 
     def measure(self, seconds: float, requests: _Requests | None = None) -> CallTimes:
         self.calls.clear()
@@ -154,13 +155,12 @@ class _PolicyRun:
             self.advance(seconds, requests)
         longest_ms, kind = max(self.calls)
         ticks = [ms for ms, name in self.calls if name == "Tick"]
-        turns = [ms for ms, name in self.calls if name == "Turn"]
         return CallTimes(
             decide_ms=statistics.median(self.decisions or [0.0]),
             longest_ms=longest_ms,
             longest=kind,
             longest_tick_ms=max(ticks),
-            ticks_fraction=(sum(ticks) + sum(turns)) / 1e3 / seconds,
+            ticks_fraction=sum(ticks) / 1e3 / seconds,
         )
 
 

@@ -45,6 +45,7 @@ from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.decode.role import CALLERS as DECODE
 from torchrelay.param_store.grpc.servicer import CALLERS as STORE
 from torchrelay.prefill.role import CALLERS as PREFILL
+from torchrelay.scheduler.policy.types import Peer
 from torchrelay.scheduler.service.peer_channels import PeerChannels
 from torchrelay.scheduler.service.servicer import CALLERS as SCHEDULER
 from torchrelay.worker.servicer import CALLERS as WORKER
@@ -251,7 +252,8 @@ async def test_scheduler_checks_the_certificate_of_its_peer(tmp_path: Path, call
     await server.start()
     channels = PeerChannels(bytes(32), Tls(ours.node("scheduler", Caller.SCHEDULER)))
     try:
-        fault = await GrpcProbe(channels.channel(f"127.0.0.1:{server.port}", "node-1", callee)).ask()
+        peer = Peer("node-1", is_store=callee is Caller.STORE)
+        fault = await GrpcProbe(channels.channel(f"127.0.0.1:{server.port}", peer)).ask()
         assert fault == ("" if role is callee else "refuses connections")
     finally:
         await channels.close()

@@ -67,7 +67,7 @@ class SimulatedGateway:
         return len(self._open) + len(self._running) - self.num_waiting
 
     def connect(self) -> None:
-        self._scheduler.apply(inputs.GatewayConnected(_GATEWAY))
+        self._scheduler.apply(inputs.GatewayChanged(_GATEWAY, True))
         if minimums := tuple(model for model in self._models.values() if model.min_instances):
             self._scheduler.apply(inputs.MinimumsSet(minimums))
 

@@ -78,7 +78,6 @@ class Plant:
         """
         self._gateway.connect()
         self._report_all()
-        self._scheduler.start()
         self.events.run(self.events.now + settle_s)
         self._begin, spent = self.events.now, self.spent_now()
         counted_from, is_counted = self._begin + warm_up_s, not warm_up_s

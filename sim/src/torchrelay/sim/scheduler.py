@@ -1,4 +1,4 @@
-"""The scheduler in virtual time: it applies inputs, ticks, and the call that the policy's ``next_due`` asks for."""
+"""The scheduler in virtual time: it applies inputs, and ticks when the policy's ``next_due`` asks for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 from typing import Protocol
 
 from torchrelay.scheduler.policy import effects, inputs
-from torchrelay.scheduler.policy.config import TICK_S, TURN_S
 from torchrelay.sim.events import Event, EventQueue
 
 RPC_S = 0.001  # one-way delay of a call, an answer or a report
@@ -36,25 +35,12 @@ class SimulatedScheduler:
             if self._due_event is not None:
                 self._due_event.cancel()
             self._due_at = due
-            self._due_event = self._events.at(due, self._due)
+            self._due_event = self._events.at(due, self._tick)
 
     def soon(self, input_: inputs.Input) -> None:
         """Applies the input after the delay of one call."""
         self._events.after(RPC_S, partial(self.apply, input_))
 
-    def start(self) -> None:
-        """Begins periodic ticks and turns, the first ones now."""
-        self._tick()
-        self._turn()
-
     def _tick(self) -> None:
-        self.apply(inputs.Tick())
-        self._events.after(TICK_S, self._tick)
-
-    def _turn(self) -> None:
-        self.apply(inputs.Turn())
-        self._events.after(TURN_S, self._turn)
-
-    def _due(self) -> None:
         self._due_at = math.inf
-        self.apply(inputs.Due())
+        self.apply(inputs.Tick())

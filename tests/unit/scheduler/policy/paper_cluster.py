@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from msgspec import structs
 
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.config import ROUND_S, PolicyConfig
 from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import (
@@ -27,23 +27,20 @@ from torchrelay.scheduler.policy.effects import (
 )
 from torchrelay.scheduler.policy.inputs import (
     Admit,
+    Beat,
     CommandEnded,
     CommandOutcome,
     Copy,
-    Due,
     FirstToken,
-    GatewayConnected,
+    GatewayChanged,
     Input,
     Load,
+    PeerGone,
     Release,
     RoleChange,
-    StoreBeat,
     StoreReported,
     Tick,
-    Turn,
     Unload,
-    WorkerBeat,
-    WorkerGone,
     WorkerReported,
 )
 from torchrelay.scheduler.policy.policy import Policy
@@ -55,6 +52,7 @@ from torchrelay.scheduler.policy.types import (
     InstancePhase,
     Model,
     PackCopy,
+    Peer,
     Placement,
     Role,
     Roles,
@@ -65,6 +63,7 @@ from torchrelay.scheduler.policy.types import (
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 
 MB = 1 << 20
+ROUNDING_S = 1e-9  # of sums of seconds
 NUM_CHUNKS = 8
 
 
@@ -136,7 +135,7 @@ class PaperCluster:
         self.policy = start.policy()
         if self.log is not None:
             self.recorder = InputRecorder(self.log, start)
-        self.apply(GatewayConnected("gateway-1"))
+        self.apply(GatewayChanged("gateway-1", True))
 
     def settle(self, *peers: WorkerStatus | StoreStatus) -> PaperCluster:
         """Adds the peers, and passes the time after a start in which slots may appear."""
@@ -155,21 +154,28 @@ class PaperCluster:
         end = self.now + seconds
         while self.now < end:
             self.now = min(self.now + step_s, end)
+            self.policy.state.round_due = self.now  # no round is late, as in the service
             for worker in self.workers.values():
-                self.apply(WorkerBeat(worker.worker_id, worker.incarnation, worker.progress))
+                self.apply(Beat(Peer(worker.worker_id), worker.incarnation, worker.progress))
             for store in self.stores.values():
-                self.apply(StoreBeat(store.store_id, store.incarnation))
+                self.apply(Beat(Peer(store.store_id, True), store.incarnation))
             self.apply(Tick())
 
     def pass_time(self, seconds: float, step_s: float = 0.1) -> None:
-        """Reports, turns and ticks go on as they do in the service."""
+        """Reports and ticks go on as they do in the service."""
         end = self.now + seconds
         while (begin := self.now) < end:
-            self.now = min(begin + step_s / 2, end)
-            self.apply(Turn())
-            self.now = min(begin + step_s, end)
+            self.now = min(begin + min(step_s, ROUND_S) / 2, end)
+            self.tick()  # a turn
+            step_end = begin + step_s
+            self.now = min(step_end, end) if abs(step_end - end) > ROUNDING_S else max(step_end, end)
             self.report_all()
-            self.apply(Tick())
+            self.tick()
+
+    def tick(self) -> None:
+        """Does everything that is due."""
+        while self.policy.next_due() <= self.now:
+            self._apply(Tick())
 
     def report_all(self) -> None:
         for store in list(self.stores.values()):
@@ -208,13 +214,17 @@ class PaperCluster:
         self.apply(Release(AttemptKey(request_id, attempt), delivered, outcome))
 
     def apply(self, input_: Input) -> None:
+        """Applies the input. Then requests are placed if they may be."""
+        self._apply(input_)
+        if self.policy.state.placing_due <= self.now:
+            self._apply(Tick())
+
+    def _apply(self, input_: Input) -> None:
         if self.recorder is not None:
             self.recorder.record(input_, self.now)
         effects = self.policy.apply(input_, self.now)
         self.effects.append(effects)
         self.do(effects)
-        if not isinstance(input_, Due) and self.policy.next_due() <= self.now:
-            self.apply(Due())
 
     def do(self, effects: Effects) -> None:
         self.answers += effects.answers
@@ -280,7 +290,7 @@ class PaperCluster:
 
     def kill(self, worker_id: str) -> None:
         del self.workers[worker_id]
-        self.apply(WorkerGone(worker_id))
+        self.apply(PeerGone(Peer(worker_id)))
 
     def placement(self, request_id: str, attempt: int = 1) -> Placement | None:
         key = AttemptKey(request_id, attempt)

@@ -26,21 +26,20 @@ from torchrelay.scheduler.policy.inputs import (
     Admit,
     CommandEnded,
     CommandOutcome,
-    Due,
     FirstToken,
-    GatewayConnected,
-    GatewayDisconnected,
+    GatewayChanged,
     Load,
+    PeerGone,
     Release,
     Tick,
     Withdraw,
-    WorkerGone,
 )
 from torchrelay.scheduler.policy.types import (
     Admission,
     AttemptKey,
     InstancePhase,
     Model,
+    Peer,
     Placement,
     Role,
     Roles,
@@ -153,8 +152,7 @@ class RunningCluster(PaperCluster):
 
     def ask_again(self, call: Call) -> None:
         """The gateway repeats the admission of an open call, which has no effect but the same answer."""
-        for what_is_due in (Due(), Tick()):
-            self.apply(what_is_due)
+        self.tick()
         self.hear()
         if not self.is_gateway_here or call.end or call.admit_at is not None:
             return
@@ -178,12 +176,12 @@ class RunningCluster(PaperCluster):
 
     def disconnect(self) -> None:
         self.is_gateway_here = False
-        self.apply(GatewayDisconnected("gateway-1"))
+        self.apply(GatewayChanged("gateway-1", False))
 
     def reconnect(self) -> None:
         """Everything open is asked for again."""
         self.is_gateway_here = True
-        self.apply(GatewayConnected("gateway-1"))
+        self.apply(GatewayChanged("gateway-1", True))
         for call in self.open_calls:
             if call.admit_at is None:
                 self.apply(Admit(self._admission(call), call.model, call.placement, call.first_token_at is not None))
@@ -261,9 +259,9 @@ class RunningCluster(PaperCluster):
         if self.now >= self._reported_at + REPORT_EVERY_S:
             self._reported_at = self.now
             self.report_all()
-        if self.policy.next_due() <= self.now:
-            self.apply(Due())
-        self.apply(Tick())
+        if self.policy.state.placing_due <= self.now:
+            self.apply(Tick())
+        self.apply(Tick())  # a round; no turns
         self._watch()
         self.hear()
 
@@ -473,7 +471,7 @@ class RunningCluster(PaperCluster):
             self._retry(call, worker_id)
         self._queues.pop(worker.slot.instance_id, None)
         self.faults.pop(worker_id, None)
-        self.apply(WorkerGone(worker_id))
+        self.apply(PeerGone(Peer(worker_id)))
 
     def restart(self, worker: WorkerStatus, number: int) -> None:
         self.workers[worker.worker_id] = replace(worker, incarnation=f"{worker.worker_id} {number}")

@@ -17,11 +17,12 @@ from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSize, SlotSizes
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
-from torchrelay.scheduler.policy.inputs import StoreGone, StoreReported
+from torchrelay.scheduler.policy.inputs import PeerGone, StoreReported
 from torchrelay.scheduler.policy.types import (
     BOTH,
     OWN_ENGINE,
     InstancePhase,
+    Peer,
     Role,
     SlotClass,
     SlotStatus,
@@ -139,7 +140,7 @@ def test_second_living_store_of_an_id_is_refused_and_named_once() -> None:
         assert report(scene.stores["s1"]) == report(twin) == "twin:1"
     (event,) = scene.told(topic="store.refused")
     assert event.reason.startswith("s1 runs twice: the store at twin:1 counts, that at s1:1 is refused")
-    scene.apply(StoreGone("s1"))
+    scene.apply(PeerGone(Peer("s1", True)))
     assert report(scene.stores["s1"]) == "s1:1"
 
 

@@ -19,9 +19,9 @@ from tests.unit.scheduler.policy.paper_cluster import (
     hosts,
     two_workers_one_host,
 )
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, RefusalReason, RetainCommand, UnloadCommand
-from torchrelay.scheduler.policy.inputs import Release, Turn, Withdraw
+from torchrelay.scheduler.policy.inputs import Release, Withdraw
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.relay.planning import TransferEdge
 from torchrelay.scheduler.policy.replication.copies import Copies, CopyKey, CopyOrder
@@ -217,14 +217,14 @@ def test_turns_drain_idle_models_and_evaluate_few_others() -> None:
         scene.admit(model, model.name)
     scene.finish_loads()
     for model in models:
-        scene.now += 0.01
+        scene.now += TURN_S
         scene.release(model.name)
     scene.pass_time(4.8)
     begin = len(scene.commands)
     drained: list[int] = []
     while len(drained) < 40:
-        scene.now += 0.01
-        scene.apply(Turn())
+        scene.now += TURN_S
+        scene.tick()
         drained.append(sum(isinstance(command, UnloadCommand) for command in scene.commands[begin:]))
     assert drained[-1] == len(models)
     assert max(after - before for before, after in pairwise(drained)) == 1

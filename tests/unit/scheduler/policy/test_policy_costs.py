@@ -18,15 +18,14 @@ from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.inputs import (
     Admit,
+    Beat,
     FirstToken,
-    GatewayConnected,
-    GatewayDisconnected,
+    GatewayChanged,
     StoreReported,
     Tick,
     Withdraw,
-    WorkerBeat,
 )
-from torchrelay.scheduler.policy.types import AttemptKey, Placement
+from torchrelay.scheduler.policy.types import AttemptKey, Peer, Placement
 
 MODEL = a_model("acme/m0")
 
@@ -73,7 +72,7 @@ def costs(num_hosts: int) -> dict[str, int]:
         "first token": lambda: scene.apply(FirstToken(AttemptKey("open", 1))),
         "release": lambda: scene.release("open"),
         "worker's report": lambda: scene.report(worker.worker_id),
-        "worker's beat": lambda: scene.apply(WorkerBeat(worker.worker_id, worker.incarnation, worker.progress)),
+        "worker's beat": lambda: scene.apply(Beat(Peer(worker.worker_id), worker.incarnation, worker.progress)),
         "store's report": lambda: scene.apply(StoreReported(replace(store, seen_at=scene.now), streamed=True)),
     }
     return {name: num_bytecodes(event) for name, event in events.items()}
@@ -153,11 +152,11 @@ def cost_of_an_admission(num_waiting: int, max_tokens: int, *, is_gateway_away: 
     """Cost of another request for the model, which is placed although all others cannot be."""
     no_store = a_worker("large", "host-2", kv_pool_bytes=1024 * MB)  # so nothing is loaded there
     scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle(no_store)
-    scene.apply(GatewayConnected("gateway-2"))
+    scene.apply(GatewayChanged("gateway-2", True))
     for number in range(num_waiting):
         scene.admit(MODEL, f"r{number}", max_tokens=max_tokens)
     if is_gateway_away:
-        scene.apply(GatewayDisconnected("gateway-1"))
+        scene.apply(GatewayChanged("gateway-1", False))
     scene.settle(a_store("s1", "host-1"), a_worker("w"))
     scene.finish_loads()
     admission = an_admission(MODEL, "another", now=scene.now, gateway_id="gateway-2")

@@ -30,13 +30,13 @@ from torchrelay.scheduler.policy.inputs import (
     FirstToken,
     Load,
     MinimumsSet,
+    PeerGone,
     RoleChange,
     Tick,
     WorkerReported,
-    WorkerStopped,
 )
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
-from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Role, SlotStatus
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Peer, Role, SlotStatus
 
 MODEL = a_model()
 
@@ -65,7 +65,7 @@ def test_lost_role_goes_to_instance_of_other_role(lost_role: Role) -> None:
 def test_stopped_worker_and_its_late_reports_are_ignored() -> None:
     scene = two_workers_one_host()
     scene.serve(a_model(), "r1")
-    scene.apply(WorkerStopped("w-a"))
+    scene.apply(PeerGone(Peer("w-a"), is_stopped=True))
     scene.report("w-a")  # was on its way
     assert [instance.worker_id for instance in scene.policy.state.instances] == ["w-b"]
     (stopped,) = scene.told(topic="instance.stopped")

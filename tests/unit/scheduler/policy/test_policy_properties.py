@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import AdmissionRefused, LoadCommand, Placed, RefusalReason
-from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Tick, Withdraw
+from torchrelay.scheduler.policy.inputs import Admit, GatewayChanged, Withdraw
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.types import (
     AttemptKey,
@@ -86,7 +86,7 @@ class Policing(RuleBasedStateMachine):
             waiting = next((admission for admission in state.queues if admission.key == key), None)
             admission = attempt.admission if attempt else waiting
             assert admission is not None
-            self.scene.apply(Tick())  # what is due happens, asked again or not
+            self.scene.tick()  # what is due happens, asked again or not
             if state.attempts.get(key) is not attempt or (waiting is not None and key not in state.queues):
                 return  # it was placed or refused just now
             before = (len(state.attempts), len(state.queues))
@@ -142,8 +142,8 @@ class Policing(RuleBasedStateMachine):
     @rule()
     def gateway_reconnects(self) -> None:
         scene = self.scene
-        scene.apply(GatewayDisconnected("gateway-1"))
-        scene.apply(GatewayConnected("gateway-1"))
+        scene.apply(GatewayChanged("gateway-1", False))
+        scene.apply(GatewayChanged("gateway-1", True))
         state = scene.policy.state
         for admission in [*state.queues, *(attempt.admission for attempt in state.attempts.attempts())]:
             attempt = state.attempts.get(admission.key)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
-from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, Copy, Retention, StoreGone, StoreReported
-from torchrelay.scheduler.policy.types import Model, StoreStatus
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, Copy, PeerGone, Retention, StoreReported
+from torchrelay.scheduler.policy.types import Model, Peer, StoreStatus
 
 MODEL = a_model()
 
@@ -68,7 +68,7 @@ def test_pack_without_copies_returns_from_remote_store() -> None:
     scene.pass_time(2.0)
     for store_id in ("store-1", "store-3"):
         del scene.stores[store_id]
-        scene.apply(StoreGone(store_id))
+        scene.apply(PeerGone(Peer(store_id, True)))
     scene.pass_time(4.0)
     again = copies(scene)[1]
     assert again.urgent and again.hop.store_id == "store-2" and again.hop.sources == ("remote",)
@@ -95,15 +95,16 @@ def test_refused_and_broken_copies_have_failed() -> None:
 def test_deleted_pack_is_forgotten_at_first_refusal() -> None:
     scene = racks(obedient=False)
     del scene.stores["store-1"]
-    scene.apply(StoreGone("store-1"))
+    scene.apply(PeerGone(Peer("store-1", True)))
     while not copies(scene):
         scene.pass_time(0.1)
     scene.apply(
         CommandEnded(Copy(MODEL.pack_id, copies(scene)[0].hop.store_id), CommandOutcome.NOT_FOUND, "no such pack")
     )
     assert "no such pack" in of_kind(scene, "copy_failed")[0].reason
+    num_ordered = len(copies(scene))
     scene.pass_time(300.0)
-    assert len(copies(scene)) == 1
+    assert len(copies(scene)) == num_ordered
     assert MODEL.pack_id not in scene.policy.state.copies.packs
 
 

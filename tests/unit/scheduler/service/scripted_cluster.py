@@ -33,7 +33,7 @@ from torchrelay.control.v1 import (
     worker_pb2_grpc,
 )
 from torchrelay.scheduler.main import serving
-from torchrelay.scheduler.policy.config import TICK_S, PolicyConfig
+from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.settings import SchedulerSettings
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
@@ -411,11 +411,9 @@ class ScriptedCluster:
         return ScriptedSettings(**(fields | changes))
 
     @asynccontextmanager
-    async def scheduler(
-        self, num_workers: int = 0, tick_s: float = TICK_S, tls: Tls | None = None, **changes: Any
-    ) -> AsyncIterator[str]:
+    async def scheduler(self, num_workers: int = 0, tls: Tls | None = None, **changes: Any) -> AsyncIterator[str]:
         """A running scheduler's address, once it knows ``num_workers`` workers. ``tls``: the identity of a caller."""
-        async with serving(self.settings(**changes), tick_s) as addresses:
+        async with serving(self.settings(**changes)) as addresses:
             await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers, tls=tls)
             yield addresses["grpc"]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -27,7 +29,8 @@ from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.inputs import GatewayConnected
+from torchrelay.scheduler.policy.inputs import GatewayChanged
+from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass, SlotClass
 from torchrelay.scheduler.service import peer_channels
 from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStreams
@@ -65,19 +68,32 @@ def recorded_controller() -> tuple[Controller, io.BytesIO]:
     return controller, log
 
 
-def num_due(log: io.BytesIO) -> int:
+def num_ticks(log: io.BytesIO) -> int:
     inputs = [json.loads(line)["input"] for line in log.getvalue().splitlines()[1:]]
-    return sum(input["kind"] == "Due" for input in inputs)
+    return sum(input["kind"] == "Tick" for input in inputs)
+
+
+@asynccontextmanager
+async def running(controller: Controller) -> AsyncIterator[None]:
+    """The controller ticks, but for turns and rounds."""
+    controller.policy.state.turn_due = controller.policy.state.round_due = math.inf
+    ticks = asyncio.create_task(controller.run())
+    try:
+        yield
+    finally:
+        ticks.cancel()
+        await asyncio.wait((ticks,))
 
 
 async def test_earlier_due_times_replace_the_timer() -> None:
     controller, log = recorded_controller()
     began, due = controller.clock.now(), controller.policy.state.due
-    for number in range(10):
-        due[f"version {number}"] = began + 0.1 - 0.005 * number
-        controller.apply(GatewayConnected("gateway-1"))
-    await eventually(lambda: not due)
-    assert 1 <= num_due(log) <= 10  # at most one for each time
+    async with running(controller):
+        for number in range(10):
+            due[f"version {number}"] = began + 0.1 - 0.005 * number
+            controller.apply(GatewayChanged("gateway-1", True))
+        await eventually(lambda: not due)
+    assert 1 <= num_ticks(log) <= 10  # at most one for each time
 
 
 def a_report(worker_id: str, *, is_leaving: bool = False) -> reports_pb2.WorkerReport:
@@ -141,15 +157,23 @@ async def test_prompt_source_has_a_ticket_for_the_prefill_worker() -> None:
     verify_ticket(ticket, "w1", derive_node_key(bytes.fromhex(CLUSTER_KEY), "w1"), int(time.time() * 1000))
 
 
+async def test_failed_tick_ends_the_controller(monkeypatch: MonkeyPatch) -> None:
+    """A failure was only logged, and requests waited until another input came."""
+    controller, _ = recorded_controller()
+    monkeypatch.setattr(Policy, "_tick", None)
+    with pytest.raises(TypeError):
+        await controller.run()
+
+
 async def test_stopped_controller_has_no_timer() -> None:
     controller, log = recorded_controller()
-    controller.policy.state.due["version"] = controller.clock.now() + 0.005
-    controller.apply(GatewayConnected("gateway-1"))
-    controller.stop_timer()
+    async with running(controller):
+        controller.policy.state.due["version"] = controller.clock.now() + 0.005
+        controller.apply(GatewayChanged("gateway-1", True))
     later = asyncio.Event()
     asyncio.get_running_loop().call_later(0.02, later.set)  # after the timer: they fire in order
     await later.wait()
-    assert num_due(log) == 0 and controller.policy.state.due
+    assert num_ticks(log) == 0 and controller.policy.state.due
 
 
 async def test_view_of_stores_omits_disks() -> None:
@@ -332,15 +356,16 @@ async def test_peer_is_connected_while_channel_is_ready() -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channels = PeerChannels(CHANNEL_KEY)
-    assert not channels.is_connected(address, "store-1"), "nobody has called it"
-    channel = channels.channel(address, "store-1", Caller.STORE)
-    assert not channels.is_connected(address, "store-1")
+    store = types.Peer("store-1", is_store=True)
+    assert not channels.is_connected(address, store), "nobody has called it"
+    channel = channels.channel(address, store)
+    assert not channels.is_connected(address, store)
     channel.get_state(try_to_connect=True)
     await channel.channel_ready()
-    assert channels.is_connected(address, "store-1")
+    assert channels.is_connected(address, store)
     await server.stop(None)
     await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-    assert not channels.is_connected(address, "store-1")
+    assert not channels.is_connected(address, store)
     await channels.close()
 
 
@@ -354,15 +379,16 @@ async def test_nodes_at_one_address_get_own_tokens(monkeypatch: MonkeyPatch) -> 
 
     monkeypatch.setattr(peer_channels, "open_channel", note_token)
     channels = PeerChannels(CHANNEL_KEY)
-    first, second = (channels.worker(ADDRESS, "worker-1"), channels.worker(ADDRESS, "worker-2"))
-    assert first is not second and channels.worker(ADDRESS, "worker-1") is first
+    worker_1, worker_2 = types.Peer("worker-1"), types.Peer("worker-2")
+    first, second = (channels.stub(ADDRESS, worker_1), channels.stub(ADDRESS, worker_2))
+    assert first is not second and channels.stub(ADDRESS, worker_1) is first
     assert tokens == [
         call_token(derive_node_key(CHANNEL_KEY, each), Caller.SCHEDULER) for each in ("worker-1", "worker-2")
     ]
-    other = channels.worker("127.0.0.1:2", "worker-1")
+    other = channels.stub("127.0.0.1:2", worker_1)
     await channels.forget(ADDRESS)
-    assert channels.worker("127.0.0.1:2", "worker-1") is other
-    assert channels.worker(ADDRESS, "worker-1") is not first and channels.worker(ADDRESS, "worker-2") is not second
+    assert channels.stub("127.0.0.1:2", worker_1) is other
+    assert channels.stub(ADDRESS, worker_1) is not first and channels.stub(ADDRESS, worker_2) is not second
     await channels.close()
 
 

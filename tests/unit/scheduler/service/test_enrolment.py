@@ -9,7 +9,7 @@ from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.join_token import join_token
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.control.v1 import scheduler_pb2
-from torchrelay.scheduler.service.enrolment import Enrolment
+from torchrelay.scheduler.service.enrolment import enroll
 
 KEY = b"k" * 32
 TOKEN = join_token(KEY, "node-", 1_000)
@@ -17,7 +17,7 @@ TOKEN = join_token(KEY, "node-", 1_000)
 
 def enrolled(store_id: str, worker_id: str = "", token: str = TOKEN) -> scheduler_pb2.EnrollReply:
     request = scheduler_pb2.EnrollRequest(join_token=token, store_id=store_id, worker_id=worker_id)
-    return Enrolment(KEY, lambda: 0.0).enroll(request)
+    return enroll(KEY, request, unix_s=0.0)
 
 
 def test_store_gets_its_own_key() -> None:

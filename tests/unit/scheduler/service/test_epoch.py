@@ -41,7 +41,7 @@ def test_departed_or_restarted_peer_is_not_ahead() -> None:
     epoch.check(1_500_000, "worker-1", 3, now)
     epoch.check(0, "worker-1", 3, now)  # a new process of it knows no scheduler
     epoch.check(1_500_000, "worker-2", 3, now)
-    epoch.keep({"worker-1", "store-1"})
+    epoch.keep({"worker-1", "store-1"}.__contains__)
     epoch.check(1_500_000, "store-1", 2, now)
     with pytest.raises(StaleEpoch):
         epoch.check(1_500_000, "worker-1", 2, now)

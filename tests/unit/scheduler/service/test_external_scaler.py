@@ -32,6 +32,7 @@ from torchrelay.common.process.service import CannotStart, start_faults
 from torchrelay.control.v1 import external_scaler_pb2 as pb
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.scheduler.main import serving
+from torchrelay.scheduler.policy import policy
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.types import Pool, Role
 from torchrelay.scheduler.service.external_scaler import MAX_STREAMS, num_wanted, selected_pool
@@ -195,10 +196,11 @@ async def test_request_at_zero_is_pushed_over_tls_to_the_clusters_own_alone(
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED, "KEDA's certificate names no caller"
 
 
-async def test_push_needs_no_tick(it: ScriptedCluster, ports: Ports) -> None:
+async def test_push_needs_no_round(it: ScriptedCluster, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "ROUND_S", 3600.0)
     port = ports.free()
     async with (
-        it.scheduler(tick_s=3600.0, keda_port=port, **FOLLOW) as address,
+        it.scheduler(keda_port=port, **FOLLOW) as address,
         GatewayClient(address) as gateway,
         keda_of(port) as keda,
     ):

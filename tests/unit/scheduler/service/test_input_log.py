@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, LoadCommand, RetainCommand, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
+    Beat,
     CommandEnded,
     CommandOutcome,
     Copy,
@@ -30,17 +31,13 @@ from torchrelay.scheduler.policy.inputs import (
     Load,
     MinimumsSet,
     ModelDeleted,
+    PeerGone,
     Retention,
     RoleChange,
-    StoreBeat,
-    StoreGone,
-    Turn,
+    StreamClosed,
     Unload,
-    WorkerBeat,
-    WorkerStopped,
-    WorkerStreamClosed,
 )
-from torchrelay.scheduler.policy.types import ScheduledMinimum, SourceShare
+from torchrelay.scheduler.policy.types import Peer, ScheduledMinimum, SourceShare
 from torchrelay.scheduler.service.input_log import PolicyStart, encode_effects, replay
 
 HASH_SEEDS = ("1", "2")
@@ -107,7 +104,7 @@ def live(cluster: RunningCluster) -> None:
         if step % 20 == 10:
             for store_id in random.sample(sorted(stores), 4):
                 cluster.stores.pop(store_id, None)
-                cluster.apply(StoreGone(store_id))
+                cluster.apply(PeerGone(Peer(store_id, True)))
         if step % 10 == 9:
             for worker_id, worker in workers.items():
                 if worker_id not in cluster.workers:
@@ -142,12 +139,12 @@ def fail(cluster: RunningCluster) -> None:
     cluster.apply(MinimumsSet((replace(MODELS[0], min_instances=1), timed)))
     cluster.apply(ModelDeleted(MODELS[2].name))
     cluster.apply(LauncherReported("1 worker waiting: Resources"))
-    cluster.apply(Turn())
+    cluster.tick()
     for worker in list(cluster.workers.values())[:2]:
-        cluster.apply(WorkerBeat(worker.worker_id, worker.incarnation, EngineProgress(3, True)))
-        cluster.apply(WorkerStreamClosed(worker.worker_id))
-    cluster.apply(WorkerStopped(next(iter(cluster.workers))))
-    cluster.apply(StoreBeat("store-2a", cluster.stores["store-2a"].incarnation))
+        cluster.apply(Beat(Peer(worker.worker_id), worker.incarnation, EngineProgress(3, True)))
+        cluster.apply(StreamClosed(worker.worker_id))
+    cluster.apply(PeerGone(Peer(next(iter(cluster.workers))), is_stopped=True))
+    cluster.apply(Beat(Peer("store-2a", True), cluster.stores["store-2a"].incarnation))
     PaperCluster.pass_time(cluster, 1.0)
 
 

@@ -23,6 +23,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
 from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.scheduler.policy import policy
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.service import epoch
 from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
@@ -31,11 +32,11 @@ KEY = bytes.fromhex(CLUSTER_KEY)
 PACK = a_version().pack_id
 
 
-async def test_cold_start_relays_once_and_places_with_ticket(nats_url: str) -> None:
+async def test_cold_start_relays_once_and_places_with_ticket(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "ROUND_S", 3600.0)  # nothing in it waits for a round
     async with scripted_cluster(nats_url) as it:
         store, first, second = await it.host(1)
-        # Nothing in it waits for a timer.
-        async with it.scheduler(2, tick_s=3600.0) as address, GatewayClient(address) as gateway:
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
             await gateway.admit("r1")
             placement = await gateway.placement()
@@ -95,11 +96,11 @@ async def test_repeated_admissions_have_effect_of_one(nats_url: str) -> None:
             assert len(first.loads) == len(second.loads) == 1
 
 
-async def test_killed_decode_worker_role_goes_to_prefill_worker(nats_url: str) -> None:
+async def test_killed_decode_worker_role_goes_to_prefill_worker(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "ROUND_S", 3600.0)  # without rounds nothing is found out by silence
     async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
-        # Without ticks nothing is found out by silence.
-        async with it.scheduler(2, tick_s=3600.0) as address, GatewayClient(address) as gateway:
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
             await gateway.admit("r1")
             placement = await gateway.placement()

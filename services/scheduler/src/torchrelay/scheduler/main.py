@@ -6,7 +6,7 @@ import asyncio
 import gc
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
@@ -28,14 +28,11 @@ from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2_grpc
-from torchrelay.scheduler.policy.config import TICK_S, TURN_S
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.inputs import Turn
 from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
-from torchrelay.scheduler.service.controller import Clock, Controller
+from torchrelay.scheduler.service.controller import Clock, Controller, drop_command
 from torchrelay.scheduler.service.discovery import Discovery
-from torchrelay.scheduler.service.enrolment import Enrolment
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.events.reader import EventReader
@@ -53,11 +50,10 @@ log = get_logger(__name__)
 
 _COLLECT_EVERY_S = 0.05
 _COLLECT_ALL_EVERY_S = 600.0  # a full collection of a large fleet's state takes some tenths of a second
-_LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 
 
 @asynccontextmanager
-async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncIterator[Addresses]:
+async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     """Serves until the block is left, first as a standby while another scheduler has the lease; raises when a newer
     scheduler takes over, or a background task fails.
     """
@@ -71,24 +67,23 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     channels = PeerChannels(cluster_key, tls)
     js = history_nats.jetstream()
     port, lease = settings.port, None
+    stream_settings = js, subjects, settings.nats_replicas, settings.stream_sizes
     try:
-        await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
+        await try_streams(*stream_settings)
         if settings.lease_s:
             port, lease = await _stand_by(settings, tls, node_key, nats, subjects)
         server = RpcServer(settings.host, port, tls, node_key)
         event_publisher = EventPublisher(history_nats, subjects)
         with _controller(settings, clock, event_publisher) as controller:
-            servicer = SchedulerServicer(controller, EventReader(js, subjects), Enrolment(cluster_key))
+            servicer = SchedulerServicer(controller, EventReader(js, subjects), cluster_key)
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
             server.allow(CALLERS)
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(lease.keep()) if lease is not None else None
                 ready = asyncio.Event()
-                signed_reports = SignedReports(cluster_key)
-                background = group.create_task(
-                    _background(controller, event_publisher, channels, nats, subjects, signed_reports, ready, tick_s)
-                )
-                streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
+                discover = partial(Discovery, controller, channels, nats, subjects, SignedReports(cluster_key))
+                background = group.create_task(_background(controller, event_publisher, channels, discover, ready))
+                streams = group.create_task(keep_streams(*stream_settings))
                 await ready.wait()
                 await server.start()
                 await server.set_serving(SCHEDULER_SERVICE, True)
@@ -157,7 +152,7 @@ async def _serving_keda(
 def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: EventPublisher) -> Iterator[Controller]:
     start = PolicyStart(settings.config, clock.now(), new_id("inst"))
     with settings.record.open("wb") if settings.record else nullcontext() as log:
-        controller = Controller(
+        yield Controller(
             policy=start.policy(),
             clock=clock,
             epoch=Epoch(clock.now()),
@@ -168,54 +163,27 @@ def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: Even
             event_publisher=event_publisher,
             recorder=InputRecorder(log, start) if log else None,
         )
-        try:
-            yield controller
-        finally:
-            controller.stop_timer()
 
 
 async def _background(
     controller: Controller,
     event_publisher: EventPublisher,
     channels: PeerChannels,
-    nats: Client,
-    subjects: Subjects,
-    signed_reports: SignedReports,
+    discover: Callable[[asyncio.TaskGroup], Discovery],
     ready: asyncio.Event,
-    tick_s: float,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
-        controller.actuator = Actuator(controller, channels, tasks)
-        discovery = Discovery(controller, channels, nats, subjects, signed_reports, tasks)
-        await discovery.start()
+        controller.start_command = Actuator(controller, channels, tasks).start
+        await discover(tasks).start()
         tasks.create_task(event_publisher.run(), name="history")
-        tasks.create_task(_tick_periodically(controller, tick_s), name="ticks")
-        tasks.create_task(_take_turns_periodically(controller), name="turns")
+        tasks.create_task(controller.run(), name="ticks")
         tasks.create_task(_collect_periodically(), name="garbage")
         ready.set()
         try:
             await asyncio.Event().wait()
         finally:
-            controller.actuator.stop()
-
-
-async def _tick_periodically(controller: Controller, tick_s: float) -> None:
-    """Drives timeouts. While the event loop stalls, silence means nothing."""
-    last = listening_since = controller.clock.now()
-    while True:
-        await asyncio.sleep(tick_s)
-        now = controller.clock.now()
-        if now - last > _LOOP_STALL_S:
-            listening_since = now
-        last = now
-        controller.tick(listening_since)
-
-
-async def _take_turns_periodically(controller: Controller) -> None:
-    while True:
-        await asyncio.sleep(TURN_S)
-        controller.apply(Turn())
+            controller.start_command = drop_command
 
 
 async def _collect_periodically() -> None:

@@ -22,8 +22,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     FirstToken,
-    GatewayConnected,
-    GatewayDisconnected,
+    GatewayChanged,
     Release,
     Withdraw,
 )
@@ -91,8 +90,8 @@ def test_lost_first_token_counts_with_repeated_admission() -> None:
     assert not placement.cold
     bound = scene.policy.state.attempts.at(placement.prefill.instance_id)
     assert admission.key in bound.prefills
-    scene.apply(GatewayDisconnected("gateway-1"))
-    scene.apply(GatewayConnected("gateway-1"))
+    scene.apply(GatewayChanged("gateway-1", False))
+    scene.apply(GatewayChanged("gateway-1", True))
     scene.now += 5.0
     scene.apply(Admit(admission, MODEL, placement, is_computed=True))
     assert admission.key not in bound.prefills
@@ -105,10 +104,10 @@ def test_requests_of_absent_gateway_wait_until_grace_ends() -> None:
     scene = PaperCluster().settle()
     scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r2")
-    scene.apply(GatewayDisconnected("gateway-1"))
+    scene.apply(GatewayChanged("gateway-1", False))
     scene.settle(a_store("s1", "host-1"), a_worker("w"))
     assert scene.placement("r1") is None  # nobody could be told
-    scene.apply(GatewayConnected("gateway-1"))
+    scene.apply(GatewayChanged("gateway-1", True))
     scene.admit(MODEL, "r1")
     assert scene.placement("r1") is not None
     scene.pass_time(scene.config.gateway_grace_s + 0.2)
@@ -131,7 +130,7 @@ def test_cached_prompts_do_not_fill_instance() -> None:
     while not (waiting := len(scene.policy.state.queues)):
         scene.admit(model, f"r{bound}", **prompt)
         bound += 1
-    assert bound > 4 and waiting == 1 and scene.policy.next_due() - scene.now < 0.1
+    assert bound > 4 and waiting == 1 and scene.policy.state.placing_due - scene.now < 0.1
 
 
 @pytest.mark.parametrize("is_worker_first", [True, False])
@@ -149,7 +148,7 @@ def test_prompts_of_earlier_scheduler_are_ahead(is_worker_first: bool) -> None:
     if not is_worker_first:
         scene.settle(*old.stores.values(), *old.workers.values())
     scene.admit(MODEL, "second")
-    assert scene.placement("second") is None and scene.policy.next_due() == pytest.approx(due)
+    assert scene.placement("second") is None and scene.policy.state.placing_due == pytest.approx(due)
     scene.apply(FirstToken(first.key))
     assert scene.placed("second").predicted.ttft_s < 0.1
     assert scene.policy.state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0

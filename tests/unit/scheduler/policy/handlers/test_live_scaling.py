@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Recall
 from torchrelay.scheduler.policy.explain import placement_event
 from torchrelay.scheduler.policy.handlers.live_scaling import goes_before
-from torchrelay.scheduler.policy.inputs import Due, FirstToken, Release
+from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, ServiceClass, SlotStatus
 
@@ -116,7 +116,7 @@ def test_source_computes_on_until_next_worker_is_almost_free() -> None:
     cluster.admit(4)
     scene = cluster.scene
     scene.now += 0.1
-    scene.apply(Due())
+    scene.tick()
     assert cluster.recalls() == [AttemptKey("r1", 1)], "less than a step is ahead"
     cluster.return_recalled()
     placement = scene.placed("r1", attempt=2)
@@ -198,7 +198,7 @@ def test_prompt_that_loading_instance_computes_sooner_stays() -> None:
     cluster.admit(3)
     assert len(cluster.at("w2")) == 1
     cluster.scene.now += 0.1
-    cluster.scene.apply(Due())
+    cluster.scene.tick()
     assert cluster.recalls() == []
 
 

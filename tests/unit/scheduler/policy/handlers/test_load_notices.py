@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import LoadNotice
-from torchrelay.scheduler.policy.inputs import GatewayConnected, Withdraw
+from torchrelay.scheduler.policy.inputs import GatewayChanged, Withdraw
 from torchrelay.scheduler.policy.types import AttemptKey
 
 MODEL = a_model()
@@ -50,7 +50,7 @@ def test_loaded_model_of_suspect_worker_is_not_said_to_load() -> None:
 
 def test_told_once_a_second_while_requests_wait_for_a_load() -> None:
     scene = two_workers_one_host()
-    scene.apply(GatewayConnected("gateway-2"))
+    scene.apply(GatewayChanged("gateway-2", True))
     scene.admit(MODEL, "r")
     scene.admit(MODEL, "s", gateway_id="gateway-2")
     scene.pass_time(3.05)

@@ -8,7 +8,7 @@ from typing import Final
 
 from torchrelay.common.liveness import SILENT_S
 
-TICK_S: Final = 0.1
+ROUND_S: Final = 0.1
 TURN_S: Final = 0.02  # short, so that each turn evaluates few versions and delays no request for long
 
 

@@ -6,9 +6,9 @@ from enum import StrEnum
 
 import msgspec
 
-from torchrelay.common.liveness import EngineProgress
+from torchrelay.common.liveness import NO_ENGINE, EngineProgress
 from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Peer, Placement, StoreStatus, WorkerStatus
 
 
 class _Input(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
@@ -69,12 +69,9 @@ class LauncherReported(_Input, frozen=True):
     waits: str
 
 
-class GatewayConnected(_Input, frozen=True):
+class GatewayChanged(_Input, frozen=True):
     gateway_id: str
-
-
-class GatewayDisconnected(_Input, frozen=True):
-    gateway_id: str
+    is_connected: bool
 
 
 class WorkerReported(_Input, frozen=True):
@@ -84,30 +81,6 @@ class WorkerReported(_Input, frozen=True):
     streamed: bool
 
 
-class WorkerBeat(_Input, frozen=True):
-    """A heartbeat on the worker's own stream."""
-
-    worker_id: str
-    incarnation: str
-    progress: EngineProgress
-
-
-class WorkerStreamClosed(_Input, frozen=True):
-    worker_id: str
-
-
-class WorkerGone(_Input, frozen=True):
-    """The worker's address refuses connections: its process is gone."""
-
-    worker_id: str
-
-
-class WorkerStopped(_Input, frozen=True):
-    """The worker announced that it shuts down."""
-
-    worker_id: str
-
-
 class StoreReported(_Input, frozen=True):
     """A store's report. ``streamed``: on the store's own stream, which preserves order."""
 
@@ -115,17 +88,27 @@ class StoreReported(_Input, frozen=True):
     streamed: bool
 
 
-class StoreBeat(_Input, frozen=True):
-    """A heartbeat on the store's own stream."""
+class Beat(_Input, frozen=True):
+    """A heartbeat on the peer's own stream. ``progress``: of a worker's engine."""
 
-    store_id: str
+    peer: Peer
     incarnation: str
+    progress: EngineProgress = NO_ENGINE
 
 
-class StoreGone(_Input, frozen=True):
-    """The store's address refuses connections: its process is gone. Its arena and the instances in it may live on."""
+class StreamClosed(_Input, frozen=True):
+    """The stream of a worker is closed: its slot may be taken from any report."""
 
-    store_id: str
+    worker_id: str
+
+
+class PeerGone(_Input, frozen=True):
+    """The peer's process is gone, as its address refuses connections. ``is_stopped``: it announced that it shuts down.
+    The arena of a store and the instances in it may live on.
+    """
+
+    peer: Peer
+    is_stopped: bool = False
 
 
 class _CommandId(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
@@ -174,18 +157,10 @@ class CommandEnded(_Input, frozen=True):
     cause: str = ""
 
 
-class Due(_Input, frozen=True):
-    """A waiting request may be placed now, or models are marked; see ``Policy.next_due``."""
-
-
-class Turn(_Input, frozen=True):
-    """Time to evaluate versions that have become idle and a few versions without a change. Without this input, ticks
-    evaluate many at once.
-    """
-
-
 class Tick(_Input, frozen=True):
-    """Time has passed. ``listening_since``: silence before this time does not count, as no reports could arrive."""
+    """Something is due by time alone; see ``Policy.next_due``. ``listening_since``: silence before this time does not
+    count, as no reports could arrive.
+    """
 
     listening_since: float = 0.0
 
@@ -198,18 +173,12 @@ Input = (
     | MinimumsSet
     | ModelDeleted
     | LauncherReported
-    | GatewayConnected
-    | GatewayDisconnected
+    | GatewayChanged
     | WorkerReported
-    | WorkerBeat
-    | WorkerStreamClosed
-    | WorkerGone
-    | WorkerStopped
     | StoreReported
-    | StoreBeat
-    | StoreGone
+    | Beat
+    | StreamClosed
+    | PeerGone
     | CommandEnded
-    | Due
-    | Turn
     | Tick
 )

@@ -11,8 +11,8 @@
             more instances while each saves more late requests than it costs
             drain what is unused for as long as its next load costs
         a report may free a slot:      mark the versions, which are decided on once all reports of the moment are in
-    each turn (20 ms):                 scale idle versions and a few others
-    each tick (100 ms):                expire silent peers and stalled loads, refuse what cannot be served,
+    each turn (20 ms):                 scale idle versions and a few others, order copies of packs
+    each round (100 ms):               expire silent peers and stalled loads, refuse what cannot be served,
                                        scale all waiting versions, order copies of packs
 
 Called from a single thread, one input at a time.
@@ -25,7 +25,7 @@ from typing import assert_never
 
 from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.cluster.instances import TransitionKind
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.config import ROUND_S, TURN_S, PolicyConfig
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, SchedulerEvent
 from torchrelay.scheduler.policy.handlers import (
     command_outcomes,
@@ -44,11 +44,11 @@ from torchrelay.scheduler.policy.handlers import (
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.types import StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import Peer, StoreStatus, WorkerStatus
 
 _FEW_VERSIONS = 8  # evaluated quickly enough to do so on each turn
-_GONE = Reason("worker_gone", "its worker's process is gone")
-_STOPPED = Reason("worker_stopped", "its worker shut down")
+_GONE = TransitionKind.LOST, Reason("worker_gone", "its worker's process is gone")
+_STOPPED = TransitionKind.STOPPED, Reason("worker_stopped", "its worker shut down")
 
 
 class Policy:
@@ -80,39 +80,32 @@ class Policy:
                 scaling.model_deleted(state, model, now)
             case inputs.LauncherReported(waits):
                 state.launcher_waits = waits
-            case inputs.GatewayConnected(gateway_id):
-                lifecycle.park(state, state.gateways.changed(gateway_id, True, now))
-            case inputs.GatewayDisconnected(gateway_id):
-                lifecycle.park(state, state.gateways.changed(gateway_id, False, now))
+            case inputs.GatewayChanged(gateway_id, is_connected):
+                lifecycle.park(state, state.gateways.changed(gateway_id, is_connected, now))
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
-            case inputs.WorkerBeat(worker_id, incarnation, progress):
+            case inputs.StoreReported(store, streamed):
+                self._observe_store(store, streamed, now)
+            case inputs.Beat(Peer(store_id, True), incarnation):
+                state.membership.beat_store(store_id, incarnation, now)
+            case inputs.Beat(Peer(worker_id), incarnation, progress):
                 self._use_pack(worker_id, now)
                 if state.membership.beat_worker(worker_id, incarnation, progress, now):
                     if instance := state.instances.on_worker(worker_id):
                         state.endpoints.pop(instance.version_id, None)
                     self._react(now)
-            case inputs.WorkerStreamClosed(worker_id):
+            case inputs.StreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
-            case inputs.WorkerGone(worker_id):
-                self._drop_worker(worker_id, TransitionKind.LOST, _GONE, now)
-            case inputs.WorkerStopped(worker_id):
-                self._drop_worker(worker_id, TransitionKind.STOPPED, _STOPPED, now)
-            case inputs.StoreReported(store, streamed):
-                self._observe_store(store, streamed, now)
-            case inputs.StoreBeat(store_id, incarnation):
-                state.membership.beat_store(store_id, incarnation, now)
-            case inputs.StoreGone(store_id):
+            case inputs.PeerGone(Peer(store_id, True)):
                 if lost := state.membership.drop_store(store_id, now):
                     self._remove_store(lost, "the store's process is gone", now)
+            case inputs.PeerGone(Peer(worker_id), is_stopped):
+                if state.membership.drop_worker(worker_id, now):
+                    instance_changes.worker_gone(state, worker_id, *(_STOPPED if is_stopped else _GONE), now)
+                    self._react(now)
             case inputs.CommandEnded():
                 if command_outcomes.apply(state, input_, now):
                     self._react(now)
-            case inputs.Due():
-                dispatch.place_due(state, now)
-                scaling.scale_marked(state, now)
-            case inputs.Turn():
-                self._turn(now)
             case inputs.Tick(listening_since):
                 self._tick(listening_since, now)
             case _:
@@ -120,10 +113,8 @@ class Policy:
         return state.take_effects()
 
     def next_due(self) -> float:
-        """When a waiting request may be placed, or a marked model be evaluated, without another input; infinite: at no
-        known time.
-        """
-        return min(self.state.due.earliest, self.state.marked_at)
+        """When the next ``Tick`` is due."""
+        return min(self.state.placing_due, self.state.turn_due, self.state.round_due)
 
     # Requests
 
@@ -215,11 +206,6 @@ class Policy:
         if instance := self.state.instances.on_worker(worker.worker_id):
             recalls.recall_from_leaving(self.state, instance, now)
 
-    def _drop_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
-        if self.state.membership.drop_worker(worker_id, now):
-            instance_changes.worker_gone(self.state, worker_id, kind, reason, now)
-            self._react(now)
-
     def _observe_store(self, store: StoreStatus, streamed: bool, now: float) -> None:
         state = self.state
         before = state.membership.stores.get(store.store_id)
@@ -251,6 +237,21 @@ class Policy:
     # Time
 
     def _tick(self, listening_since: float, now: float) -> None:
+        """Does one thing that is due, so that no call takes long; if more is due, so is the next tick. Requests are
+        placed first, unless a round is late.
+        """
+        state = self.state
+        if state.placing_due <= now <= state.round_due + TURN_S:
+            dispatch.place_due(state, now)
+            scaling.scale_marked(state, now)
+        elif state.round_due <= now:
+            state.round_due = now + ROUND_S
+            self._round(listening_since, now)
+        elif state.turn_due <= now:
+            state.turn_due = now + TURN_S
+            self._turn(now)
+
+    def _round(self, listening_since: float, now: float) -> None:
         """Handles what is due by time alone: silence, stalls, idle timeouts, grace times, retries."""
         state = self.state
         lost = state.membership.expire(now, state.config.stale_s, listening_since)
@@ -300,7 +301,7 @@ class Policy:
         if not state.strategies.decides_in_turns:
             return
         due, waiting = scaling.idle_versions(state, now), state.queues.versions
-        # Growth is decided together with all waiting versions; if these are many, the turns wait for the next tick.
+        # Growth is decided together with all waiting versions; if these are many, the turns wait for the next round.
         if has_few_waiting := len(waiting) <= _FEW_VERSIONS:
             due += state.scale_turns.due(state.instances.versions, now)
         if due:

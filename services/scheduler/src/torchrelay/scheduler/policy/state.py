@@ -114,7 +114,7 @@ class State:
     too_large: dict[str, tuple[Endpoints, set[AttemptKey]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
-    marked: set[str] = field(default_factory=set)  # versions to decide on by the next ``Due``
+    marked: set[str] = field(default_factory=set)  # versions to decide on by the next tick
     are_starving_marked: bool = False  # the same of all that wait without an instance
     marked_at: float = math.inf
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns
@@ -135,6 +135,7 @@ class State:
         return cls(config, new_id, now, queues, failures, gateways, membership, turns, losses, strategies)
 
     def __post_init__(self) -> None:
+        self.turn_due = self.round_due = self.started_at
         self.attempts = OpenAttempts(on_change=self._work_changed)
         self.instances = Instances(self.attempts, on_change=self._instances_changed)
         self.transfers = Transfers(self.membership)
@@ -174,6 +175,11 @@ class State:
         """Records that the version's instances may take prompts again."""
         if (endpoints := self.endpoints.get(version_id)) is not None:
             endpoints.blocked_until = -math.inf
+
+    @property
+    def placing_due(self) -> float:
+        """When a waiting request may be placed, or a marked model be evaluated, without another input."""
+        return min(self.due.earliest, self.marked_at)
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()

@@ -80,6 +80,13 @@ class AttemptKey(NamedTuple):
         return f"{self.request_id}/{self.attempt}"
 
 
+class Peer(NamedTuple):
+    """A worker or a store."""
+
+    node_id: str
+    is_store: bool = False
+
+
 @dataclass(frozen=True)
 class ScheduledMinimum:
     """A greater minimum of instances from ``begin`` until before ``end``; loaded by its begin."""

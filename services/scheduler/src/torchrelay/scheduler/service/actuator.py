@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 from msgspec import structs
 
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
@@ -20,13 +19,10 @@ from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
+from torchrelay.scheduler.policy.types import Peer
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels
-
-if TYPE_CHECKING:
-    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub
-    from torchrelay.control.v1.worker_pb2_grpc import WorkerAsyncStub  # exists in the stubs only
 
 log = get_logger(__name__)
 
@@ -47,33 +43,29 @@ class Actuator:
         self._controller = controller
         self._channels = channels
         self._tasks = tasks
-        self._stopped = False
-
-    def stop(self) -> None:
-        """Starts no further commands, because the service shuts down."""
-        self._stopped = True
 
     def start(self, command: effects.Command) -> None:
-        if self._stopped:
-            return
+        """Starts to carry a command out; its outcome comes back as an input."""
+        for call in self._calls(command):
+            self._tasks.create_task(call, name=type(command).__name__)
+
+    def _calls(self, command: effects.Command) -> list[Coroutine[Any, Any, None]]:
         match command:
             case effects.LoadCommand():
                 answered = {hop.store_id: asyncio.Event() for hop in command.hops}
-                for hop in command.hops:
-                    load = self._load_host(command, hop, answered)
-                    self._tasks.create_task(load, name=f"load {command.model.name} at {hop.store_id}")
+                return [self._load_host(command, hop, answered) for hop in command.hops]
             case effects.SetRolesCommand():
-                self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
+                return [self._set_roles(command)]
             case effects.UnloadCommand():
-                self._tasks.create_task(self._unload(command), name=f"unload {command.instance_id}")
+                return [self._unload(command)]
             case effects.RerouteCommand():
-                self._tasks.create_task(self._reroute(command), name=f"reroute {command.hop.store_id}")
+                return [self._reroute(command)]
             case effects.CopyCommand():
-                self._tasks.create_task(self._copy(command), name=f"copy {command.model.name}")
+                return [self._copy(command)]
             case effects.RetainCommand():
-                self._tasks.create_task(self._retain(command), name=f"retain {command.store_id}")
+                return [self._retain(command)]
             case effects.DisconnectCommand():
-                self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
+                return [self._channels.forget(command.address)]
 
     async def _load_host(
         self, command: effects.LoadCommand, hop: effects.Hop, answered: Mapping[str, asyncio.Event]
@@ -133,18 +125,18 @@ class Actuator:
         """Whether the store has last reported a whole copy, and is connected: otherwise its process may be gone."""
         store = self._controller.policy.state.membership.stores.get(store_id)
         copy = store.copies.get(pack_id) if store is not None else None
-        is_whole = copy is not None and copy.complete
-        return is_whole and store is not None and self._channels.is_connected(store.grpc_address, store_id)
+        if store is None or copy is None or not copy.complete:
+            return False
+        return self._channels.is_connected(store.grpc_address, Peer(store_id, is_store=True))
 
     async def _relay(
         self, command: effects.LoadCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
     ) -> None:
-        store, stores = self._store(hop.store_id), self._controller.policy.state.membership.stores
+        stores = self._controller.policy.state.membership.stores
         pack_id, cluster_tickets = command.model.pack_id, self._controller.cluster_tickets
         holders = [stores[source] for source in hop.sources if source in stores]
         is_urgent = hop.urgent if isinstance(command, effects.LoadCommand) else command.urgent
         request = param_store_pb2.RelayRequest(
-            epoch=self._controller.epoch.value,
             pack_id=pack_id,
             sources=[cluster_tickets.source(pack_id, holder, hop.store_id) for holder in (*holders, None)],
             relay_id=new_id("relay"),
@@ -152,7 +144,8 @@ class Actuator:
             urgency=RELAY_URGENCY_URGENT if is_urgent else RELAY_URGENCY_IDLE,
             keep_retained=isinstance(command, effects.CopyCommand) and command.keep_retained,
         )
-        await self._call(store.Relay, request, _TIMEOUT_S + command.model.pack_bytes / _FAULTING_BYTES_PER_S)
+        timeout_s = _TIMEOUT_S + command.model.pack_bytes / _FAULTING_BYTES_PER_S
+        await self._call(Peer(hop.store_id, is_store=True), "Relay", request, timeout_s)
 
     async def _reroute(self, command: effects.RerouteCommand) -> None:
         """Gives a running relay other sources. If the store cannot be reached, the relay goes on unchanged."""
@@ -167,53 +160,32 @@ class Actuator:
             await self._relay(command, command.hop)
 
     async def _retain(self, command: effects.RetainCommand) -> None:
+        request = param_store_pb2.RetainRequest(
+            pack_ids=command.pack_ids, lease_s=command.lease_s, disk_pack_ids=command.disk_pack_ids
+        )
         with self._outcome(inputs.Retention(command.store_id)):
-            request = param_store_pb2.RetainRequest(
-                epoch=self._controller.epoch.value,
-                pack_ids=command.pack_ids,
-                lease_s=command.lease_s,
-                disk_pack_ids=command.disk_pack_ids,
-            )
-            await self._call(self._store(command.store_id).Retain, request)
-
-    def _store(self, store_id: str) -> ParamStoreAsyncStub:
-        store = self._controller.policy.state.membership.stores.get(store_id)
-        if store is None:
-            raise Unavailable("the store is gone")
-        return self._channels.store(store.grpc_address, store_id)
+            await self._call(Peer(command.store_id, is_store=True), "Retain", request)
 
     async def _load(self, command: effects.LoadCommand, order: effects.LoadOrder) -> None:
         with self._outcome(inputs.Load(order.instance_id), f"worker {order.worker_id} cannot load it: "):
             request = worker_pb2.LoadRequest(
-                epoch=self._controller.epoch.value,
                 instance_id=order.instance_id,
                 version=self._controller.version(command.model.version_id),
                 roles=converters.roles_to_proto(order.roles),
                 traceparent=command.traceparent,
             )
-            await self._call(self._worker(order.worker_id).Load, request)
+            await self._call(Peer(order.worker_id), "Load", request)
 
     async def _set_roles(self, command: effects.SetRolesCommand) -> None:
+        roles = converters.roles_to_proto(command.roles)
+        request = worker_pb2.SetRolesRequest(instance_id=command.instance_id, roles=roles)
         with self._outcome(inputs.RoleChange(command.instance_id)):
-            request = worker_pb2.SetRolesRequest(
-                epoch=self._controller.epoch.value,
-                instance_id=command.instance_id,
-                roles=converters.roles_to_proto(command.roles),
-            )
-            await self._call(self._worker(command.worker_id).SetRoles, request)
+            await self._call(Peer(command.worker_id), "SetRoles", request)
 
     async def _unload(self, command: effects.UnloadCommand) -> None:
+        request = worker_pb2.UnloadRequest(instance_id=command.instance_id, drain_s=command.drain_s)
         with self._outcome(inputs.Unload(command.instance_id)):
-            request = worker_pb2.UnloadRequest(
-                epoch=self._controller.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
-            )
-            await self._call(self._worker(command.worker_id).Unload, request, command.drain_s + _TIMEOUT_S)
-
-    def _worker(self, worker_id: str) -> WorkerAsyncStub:
-        worker = self._controller.policy.state.membership.workers.get(worker_id)
-        if worker is None:
-            raise Unavailable("the worker is gone")
-        return self._channels.worker(worker.grpc_address, worker_id)
+            await self._call(Peer(command.worker_id), "Unload", request, command.drain_s + _TIMEOUT_S)
 
     @contextmanager
     def _outcome(self, command: inputs.CommandId, why: str = "") -> Iterator[None]:
@@ -227,14 +199,17 @@ class Actuator:
             outcome, cause = _outcome_of(error), why + error.message
         self._controller.apply(CommandEnded(command, outcome, cause))
 
-    async def _call(
-        self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S
-    ) -> None:
-        """Waits for the answer of an RPC, which is tried again if it did not reach the peer.
+    async def _call(self, peer: Peer, method: str, request: Any, timeout_s: float = _TIMEOUT_S) -> None:
+        """Calls the peer with our epoch and waits for its answer. A call that did not reach the peer is repeated once.
 
         A ``StaleEpoch`` is an error like any other: whether a newer scheduler is active is decided by the reports of
         most peers, not by the answer of one.
         """
+        status = self._controller.status(peer)
+        if status is None:
+            raise Unavailable(f"the {'store' if peer.is_store else 'worker'} is gone")
+        rpc = getattr(self._channels.stub(status.grpc_address, peer), method)
+        request.epoch = self._controller.epoch.value
         try:
             try:
                 await rpc(request, timeout=timeout_s)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias
 
 from opentelemetry import metrics
 
@@ -25,7 +25,7 @@ from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
-from torchrelay.scheduler.policy.types import Model, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import Model, Peer, StoreStatus, WorkerStatus
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch
@@ -37,14 +37,10 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 log = get_logger(__name__)
 
 _MAX_VERSIONS = 8192
-
+_LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
+_TIMER_S = 1e-3  # uvloop rounds the times of timers
 
 Report: TypeAlias = WorkerReport | StoreReport
-Peer: TypeAlias = tuple[type[Report], str]  # whether it is a worker or a store, and its id
-
-
-def peer_of(report: Report) -> Peer:
-    return type(report), report.worker_id if isinstance(report, WorkerReport) else report.store_id
 
 
 class Clock:
@@ -57,12 +53,8 @@ class Clock:
         return self._offset_s + time.monotonic()
 
 
-class CommandExecutor(Protocol):
-    def start(self, command: effects.Command) -> None:
-        """Starts to carry a command out; its outcome comes back as an input."""
-
-    def stop(self) -> None:
-        """Starts no further command."""
+def drop_command(command: effects.Command) -> None:
+    """Carries no command out."""
 
 
 class Controller:
@@ -85,12 +77,13 @@ class Controller:
         self.streams = streams
         self.cluster_tickets = cluster_tickets
         self.explain = explain
-        self.actuator: CommandExecutor | None = None  # set once, before anything is admitted
+        self.start_command: Callable[[effects.Command], None] = drop_command  # until the service runs, and when it ends
         self.reports: dict[Peer, Report] = {}  # the last report of each worker and store that is present
         self._streamed: dict[Peer, Report] = {}  # the last report by a stream, until one comes by the broker
         self._recorder = recorder
         self._due_at = math.inf  # for which the timer runs
-        self._due_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_due = asyncio.Event()
         self._versions: Recent[str, tuple[types_pb2.ModelVersion, Model]] = Recent(_MAX_VERSIONS)
         self._with_minimum: dict[str, types_pb2.ModelVersion] = {}  # these are loaded without an admission
         self._event_publisher = event_publisher
@@ -111,20 +104,49 @@ class Controller:
             self._pools_seen_at = self.policy.state.pools_evaluated_at
             for event in self._pool_watchers:
                 event.set()
-        if (due := self.policy.next_due()) < self._due_at:
-            self.stop_timer()
-            self._due_at = due
-            self._due_timer = asyncio.get_running_loop().call_later(max(due - self.clock.now(), 0.0), self._due)
+        self._set_timer()
 
-    def _due(self) -> None:
-        self._due_at = math.inf
-        self.apply(inputs.Due())
+    def _set_timer(self) -> None:
+        """Lets ``run`` tick at the next due time."""
+        if (due := self.policy.next_due()) >= self._due_at:
+            return
+        self._stop_timer()
+        self._due_at = due
+        if (delay_s := due - self.clock.now()) <= 0:
+            self._is_due.set()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(delay_s + _TIMER_S / 2, self._is_due.set)
 
-    def stop_timer(self) -> None:
-        """Stops ``Due`` inputs until another input asks for one."""
-        self._due_at = math.inf
-        if self._due_timer is not None:
-            self._due_timer.cancel()
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def run(self) -> NoReturn:
+        """Ticks at all due times, until cancelled. While the event loop stalls, silence means nothing."""
+        ticked_at = listening_since = self.clock.now()
+        self._set_timer()
+        try:
+            while True:
+                await self._is_due.wait()
+                self._is_due.clear()
+                self._due_at = math.inf
+                now = self.clock.now()
+                if now - ticked_at > _LOOP_STALL_S:
+                    listening_since = now
+                ticked_at = now
+                self._apply(inputs.Tick(listening_since), now)
+                self._forget_lost_peers()
+        finally:
+            self._stop_timer()
+
+    def _forget_lost_peers(self) -> None:
+        membership = self.policy.state.membership
+        workers, stores = membership.workers, membership.stores
+        if len(self.reports) > len(workers) + len(stores):
+            for peer in [peer for peer in self.reports if not self.is_present(peer)]:
+                del self.reports[peer]
+                self._streamed.pop(peer, None)
+        self.epoch.keep(lambda node_id: node_id in workers or node_id in stores)
 
     # Inputs that concern more than the policy
 
@@ -163,24 +185,23 @@ class Controller:
         self._apply(inputs.Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
 
     def is_present(self, peer: Peer) -> bool:
-        return self._status(peer) is not None
+        return self.status(peer) is not None
 
     def is_accepted(self, report: Report) -> bool:
         """Whether its process is the present one of its node."""
-        status = self._status(peer_of(report))
+        status = self.status(converters.peer_of(report))
         return status is not None and status.incarnation == report.incarnation
 
-    def _status(self, peer: Peer) -> WorkerStatus | StoreStatus | None:
-        kind, node_id = peer
+    def status(self, peer: Peer) -> WorkerStatus | StoreStatus | None:
         membership = self.policy.state.membership
-        return membership.workers.get(node_id) if kind is WorkerReport else membership.stores.get(node_id)
+        return membership.stores.get(peer.node_id) if peer.is_store else membership.workers.get(peer.node_id)
 
     def reported(self, report: Report, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the one that reports among them, obey a newer scheduler."""
-        now, peer = self.clock.now(), peer_of(report)
+        now, peer = self.clock.now(), converters.peer_of(report)
         membership = self.policy.state.membership
         num_peers = len(membership.workers) + len(membership.stores) + (not self.is_present(peer))
-        self.epoch.check(report.epoch, peer[1], num_peers, now)
+        self.epoch.check(report.epoch, peer.node_id, num_peers, now)
         if report.is_beat:
             self._apply(converters.beat_from_proto(report), now)
             return
@@ -204,7 +225,7 @@ class Controller:
         it is not known, a copy is on its way to the store, or an instance of the worker or host is about to change.
         """
         report = self.reports.get(peer)
-        if report is None or self.policy.state.transfers.into(peer[1]):
+        if report is None or self.policy.state.transfers.into(peer.node_id):
             return False
         if not all(instance.is_settled for instance in self._instances_of(report)):
             return False
@@ -229,14 +250,6 @@ class Controller:
         copy = store.copies.get(instance.pack_id) if store else None
         self.explain.observe(instance, worker.slot, store.store_id if store else "", copy)
 
-    def tick(self, listening_since: float) -> None:
-        self.apply(inputs.Tick(listening_since))
-        membership = self.policy.state.membership
-        for peer in [peer for peer in self.reports if not self.is_present(peer)]:
-            del self.reports[peer]
-            self._streamed.pop(peer, None)
-        self.epoch.keep(membership.workers.keys() | membership.stores.keys())
-
     def version(self, version_id: str) -> types_pb2.ModelVersion:
         """The version as named by its last admission, or by the message that set its minimum.
 
@@ -254,15 +267,15 @@ class Controller:
         if not done:
             return
         for command in done.commands:
-            assert self.actuator is not None
             if isinstance(command, effects.LoadCommand):
                 for order in (order for hop in command.hops for order in hop.loads):
                     self._explain_load(order.worker_id)
-            self.actuator.start(command)
+            self.start_command(command)
         for answer in done.answers:
             self._send(answer)
         for notice in done.notices:
-            self.streams.send(notice.gateway_id, AdmitEvent(loading=converters.notice_to_proto(notice)))
+            loading = converters.to_message(scheduler_pb2.Loading, notice)
+            self.streams.send(notice.gateway_id, AdmitEvent(loading=loading))
         for placed in done.opened:
             self._record_placement(placed)
         for event in done.events:
@@ -298,16 +311,10 @@ class Controller:
 
     # Watchers of the cluster
 
-    def watch(self) -> asyncio.Event:
-        """An event that is set at every change until it is passed to ``unwatch``."""
+    def watch(self, *, only_pools: bool = False) -> asyncio.Event:
+        """An event that is set at every change, or whenever the targets of pools were evaluated, until ``unwatch``."""
         event = asyncio.Event()
-        self._watchers.add(event)
-        return event
-
-    def watch_pools(self) -> asyncio.Event:
-        """The same, set only when the targets of pools were evaluated."""
-        event = asyncio.Event()
-        self._pool_watchers.add(event)
+        (self._pool_watchers if only_pools else self._watchers).add(event)
         return event
 
     def unwatch(self, event: asyncio.Event) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.common.liveness import EngineProgress
+from torchrelay.common.liveness import NO_ENGINE, EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import inputs, types
-from torchrelay.scheduler.policy.effects import AdmissionRefused, LoadNotice, Recall, SchedulerEvent
+from torchrelay.scheduler.policy.effects import AdmissionRefused, Recall, SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -18,15 +22,36 @@ CallTokens: TypeAlias = tuple[str, str]  # the gateway's, and the other worker's
 # Fields of an ``AdmitEvent``. There are thousands a second: the outgoing message is filled with fields directly, where
 # it would have to copy an event.
 EventFields: TypeAlias = dict[str, Any]
+_SAME_NAMES: dict[tuple[type[Message], type], tuple[str, ...]] = {}
+_T = TypeVar("_T")
+_M = TypeVar("_M", bound=Message)
+
 _ROLES = frozenset(types.Role)
 _SERVICE_CLASSES = {service_class.value: service_class for service_class in types.ServiceClass}
-_PHASES = {
-    reports_pb2.SlotState.STATE_UNSPECIFIED: types.InstancePhase.FREE,
-    reports_pb2.SlotState.STATE_FREE: types.InstancePhase.FREE,
-    reports_pb2.SlotState.STATE_LOADING: types.InstancePhase.LOADING,
-    reports_pb2.SlotState.STATE_READY: types.InstancePhase.READY,
-    reports_pb2.SlotState.STATE_DRAINING: types.InstancePhase.DRAINING,
-}
+_PHASES = {reports_pb2.SlotState.State.Value(f"STATE_{phase.name}"): phase for phase in types.InstancePhase}
+
+
+def _from_message(kind: type[_T], message: Message, **others: Any) -> _T:
+    """An object with all fields that its class and the message have by the same name, and ``others``."""
+    return kind(**{name: getattr(message, name) for name in _same_names(type(message), kind)} | others)
+
+
+def to_message(kind: type[_M], value: object, **others: Any) -> _M:
+    """A message with all fields that it and the object have by the same name, and ``others``."""
+    return kind(**{name: getattr(value, name) for name in _same_names(kind, type(value))} | others)
+
+
+def _same_names(message: type[Message], kind: type) -> tuple[str, ...]:
+    """Names of fields that a message and a class have; only single numbers, texts and truth values."""
+    if (names := _SAME_NAMES.get((message, kind))) is None:
+        own: Iterable[str] = getattr(kind, "__struct_fields__", None) or map(attrgetter("name"), fields(kind))
+        plain = {
+            field.name
+            for field in message.DESCRIPTOR.fields
+            if not field.is_repeated and field.message_type is None and field.enum_type is None
+        }
+        names = _SAME_NAMES[message, kind] = tuple(name for name in own if name in plain)
+    return names
 
 
 def _known_roles(roles: Iterable[int]) -> list[types.Role]:
@@ -41,42 +66,24 @@ def roles_to_proto(roles: types.Roles) -> list[types_pb2.Role.ValueType]:
 def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.WorkerStatus:
     slot, roles, can = report.slot, _known_roles(report.roles), report.capabilities
     knows_engine = report.HasField("capabilities")  # else: a worker of an earlier release
-    return types.WorkerStatus(
-        worker_id=report.worker_id,
-        incarnation=report.incarnation,
-        host_id=report.host_id,
-        grpc_address=report.grpc_address,
+    return _from_message(
+        types.WorkerStatus,
+        report,
         playable_roles=frozenset(roles),
         seen_at=now,
         preferred_role=roles[0] if roles else None,
-        slot=types.SlotStatus(
+        slot=_from_message(
+            types.SlotStatus,
+            slot,
             phase=_PHASES.get(slot.state, types.InstancePhase.FREE),
-            instance_id=slot.instance_id,
-            model=slot.model,
-            version_id=slot.version_id,
-            pack_id=slot.pack_id,
             roles=frozenset(_known_roles(slot.roles)),
-            num_layers_ready=slot.num_layers_ready,
-            num_layers=slot.num_layers,
-            loaded_share=slot.loaded_share,
             load_phases=tuple(
                 TimedPhase(phase.name, phase.begin_unix_us, phase.end_unix_us, report.worker_id)
                 for phase in slot.load_phases
             ),
-            error=slot.error,
-            store_was_lost=slot.store_was_lost,
         ),
-        kv_pool_bytes=report.kv_pool_bytes,
-        num_running=report.num_running,
-        prefill_tokens_per_s=report.prefill_tokens_per_s,
-        step_s=report.step_s,
-        kv_bytes_sent=report.kv_bytes_sent,
-        kv_bytes_received=report.kv_bytes_received,
-        device=report.device,
         latency=_latency_from_proto(report.latency) if report.HasField("latency") else None,
-        has_prefix_cache=report.has_prefix_cache,
         progress=progress_from_proto(report.engine),
-        is_leaving=report.is_leaving,
         num_devices=report.num_devices or 1,
         engine=can.engine or types.OWN_ENGINE,
         hands_over=can.kv_handover or not knows_engine,
@@ -84,10 +91,15 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.Wor
     )
 
 
-def beat_from_proto(report: reports_pb2.WorkerReport | reports_pb2.StoreReport) -> inputs.WorkerBeat | inputs.StoreBeat:
+def peer_of(report: reports_pb2.WorkerReport | reports_pb2.StoreReport) -> types.Peer:
     if isinstance(report, reports_pb2.WorkerReport):
-        return inputs.WorkerBeat(report.worker_id, report.incarnation, progress_from_proto(report.engine))
-    return inputs.StoreBeat(report.store_id, report.incarnation)
+        return types.Peer(report.worker_id)
+    return types.Peer(report.store_id, is_store=True)
+
+
+def beat_from_proto(report: reports_pb2.WorkerReport | reports_pb2.StoreReport) -> inputs.Beat:
+    progress = progress_from_proto(report.engine) if isinstance(report, reports_pb2.WorkerReport) else NO_ENGINE
+    return inputs.Beat(peer_of(report), report.incarnation, progress)
 
 
 def progress_from_proto(engine: types_pb2.EngineProgress) -> EngineProgress:
@@ -95,47 +107,17 @@ def progress_from_proto(engine: types_pb2.EngineProgress) -> EngineProgress:
 
 
 def _latency_from_proto(learned: reports_pb2.LatencyModel) -> LatencyModel:
-    prefill, decode = (
-        StepCost(cost.base_s, cost.per_position_s, cost.per_attended_s, cost.num_steps, cost.error)
-        for cost in (learned.prefill, learned.decode)
-    )
+    prefill, decode = _from_message(StepCost, learned.prefill), _from_message(StepCost, learned.decode)
     return LatencyModel(prefill, decode, max(learned.token_budget, 1))
 
 
 def store_from_proto(report: reports_pb2.StoreReport, now: float) -> types.StoreStatus:
     nic = report.nic
-    return types.StoreStatus(
-        store_id=report.store_id,
-        incarnation=report.incarnation,
-        host_id=report.host_id,
-        grpc_address=report.grpc_address,
-        data_address=report.data_address,
+    return _from_message(
+        types.StoreStatus,
+        report,
         seen_at=now,
-        arena_target_bytes=report.arena_target_bytes,
-        copies={
-            copy.pack_id: types.PackCopy(
-                pack_id=copy.pack_id,
-                pack_bytes=copy.pack_bytes,
-                num_chunks=copy.num_chunks,
-                num_chunks_verified=copy.num_chunks_verified,
-                num_pins=copy.num_pins,
-                error=copy.error,
-                relay_begin_us=copy.relay_begin_unix_us,
-                relay_first_us=copy.relay_first_unix_us,
-                relay_end_us=copy.relay_end_unix_us,
-                source=copy.source,
-                shares=tuple(
-                    types.SourceShare(share.holder_id, share.num_bytes, share.bytes_per_s, share.following, share.error)
-                    for share in copy.shares
-                ),
-                retained=copy.retained,
-                num_repairs=copy.num_repairs,
-            )
-            for copy in report.copies
-        },
-        failure_domain=report.failure_domain,
-        bytes_sent=report.bytes_sent,
-        bytes_received=report.bytes_received,
+        copies={copy.pack_id: _copy_from_proto(copy) for copy in report.copies},
         nic=types.NicCounters(nic.bytes_sent, nic.bytes_received, nic.link_bytes_per_s)
         if report.HasField("nic")
         else None,
@@ -143,27 +125,34 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> types.Store
     )
 
 
+def _copy_from_proto(copy: reports_pb2.PackCopy) -> types.PackCopy:
+    return _from_message(
+        types.PackCopy,
+        copy,
+        relay_begin_us=copy.relay_begin_unix_us,
+        relay_first_us=copy.relay_first_unix_us,
+        relay_end_us=copy.relay_end_unix_us,
+        shares=tuple(_from_message(types.SourceShare, share) for share in copy.shares),
+    )
+
+
 def model_from_proto(version: types_pb2.ModelVersion) -> types.Model:
-    shape, targets = version.shape, version.targets
-    return types.Model(
+    shape, scaling = version.shape, version.scaling
+    return _from_message(
+        types.Model,
+        version,
         name=version.model,
-        version_id=version.version_id,
-        pack_id=version.pack_id,
-        pack_bytes=version.pack_bytes,
         kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
-        idle_timeout_s=version.scaling.idle_timeout_s,
-        max_instances=version.scaling.max_instances,
-        num_devices=version.scaling.num_devices or 1,
-        engine=version.scaling.engine,
-        routing_block_tokens=version.routing_block_tokens,
-        min_instances=version.scaling.min_instances,
+        idle_timeout_s=scaling.idle_timeout_s,
+        max_instances=scaling.max_instances,
+        num_devices=scaling.num_devices or 1,
+        engine=scaling.engine,
+        min_instances=scaling.min_instances,
         scheduled=tuple(
             types.ScheduledMinimum(float(each.begin_unix_s), float(each.end_unix_s), each.num_instances, each.entry)
-            for each in version.scaling.scheduled
+            for each in scaling.scheduled
         ),
-        targets=types.LatencyTargets(
-            targets.interactive_ttft_s, targets.standard_ttft_s, targets.batch_ttft_s, targets.tbt_target_s
-        ),
+        targets=_from_message(types.LatencyTargets, version.targets),
     )
 
 
@@ -201,13 +190,8 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
 
 def placement_from_proto(placement: scheduler_pb2.Placement, key: types.AttemptKey) -> types.Placement:
     """A placement by an earlier scheduler."""
-    return types.Placement(
-        key, _worker_ref_from_proto(placement.prefill), _worker_ref_from_proto(placement.decode), placement.cold
-    )
-
-
-def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> types.WorkerRef:
-    return types.WorkerRef(ref.worker_id, ref.grpc_address, ref.instance_id)
+    prefill, decode = (_from_message(types.WorkerRef, ref) for ref in (placement.prefill, placement.decode))
+    return types.Placement(key, prefill, decode, placement.cold)
 
 
 def placed_to_fields(
@@ -253,35 +237,17 @@ def phases_from_proto(phases: Iterable[types_pb2.Phase]) -> list[TimedPhase]:
 
 
 def phase_to_proto(phase: TimedPhase) -> types_pb2.Phase:
-    return types_pb2.Phase(
-        name=phase.name, begin_unix_us=phase.begin_us, end_unix_us=phase.end_us, where=phase.where, detail=phase.detail
-    )
+    return to_message(types_pb2.Phase, phase, begin_unix_us=phase.begin_us, end_unix_us=phase.end_us)
 
 
 def decision_to_proto(event: SchedulerEvent) -> scheduler_pb2.Decision:
-    return scheduler_pb2.Decision(
-        at_unix_us=unix_us(event.at), kind=event.kind, subject=event.subject, reason=event.reason
-    )
+    return to_message(scheduler_pb2.Decision, event, at_unix_us=unix_us(event.at))
 
 
 def refusal_to_proto(refused: AdmissionRefused) -> scheduler_pb2.Refusal:
-    return scheduler_pb2.Refusal(
-        key=key_to_proto(refused.key),
-        reason=scheduler_pb2.Refusal.Reason.Value(f"REASON_{refused.reason.name}"),
-        message=refused.message,
-        retry_after_s=refused.retry_after_s,
-    )
+    reason = scheduler_pb2.Refusal.Reason.Value(f"REASON_{refused.reason.name}")
+    return to_message(scheduler_pb2.Refusal, refused, key=key_to_proto(refused.key), reason=reason)
 
 
 def recall_to_proto(recall: Recall) -> scheduler_pb2.Recall:
     return scheduler_pb2.Recall(key=key_to_proto(recall.key), keeps_prompt=recall.keeps_prompt)
-
-
-def notice_to_proto(notice: LoadNotice) -> scheduler_pb2.Loading:
-    return scheduler_pb2.Loading(
-        version_id=notice.version_id,
-        has_slot=notice.has_slot,
-        num_layers_ready=notice.num_layers_ready,
-        num_layers=notice.num_layers,
-        left_s=notice.left_s,
-    )

@@ -10,9 +10,8 @@ opened again for a while, so that a peer that only hung comes back without the b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,10 @@ from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
-from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
-from torchrelay.scheduler.service.controller import Clock, Controller, Peer, Report, peer_of
+from torchrelay.scheduler.policy.inputs import PeerGone, StreamClosed
+from torchrelay.scheduler.policy.types import Peer
+from torchrelay.scheduler.service.controller import Clock, Controller, Report
+from torchrelay.scheduler.service.converters import peer_of
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 from torchrelay.scheduler.service.signed_reports import SignedReports, node_id
 
@@ -37,12 +38,6 @@ _BEAT_S = 1.0  # there are thousands of peers, and each also reports on NATS
 _RETRY_S = 0.1
 _MAX_RETRY_S = 1.0  # for a peer that is lost, or whose streams end soon
 _AWAY_S = 60.0  # then only the broker can bring it back
-
-
-@dataclass(frozen=True)
-class _Watch:
-    incarnation: str
-    task: asyncio.Task[None]
 
 
 class Discovery:
@@ -65,7 +60,7 @@ class Discovery:
         self._tasks = tasks
         # The error of a report. Cancelled as soon as the group of tasks ends for another reason: it takes no task then.
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._watches: dict[Peer, _Watch] = {}
+        self._watches: dict[Peer, tuple[str, asyncio.Task[None]]] = {}  # the incarnation, and what watches it
 
     async def start(self) -> None:
         self._tasks.create_task(self._fail(), name="failure of a report")
@@ -79,7 +74,8 @@ class Discovery:
     async def _on_report(self, kind: type[Report], message: Msg) -> None:
         if self._failure.done():
             return
-        if self._signed_reports.is_repeat(message) and self._controller.repeated((kind, node_id(message))):
+        peer = Peer(node_id(message), is_store=kind is StoreReport)
+        if self._signed_reports.is_repeat(message) and self._controller.repeated(peer):
             return
         report = self._signed_reports.read(kind, message)
         if report is None:
@@ -95,44 +91,63 @@ class Discovery:
     def _watch(self, report: Report) -> None:
         """Watches the process that reports, unless a task does so already."""
         peer = peer_of(report)
-        if present := self._watches.get(peer):
-            if present.incarnation == report.incarnation and not present.task.done():
+        if peer in self._watches:
+            incarnation, task = self._watches[peer]
+            if incarnation == report.incarnation and not task.done():
                 return
-            present.task.cancel()
-        task = self._tasks.create_task(self._watch_peer(report), name=f"watch {peer[1]}")
-        self._watches[peer] = _Watch(report.incarnation, task)
+            task.cancel()
+        task = self._tasks.create_task(self._watch_peer(report), name=f"watch {peer.node_id}")
+        self._watches[peer] = report.incarnation, task
 
     async def _watch_peer(self, first: Report) -> None:
         peer, address = peer_of(first), first.grpc_address
-        controller, node_id = self._controller, peer[1]
-        is_worker = isinstance(first, WorkerReport)
-        retries = StreamRetries(controller.clock)
+        controller, retries = self._controller, StreamRetries(self._controller.clock)
         while retries.go_on(controller.is_present(peer)):
-            stream = _ReportStream(partial(self._open, first), node_id, retries)
-            async with aclosing(stream.reports()) as reports:
+            is_ended = False
+            async with aclosing(self._reports(first, retries)) as reports:
                 async for report in reports:
+                    if report is None:
+                        is_ended = True
+                        break
                     if peer_of(report) != peer or report.incarnation != first.incarnation:
                         break  # another process uses the port by now
                     controller.reported(report, streamed=True)
                     if not controller.is_present(peer):
                         break  # only a whole report brings the peer back, and a stream begins with a whole report
-            if is_worker:
-                controller.apply(WorkerStreamClosed(node_id))
-            was_stopped = is_worker and stream.was_ended
-            if was_stopped or await is_refused(address):
-                gone = WorkerGone(node_id) if is_worker else StoreGone(node_id)
-                controller.apply(WorkerStopped(node_id) if was_stopped else gone)
+            if not peer.is_store:
+                controller.apply(StreamClosed(peer.node_id))
+            is_stopped = not peer.is_store and is_ended
+            if is_stopped or await is_refused(address):
+                controller.apply(PeerGone(peer, is_stopped))
                 await self._channels.forget(address)
                 return
             await asyncio.sleep(retries.next_delay_s())
 
-    def _open(self, first: Report) -> UnaryStreamCall[Any, Any]:
-        epoch, address = self._controller.epoch.value, first.grpc_address
-        if isinstance(first, WorkerReport):
-            watch_slot = worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=epoch)
-            return self._channels.worker(address, first.worker_id).WatchSlot(watch_slot)
-        watch_copies = param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=epoch)
-        return self._channels.store(address, first.store_id).WatchCopies(watch_copies)
+    async def _reports(self, first: Report, retries: StreamRetries) -> AsyncGenerator[Report | None]:
+        """The peer's reports until its stream ends or breaks. None: the peer ended it, because it shuts down."""
+        peer, epoch = peer_of(first), self._controller.epoch.value
+        stub = self._channels.stub(first.grpc_address, peer)
+        call: UnaryStreamCall[Any, Report]
+        try:
+            if peer.is_store:
+                call = stub.WatchCopies(param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=epoch))
+            else:
+                call = stub.WatchSlot(worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=epoch))
+        except grpc.aio.UsageError:
+            return  # the channel was closed
+        try:
+            async for report in call:
+                yield report
+            yield None
+        except grpc.aio.AioRpcError as error:
+            if not retries.is_repeated:
+                log.info("watch_broken", peer=peer.node_id, status=error.code().name, detail=error.details())
+        except asyncio.CancelledError:
+            # Either this task is cancelled, or the peer hung and its channel was closed under the call.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+        finally:
+            call.cancel()
 
 
 class StreamRetries:
@@ -160,31 +175,3 @@ class StreamRetries:
     def next_delay_s(self) -> float:
         self._delay_s = min(2 * self._delay_s, _MAX_RETRY_S) if self.is_repeated else _RETRY_S
         return self._delay_s if self._away_since is None else _MAX_RETRY_S
-
-
-class _ReportStream:
-    """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer, because it shuts down."""
-
-    def __init__(self, open_: Callable[[], UnaryStreamCall[Any, Report]], peer_id: str, retries: StreamRetries) -> None:
-        self._open, self._peer_id, self._retries = open_, peer_id, retries
-        self.was_ended = False
-
-    async def reports(self) -> AsyncGenerator[Report]:
-        try:
-            call = self._open()
-        except grpc.aio.UsageError:
-            return  # the channel was closed
-        try:
-            async for report in call:
-                yield report
-        except grpc.aio.AioRpcError as error:
-            if not self._retries.is_repeated:
-                log.info("watch_broken", peer=self._peer_id, status=error.code().name, detail=error.details())
-        except asyncio.CancelledError:
-            # Either this task is cancelled, or the peer hung and its channel was closed under the call.
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-        else:
-            self.was_ended = True
-        finally:
-            call.cancel()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.identity.callers import Caller, call_token
@@ -14,26 +12,19 @@ from torchrelay.common.process.settings import NODE_ID
 from torchrelay.control.v1 import scheduler_pb2
 
 
-class Enrolment:
-    """Derives the credentials of nodes from the cluster key, for callers whose join token allows these nodes."""
+def enroll(cluster_key: bytes, request: scheduler_pb2.EnrollRequest, unix_s: float) -> scheduler_pb2.EnrollReply:
+    """Derives the credentials of nodes from the cluster key, for a caller whose join token allows these nodes.
 
-    def __init__(self, cluster_key: bytes, unix_s: Callable[[], float] = time.time) -> None:
-        self._cluster_key, self._unix_s = cluster_key, unix_s
-
-    def enroll(self, request: scheduler_pb2.EnrollRequest) -> scheduler_pb2.EnrollReply:
-        """Raises as ``check_join_token``, and ``InvalidRequest`` for an id that no node can have."""
-        is_worker = bool(request.worker_id)
-        for field in ("store_id", "worker_id") if is_worker else ("store_id",):
-            node_id = getattr(request, field)
-            check_join_token(self._cluster_key, request.join_token, node_id, self._unix_s())
-            if re.fullmatch(NODE_ID, node_id) is None:
-                raise InvalidRequest(
-                    f"{node_id!r} is not 1 to 63 letters, digits, hyphens and underscores", field=field
-                )
-        store_key = derive_node_key(self._cluster_key, request.store_id)
-        if not is_worker:
-            return scheduler_pb2.EnrollReply(node_key=store_key.hex())
-        return scheduler_pb2.EnrollReply(
-            node_key=derive_node_key(self._cluster_key, request.worker_id).hex(),
-            store_token=call_token(store_key, Caller.WORKER),
-        )
+    Raises as ``check_join_token``, and ``InvalidRequest`` for an id that no node can have.
+    """
+    is_worker = bool(request.worker_id)
+    for field in ("store_id", "worker_id") if is_worker else ("store_id",):
+        node_id = getattr(request, field)
+        check_join_token(cluster_key, request.join_token, node_id, unix_s)
+        if re.fullmatch(NODE_ID, node_id) is None:
+            raise InvalidRequest(f"{node_id!r} is not 1 to 63 letters, digits, hyphens and underscores", field=field)
+    store_key = derive_node_key(cluster_key, request.store_id)
+    if not is_worker:
+        return scheduler_pb2.EnrollReply(node_key=store_key.hex())
+    node_key = derive_node_key(cluster_key, request.worker_id).hex()
+    return scheduler_pb2.EnrollReply(node_key=node_key, store_token=call_token(store_key, Caller.WORKER))

@@ -9,7 +9,7 @@ clocks differ, which no scheduler can have, is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable
 
 from torchrelay.common.epoch_fence import MAX_EPOCH_LEAD_MS
 from torchrelay.common.errors import StaleEpoch
@@ -51,6 +51,6 @@ class Epoch:
                 f"this one has {self.value}"
             )
 
-    def keep(self, node_ids: Set[str]) -> None:
-        """Forgets all other peers, which are gone."""
-        self._ahead &= node_ids
+    def keep(self, is_present: Callable[[str], bool]) -> None:
+        """Forgets peers that are gone."""
+        self._ahead = set(filter(is_present, self._ahead))

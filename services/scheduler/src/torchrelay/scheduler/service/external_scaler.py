@@ -87,7 +87,7 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         pool = selected_pool(request.scaler_metadata)
         if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} streams of StreamIsActive are open; close one, or scale fewer Deployments")
-        evaluated = self._controller.watch_pools()
+        evaluated = self._controller.watch(only_pools=True)
         self._streams.add(evaluated)
         # A broken stream may leave this generator suspended: cleaning up must not wait until it is collected.
         context.add_done_callback(lambda _: self._leave(evaluated))

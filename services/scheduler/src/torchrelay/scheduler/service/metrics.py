@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from opentelemetry.metrics import Meter
 
@@ -27,7 +28,7 @@ class SchedulerMetrics:
     """
 
     def __init__(self, meter: Meter, state: State, num_events_dropped: Callable[[], int]) -> None:
-        duration, count = partial(seconds_histogram, meter), partial(observe_counts, meter)
+        duration = partial(seconds_histogram, meter)
         value, values = partial(observe_value, meter), partial(observe_values, meter)
 
         self._wait = duration("torchrelay_scheduler_queue_wait", "From admission to placement.")
@@ -42,17 +43,19 @@ class SchedulerMetrics:
         )
         self._copy_duration = duration("torchrelay_scheduler_copy_duration", "From the order of a copy to its end.")
 
-        self._num_answers: Counter[str] = Counter()
-        count("torchrelay_scheduler_admissions", "Answers to admissions, by kind.", "kind", self._num_answers)
-        self._num_requests: Counter[tuple[str, str, str]] = Counter()
+        def count(name: str, description: str, labels: str | tuple[str, ...]) -> Counter[Any]:
+            counts: Counter[Any] = Counter()
+            observe_counts(meter, name, description, labels, counts)
+            return counts
+
+        self._num_answers = count("torchrelay_scheduler_admissions", "Answers to admissions, by kind.", "kind")
         results = "Requests by result: met (both targets), late (first token), slow (mean between tokens), refused."
-        labels = "model", "service_class", "result"
-        count("torchrelay_scheduler_target_requests", results, labels, self._num_requests)
-        self._num_relays: Counter[str] = Counter()
+        self._num_requests = count(
+            "torchrelay_scheduler_target_requests", results, ("model", "service_class", "result")
+        )
         relays = "Relays started, repaired, slow, finished and failed, by event."
-        count("torchrelay_scheduler_relay_events", relays, "event", self._num_relays)
-        self._num_copies: Counter[str] = Counter()
-        count("torchrelay_scheduler_copies_started", "Copies ordered, by cause.", "cause", self._num_copies)
+        self._num_relays = count("torchrelay_scheduler_relay_events", relays, "event")
+        self._num_copies = count("torchrelay_scheduler_copies_started", "Copies ordered, by cause.", "cause")
 
         waiting = "Requests waiting for a placement, by model."
         values("torchrelay_scheduler_requests_waiting", waiting, ("model",), lambda: _num_waiting(state))

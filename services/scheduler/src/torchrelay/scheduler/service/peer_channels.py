@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -12,12 +12,9 @@ from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2_grpc, worker_pb2_grpc
+from torchrelay.scheduler.policy.types import Peer
 
-if TYPE_CHECKING:
-    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub
-    from torchrelay.control.v1.worker_pb2_grpc import WorkerAsyncStub  # exists in the stubs only
-
-_Key: TypeAlias = tuple[str, str]  # address and node: a token is one node's
+_Key: TypeAlias = tuple[str, Peer]  # with the address: a port may pass from one peer to another, and a token is one's
 
 
 class PeerChannels:
@@ -26,45 +23,37 @@ class PeerChannels:
     def __init__(self, cluster_key: bytes, tls: Tls | None = None) -> None:
         self._cluster_key, self._tls = cluster_key, tls
         self._channels: dict[_Key, grpc.aio.Channel] = {}
-        self._workers: dict[_Key, WorkerAsyncStub] = {}  # to make a stub costs as much as a call
-        self._stores: dict[_Key, ParamStoreAsyncStub] = {}
+        self._stubs: dict[_Key, Any] = {}  # to make a stub costs as much as a call
 
-    def worker(self, address: str, worker_id: str) -> WorkerAsyncStub:
-        stub = self._workers.get((address, worker_id))
+    def stub(self, address: str, peer: Peer) -> Any:
+        """The stub of the worker or store, whose asynchronous methods exist in the type stubs only."""
+        stub = self._stubs.get((address, peer))
         if stub is None:
-            channel = self.channel(address, worker_id, Caller.WORKER)
-            stub = self._workers[address, worker_id] = worker_pb2_grpc.WorkerStub(channel)
+            kind = param_store_pb2_grpc.ParamStoreStub if peer.is_store else worker_pb2_grpc.WorkerStub
+            stub = self._stubs[address, peer] = kind(self.channel(address, peer))
         return stub
 
-    def store(self, address: str, store_id: str) -> ParamStoreAsyncStub:
-        stub = self._stores.get((address, store_id))
-        if stub is None:
-            channel = self.channel(address, store_id, Caller.STORE)
-            stub = self._stores[address, store_id] = param_store_pb2_grpc.ParamStoreStub(channel)
-        return stub
-
-    def channel(self, address: str, node_id: str, callee: Caller) -> grpc.aio.Channel:
-        key = address, node_id
+    def channel(self, address: str, peer: Peer) -> grpc.aio.Channel:
+        key = address, peer
         if key not in self._channels:
-            token = call_token(derive_node_key(self._cluster_key, node_id), Caller.SCHEDULER)
+            token = call_token(derive_node_key(self._cluster_key, peer.node_id), Caller.SCHEDULER)
+            callee = Caller.STORE if peer.is_store else Caller.WORKER
             self._channels[key] = open_channel(address, self._tls, token, callee, is_thin=True)
         return self._channels[key]
 
-    def is_connected(self, address: str, node_id: str) -> bool:
+    def is_connected(self, address: str, peer: Peer) -> bool:
         """Whether the connection to the peer stands now."""
-        channel = self._channels.get((address, node_id))
+        channel = self._channels.get((address, peer))
         return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def forget(self, address: str) -> None:
         """Closes the channels to an address whose process is gone; running calls fail."""
         for key in [key for key in self._channels if key[0] == address]:
-            self._workers.pop(key, None)
-            self._stores.pop(key, None)
+            self._stubs.pop(key, None)
             await self._channels.pop(key).close()
 
     async def close(self) -> None:
-        self._workers.clear()
-        self._stores.clear()
+        self._stubs.clear()
         while self._channels:
             await self._channels.popitem()[1].close()
 

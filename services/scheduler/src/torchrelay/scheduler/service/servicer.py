@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -14,8 +15,7 @@ from torchrelay.scheduler.policy.explain import MAX_REQUESTS
 from torchrelay.scheduler.policy.handlers.views import worth_lines
 from torchrelay.scheduler.policy.inputs import (
     FirstToken,
-    GatewayConnected,
-    GatewayDisconnected,
+    GatewayChanged,
     LauncherReported,
     ModelDeleted,
     Withdraw,
@@ -23,7 +23,7 @@ from torchrelay.scheduler.policy.inputs import (
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.controller import Controller
-from torchrelay.scheduler.service.enrolment import Enrolment
+from torchrelay.scheduler.service.enrolment import enroll
 from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.views import ClusterViews
 
@@ -44,11 +44,11 @@ Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callba
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    def __init__(self, controller: Controller, event_reader: EventReader, enrolment: Enrolment) -> None:
+    def __init__(self, controller: Controller, event_reader: EventReader, cluster_key: bytes) -> None:
         self._controller = controller
         self._views = ClusterViews(controller)
         self._event_reader = event_reader
-        self._enrolment = enrolment
+        self._cluster_key = cluster_key
 
     async def Admit(
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommands], context: Context
@@ -88,7 +88,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             if stream.gateway_id or not command.hello.gateway_id:
                 raise InvalidRequest("a stream must say hello once, with a gateway id", field="hello")
             self._controller.streams.connected(stream, command.hello.gateway_id)
-            self._controller.apply(GatewayConnected(stream.gateway_id))
+            self._controller.apply(GatewayChanged(stream.gateway_id, is_connected=True))
             stream.beat(command.hello.beat_every_s)
         elif not stream.gateway_id:
             raise InvalidRequest("the first message of a stream must be hello", field="command")
@@ -109,7 +109,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         reading.cancel()
         stream.close()
         if self._controller.streams.disconnected(stream):
-            self._controller.apply(GatewayDisconnected(stream.gateway_id))
+            self._controller.apply(GatewayChanged(stream.gateway_id, is_connected=False))
 
     async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
         if not request.request_id:
@@ -154,7 +154,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 yield event
 
     async def Enroll(self, request: scheduler_pb2.EnrollRequest, context: Context) -> scheduler_pb2.EnrollReply:
-        return self._enrolment.enroll(request)
+        return enroll(self._cluster_key, request, time.time())
 
     async def ReportLauncher(
         self, request: scheduler_pb2.LauncherReport, context: Context

@@ -11,7 +11,8 @@ from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.net.load_reports import MAC_HEADER, is_report_mac
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.service.controller import Report, peer_of
+from torchrelay.scheduler.service.controller import Report
+from torchrelay.scheduler.service.converters import peer_of
 
 log = get_logger(__name__)
 _MAX_NAMED = 1024
@@ -63,7 +64,7 @@ class SignedReports:
             except DecodeError as error:
                 log.warning("report_unreadable", subject=message.subject, error=str(error))
                 return None
-            if peer_of(report)[1] == node:
+            if peer_of(report).node_id == node:
                 return report
             why = "it is about another node than its subject"
         if (message.subject, why) not in self._logged:

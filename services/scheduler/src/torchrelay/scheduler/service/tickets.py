@@ -18,8 +18,7 @@ from torchrelay.scheduler.service.converters import CallTokens
 from torchrelay.transfer.protocol.tickets import TicketIssuer
 
 _MAX_WORKERS = 16_384
-_KV_TICKET_S = 3600.0  # a receiver that resumes may reuse it until then
-_RELAY_TICKET_S = 3600.0  # alternates are for repair while the scheduler is away
+_TICKET_S = 3600.0  # until then a receiver that resumes reuses it, and a store repairs while the scheduler is away
 
 
 class ClusterTickets:
@@ -46,23 +45,22 @@ class ClusterTickets:
         if not placement.needs_kv_transfer:
             return None
         holder, receiver = placement.prefill.worker_id, placement.decode.worker_id
-        return self._issuer.issue_fields(placement.key.buffer_id, holder, receiver, _expiry_ms(_KV_TICKET_S))
+        return self._issuer.issue_fields(placement.key.buffer_id, holder, receiver, _expiry_ms())
 
     def prompt(self, placement: Placement) -> dict[str, Any] | None:
         """Fields of a ticket that lets the prefill worker export the prompt from its source; None without a source."""
         if (source := placement.prompt_source) is None:
             return None
         holder, receiver = source.worker.worker_id, placement.prefill.worker_id
-        buffer_id = f"{source.key.buffer_id}/prompt"
-        return self._issuer.issue_fields(buffer_id, holder, receiver, _expiry_ms(_KV_TICKET_S))
+        return self._issuer.issue_fields(f"{source.key.buffer_id}/prompt", holder, receiver, _expiry_ms())
 
     def source(self, pack_id: str, holder: StoreStatus | None, receiver_id: str) -> Source:
         """A source from which a store can follow a pack; ``holder`` None: the remote store."""
         if holder is None:
             return Source(holder_id=REMOTE)
-        ticket = self._issuer.issue(pack_id, holder.store_id, receiver_id, _expiry_ms(_RELAY_TICKET_S))
+        ticket = self._issuer.issue(pack_id, holder.store_id, receiver_id, _expiry_ms())
         return Source(holder_id=holder.store_id, data_address=holder.data_address, ticket=ticket)
 
 
-def _expiry_ms(lifetime_s: float) -> int:
-    return int((time.time() + lifetime_s) * 1000)
+def _expiry_ms() -> int:
+    return int((time.time() + _TICKET_S) * 1000)

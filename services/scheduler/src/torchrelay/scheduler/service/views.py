@@ -32,16 +32,12 @@ class ClusterViews:
 
     @property
     def every_s(self) -> float:
-        return _MANY_EVERY_S if self._is_large else _EVERY_S
-
-    @property
-    def _is_large(self) -> bool:
-        return len(self._controller.reports) >= _MANY_PEERS
+        return _EVERY_S if len(self._controller.reports) < _MANY_PEERS else _MANY_EVERY_S
 
     def latest(self) -> tuple[scheduler_pb2.ClusterView, bool]:
         """The view, and whether it shows the last change."""
         now = self._controller.clock.now()
-        if not self._is_large or now - self._built_at >= _SHARED_S:
+        if self.every_s == _EVERY_S or now - self._built_at >= _SHARED_S:
             self._changed.clear()
             self._view, self._built_at = cluster_view(self._controller), now
         return self._view, not self._changed.is_set()
@@ -81,19 +77,14 @@ def relay_views(state: State, now: float) -> list[RelayView]:
 
 def _relay_view(transfer: Transfer, model: str, now: float) -> RelayView:
     copy = transfer.copy
-    view = RelayView(
-        pack_id=transfer.pack_id,
+    view = converters.to_message(
+        RelayView,
+        transfer,
         model=model,
-        target=transfer.target,
         state=_relay_state(transfer, now),
-        urgent=transfer.urgent,
         sources=_relay_sources(transfer),
-        pack_bytes=transfer.pack_bytes,
-        planned_bytes_per_s=transfer.planned_bytes_per_s,
         running_s=transfer.running_s(now),
-        num_replans=transfer.num_replans,
         reason=transfer.reason.text,
-        error=transfer.error,
     )
     if copy is not None:
         view.num_chunks, view.num_chunks_verified = copy.num_chunks, copy.num_chunks_verified
@@ -116,16 +107,7 @@ def _relay_state(transfer: Transfer, now: float) -> RelayView.State.ValueType:
 
 def _relay_sources(transfer: Transfer) -> list[RelaySource]:
     """Sources by report, then planned ones that no report has shown yet."""
-    sources = [
-        RelaySource(
-            holder_id=share.holder_id,
-            num_bytes=share.num_bytes,
-            bytes_per_s=share.bytes_per_s,
-            following=share.following,
-            error=share.error,
-        )
-        for share in transfer.shares
-    ]
+    sources = [converters.to_message(RelaySource, share) for share in transfer.shares]
     if not transfer.ended_at:
         reported = {source.holder_id for source in sources}
         sources += [RelaySource(holder_id=source) for source in transfer.sources if source not in reported]
@@ -135,13 +117,8 @@ def _relay_sources(transfer: Transfer) -> list[RelaySource]:
 def _pool_view(state: State, pool: Pool) -> scheduler_pb2.PoolView:
     target = state.pool_targets[pool]
     waits = state.launcher_waits if pool.num_devices == 1 else ""  # of the slots that a launcher starts
-    return scheduler_pb2.PoolView(
-        num_devices=pool.num_devices,
-        num_slots=target.num_slots,
-        num_used=target.num_used,
-        num_wanted=target.num_wanted,
-        reason=f"{target.reason.text}; {waits}" if waits else target.reason.text,
-    )
+    reason = f"{target.reason.text}; {waits}" if waits else target.reason.text
+    return converters.to_message(scheduler_pb2.PoolView, target, num_devices=pool.num_devices, reason=reason)
 
 
 def _minimum_views(state: State, now: float) -> list[scheduler_pb2.MinimumView]:

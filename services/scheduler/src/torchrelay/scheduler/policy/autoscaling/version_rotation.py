@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from typing import Final
 
-from torchrelay.scheduler.policy.config import TICK_S, TURN_S
+from torchrelay.scheduler.policy.config import ROUND_S, TURN_S
 
 _ROUNDING: Final = 1e-6  # of a turn
 MOST_PER_S: Final = 32 / TURN_S  # so that no turn of a large cluster takes longer than a few milliseconds
@@ -25,9 +25,9 @@ class VersionTurns:
 
     def due(self, version_ids: Collection[str], now: float) -> list[str]:
         """Versions whose turn has come since the last call; all at the first call. If there are few, at least one per
-        ``TICK_S``.
+        ``ROUND_S``.
         """
-        per_s = min(max(len(version_ids) / self._every_s, 1 / TICK_S), MOST_PER_S)
+        per_s = min(max(len(version_ids) / self._every_s, 1 / ROUND_S), MOST_PER_S)
         owed = min(self._owed + (now - self._at) * per_s, len(version_ids))
         num_due = math.floor(owed + _ROUNDING)
         self._owed, self._at = max(owed - num_due, 0.0), now

@@ -29,7 +29,7 @@ from torchrelay.scheduler.policy.types import (
 )
 
 _LEAST_AHEAD_S = 1e-3  # lower bound of the prompt time ahead in a full queue
-_SWEEP_S = 10.0  # waiting requests are checked for this long after a reason to refuse them: ticks may be late
+_SWEEP_S = 10.0  # waiting requests are checked for this long after a reason to refuse them: rounds may be late
 
 
 def admit(
