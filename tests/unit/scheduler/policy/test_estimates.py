@@ -14,20 +14,18 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
-from torchrelay.scheduler.policy.estimates.cached_prompts import CachedPrompts
-from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WEIGHT, Corrections
+from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WEIGHT, Correction
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels, load_left_s, load_s
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
-from torchrelay.scheduler.policy.estimates.token_time import TokenTimes
+from torchrelay.scheduler.policy.estimates.requests import AnswerLength, CachedShare
+from torchrelay.scheduler.policy.estimates.token_time import TokenTime
 from torchrelay.scheduler.policy.handlers.backlogs import prompts_s
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome, outcome_of
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 from torchrelay.scheduler.policy.types import (
     BOTH,
-    MAX_VERSIONS,
     REMOTE,
     AttemptKey,
     InstancePhase,
@@ -153,37 +151,34 @@ def test_instances_of_a_pack_share_its_transfer() -> None:
 
 
 def test_usual_batch_counts_less_with_age() -> None:
-    times = TokenTimes()
-    times.placed("i", 0.01, now=0.0)
-    assert times.of("i", now=0.0).mean_s(0.02) == pytest.approx(0.017)
-    assert times.of("i", now=120.0).mean_s(0.02) == pytest.approx(0.0185)
-    assert times.of("i", now=3600.0).mean_s(0.02) == pytest.approx(0.02)
-    assert times.of("other", now=0.0).mean_s(0.02) == 0.02
+    times = TokenTime()
+    times.placed(0.01, now=0.0)
+    assert times.mean_s(0.02, now=0.0) == pytest.approx(0.017)
+    assert times.mean_s(0.02, now=120.0) == pytest.approx(0.0185)
+    assert times.mean_s(0.02, now=3600.0) == pytest.approx(0.02)
+    assert TokenTime().mean_s(0.02, now=0.0) == 0.02
 
 
 def test_burst_does_not_change_usual_step() -> None:
     """Twenty placements at once were two thirds of it."""
-    times = TokenTimes()
+    times = TokenTime()
     for number in range(400):
-        times.placed("i", 0.01, now=0.1 * number)
+        times.placed(0.01, now=0.1 * number)
     for _ in range(20):
-        times.placed("i", 0.04, now=40.0)
-    assert times.of("i", now=40.0).mean_s(0.01) < 0.011
+        times.placed(0.04, now=40.0)
+    assert times.mean_s(0.01, now=40.0) < 0.011
     for number in range(400):
-        times.placed("i", 0.04, now=100.0 + 0.1 * number)
-    assert times.of("i", now=140.0).mean_s(0.04) > 0.038
+        times.placed(0.04, now=100.0 + 0.1 * number)
+    assert times.mean_s(0.04, now=140.0) > 0.038
 
 
-def test_slow_tokens_are_learned_until_instance_is_gone() -> None:
-    times = TokenTimes()
+def test_slow_tokens_are_learned_and_fade() -> None:
+    times = TokenTime()
     for _ in range(40):
-        times.placed("i", 0.01, now=0.0)
-        token_time = times.of("i", now=0.0)
-        times.observe("i", token_time.mean_s(0.01), token_time.correction, 0.03, now=0.0)
-    assert times.of("i", now=0.0).mean_s(0.01) == pytest.approx(0.03, rel=0.2)
-    assert times.of("i", now=3600.0).mean_s(0.01) == pytest.approx(0.01, rel=0.01)
-    times.forget("i")
-    assert times.of("i", now=0.0).mean_s(0.01) == 0.01
+        times.placed(0.01, now=0.0)
+        times.correction.observe(times.mean_s(0.01, now=0.0), times.correction.factor(0.0), 0.03, now=0.0)
+    assert times.mean_s(0.01, now=0.0) == pytest.approx(0.03, rel=0.2)
+    assert times.mean_s(0.01, now=3600.0) == pytest.approx(0.01, rel=0.01)
 
 
 @pytest.mark.parametrize("true", [1.0, 1.5])
@@ -192,11 +187,11 @@ def test_noise_is_not_corrected(true: float, weight: float) -> None:
     """Where steps take 40% more or less at random, the mean of the last few is itself off by 11%; that much was added
     to the error of each prediction.
     """
-    rng, corrections, factors = random.Random(2), Corrections(weight), []
+    rng, correction, factors = random.Random(2), Correction(weight), []
     for number in range(600):
-        factor, now = corrections.of("i", number * 0.1), number * 0.1
+        factor, now = correction.factor(number * 0.1), number * 0.1
         factors.append(factor)
-        corrections.observe("i", factor, factor, true * math.exp(rng.gauss(0.0, 0.4)), now)
+        correction.observe(factor, factor, true * math.exp(rng.gauss(0.0, 0.4)), now)
     assert median(abs(math.log(factor / true)) for factor in factors[100:]) < (0.02 if true == 1.0 else 0.1)
 
 
@@ -204,50 +199,34 @@ def test_late_measurements_are_corrected_once() -> None:
     """Thirty answers that were predicted at once, before a first one had ended, each added to the correction what all
     had in common: tokens were predicted to take twice as long as they did, some seconds later half as long, and so on.
     """
-    corrections, factors = Corrections(TBT_WEIGHT), []
+    correction, factors = Correction(TBT_WEIGHT), []
     in_flight: list[tuple[float, float]] = []
     for number in range(600):
-        factor = corrections.of("i", number * 0.1)
+        factor = correction.factor(number * 0.1)
         factors.append(factor)
         in_flight.append((factor, factor))
         if len(in_flight) > 30:
-            corrections.observe("i", *in_flight.pop(0), 1.5, number * 0.1)
+            correction.observe(*in_flight.pop(0), 1.5, number * 0.1)
     assert max(factors) < 1.51 and factors[-1] == pytest.approx(1.5, rel=0.01)
 
 
 @pytest.mark.parametrize("times", [3.0, 20.0])
 def test_slower_worker_is_avoided_after_twenty_prompts(times: float) -> None:
-    rng, corrections = random.Random(3), Corrections(TTFT_WEIGHT)
+    rng, correction = random.Random(3), Correction(TTFT_WEIGHT)
     for number in range(220):
         slow = times if number >= 200 else 1.0
-        factor = corrections.of("i", number)
-        corrections.observe("i", factor, factor, slow * math.exp(rng.gauss(0.0, 0.3)), number)
-    assert corrections.of("i", 220.0) > 0.7 * min(times, 8.0)
+        factor = correction.factor(number)
+        correction.observe(factor, factor, slow * math.exp(rng.gauss(0.0, 0.3)), number)
+    assert correction.factor(220.0) > 0.7 * min(times, 8.0)
 
 
 def test_correction_fades_until_instance_is_tried_again() -> None:
-    corrections = Corrections(TTFT_WEIGHT)
+    correction = Correction(TTFT_WEIGHT)
     for _ in range(200):
-        factor = corrections.of("i", now=0.0)
-        corrections.observe("i", factor, factor, 100.0, now=0.0)
-    factors = [corrections.of("i", now) for now in (0.0, 120.0, 240.0, 3600.0)]
+        factor = correction.factor(0.0)
+        correction.observe(factor, factor, 100.0, now=0.0)
+    factors = [correction.factor(now) for now in (0.0, 120.0, 240.0, 3600.0)]
     assert factors == pytest.approx([8.0, 8.0**0.5, 8.0**0.25, 1.0], rel=1e-3)
-
-
-def test_correction_ends_with_its_instance() -> None:
-    scene = two_hosts()
-    scene.serve(a_model(), "cold")
-    for request_id in ("cold", "slow"):
-        if request_id == "slow":
-            scene.admit(a_model(), request_id)
-            scene.now += 5.0
-        scene.apply(FirstToken(AttemptKey(request_id, 1)))
-        scene.release(request_id)
-    placement = scene.placed("slow")
-    corrections, instance_id = scene.policy.state.corrections, placement.prefill.instance_id
-    assert corrections.of(instance_id, scene.now) > 1.0
-    scene.kill(placement.prefill.worker_id)
-    assert corrections.of(instance_id, scene.now) == 1.0
 
 
 def test_hand_overs_are_learned_by_pair_of_hosts() -> None:
@@ -272,23 +251,11 @@ def test_release_teaches_kv_transfer_time() -> None:
 
 
 def test_cached_share_is_by_tokens() -> None:
-    cached = CachedPrompts()
-    cached.observe("v", 900, 600)
-    cached.observe("v", 100, 0)
-    assert cached.uncached_share("v") == pytest.approx(0.4)
-    assert cached.uncached_share("another") == 1.0
-
-
-def test_latest_versions_are_remembered_until_forgotten() -> None:
-    cached = CachedPrompts()
-    cached.observe("v", 100, 60)
-    for number in range(MAX_VERSIONS):
-        cached.observe(f"other {number}", 100, 0)
-        if number % 1000 == 0:
-            cached.observe("v", 100, 60)
-    assert cached.uncached_share("v") == pytest.approx(0.4)
-    cached.forget("v")
-    assert cached.uncached_share("v") == 1.0
+    cached = CachedShare()
+    assert cached.uncached == 1.0
+    cached.observe(900, 600)
+    cached.observe(100, 0)
+    assert cached.uncached == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("block_hashes", "grows"), [((), True), ((b"1", b"2"), False)], ids=["new", "cached"])
@@ -326,16 +293,15 @@ STEPS = LatencyModel(StepCost(0.01, 1e-4, 0, 50), StepCost(0.005, 1e-4, 1e-6, 50
 
 
 def test_expected_length_is_mean_up_to_maximum() -> None:
-    lengths = AnswerLengths()
+    length = AnswerLength()
     for _ in range(7):
-        lengths.observe("v", 100.0)
-    assert lengths.expected("v", 4096) == 4096, "seven say little"
-    lengths.observe("v", 100.0)
-    assert lengths.expected("v", 4096) == 100 and lengths.expected("v", 30) == 30
-    assert lengths.expected("other", 4096) == 4096
+        length.observe(100.0)
+    assert length.expected(4096) == 4096, "seven say little"
+    length.observe(100.0)
+    assert length.expected(4096) == 100 and length.expected(30) == 30
     for _ in range(300):
-        lengths.observe("v", 500.0)
-    assert 490 <= lengths.expected("v", 4096) <= 500
+        length.observe(500.0)
+    assert 490 <= length.expected(4096) <= 500
 
 
 def test_tbt_uses_mean_length_and_kv_the_maximum() -> None:

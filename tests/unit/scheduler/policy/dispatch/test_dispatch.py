@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.scheduler.policy.dispatch.test_placement import a_candidate
 from tests.unit.scheduler.policy.paper_cluster import (
     PaperCluster,
     a_copy,
@@ -26,7 +27,7 @@ from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, Open
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, pause_s, place
 from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
-from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions, max_prompts_ahead
+from torchrelay.scheduler.policy.estimates.requests import Callers
 from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction
@@ -138,18 +139,18 @@ def test_tokens_are_in_time_in_the_mean(full_step_s: float, decode_step_s: float
 
 @pytest.mark.parametrize(("base_s", "expected"), [(0.0, 2), (0.001, 2), (0.010, 6), (0.060, 40)])
 def test_prompts_ahead_begin_within_two_fixed_step_times(base_s: float, expected: int) -> None:
-    assert max_prompts_ahead(LatencyModel(prefill=StepCost(base_s, num_steps=1))) == expected
+    instance = a_candidate("w", BOTH)
+    instance.latency = LatencyModel(prefill=StepCost(base_s, num_steps=1))
+    assert instance.max_prompts_ahead == expected
 
 
 def test_version_is_shared_for_two_seconds() -> None:
-    versions = SharedVersions()
-    versions.note("v", "a", 1.0)
-    versions.note("v", "a", 2.0)
-    assert not versions.is_shared("v", 2.0)
-    versions.note("v", "b", 3.0)
-    assert versions.is_shared("v", 3.5)
-    assert not versions.is_shared("w", 3.5)
-    assert not versions.is_shared("v", 5.0)
+    callers = Callers()
+    callers.note("a", 1.0)
+    callers.note("a", 2.0)
+    assert not callers.are_several(2.0)
+    callers.note("b", 3.0)
+    assert callers.are_several(3.5) and not callers.are_several(5.0)
 
 
 def test_common_prefix_counts_as_cached_at_earlier_instance() -> None:

@@ -32,6 +32,13 @@ from torchrelay.scheduler.policy.types import AttemptKey, LatencyTargets, Placem
 MODEL = a_model()
 
 
+def correction_at(scene: PaperCluster, placement: Placement) -> float:
+    """The correction of times to the first token at the prompt's instance."""
+    instance = scene.policy.state.instances.get(placement.prefill.instance_id)
+    assert instance is not None
+    return instance.ttft_correction.factor(scene.now)
+
+
 def test_each_refused_client_gets_time_of_its_own_place() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=4)).settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
     # The pool holds a single request; none of them becomes late, since late requests would be refused first.
@@ -95,9 +102,7 @@ def test_lost_first_token_counts_with_repeated_admission() -> None:
     scene.now += 5.0
     scene.apply(Admit(admission, MODEL, placement, is_computed=True))
     assert admission.key not in bound.prefills
-    assert scene.policy.state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0, (
-        "when it came is not known"
-    )
+    assert correction_at(scene, placement) == 1.0, "when it came is not known"
 
 
 def test_requests_of_absent_gateway_wait_until_grace_ends() -> None:
@@ -151,7 +156,7 @@ def test_prompts_of_earlier_scheduler_are_ahead(is_worker_first: bool) -> None:
     assert scene.placement("second") is None and scene.policy.state.placing_due == pytest.approx(due)
     scene.apply(FirstToken(first.key))
     assert scene.placed("second").predicted.ttft_s < 0.1
-    assert scene.policy.state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0
+    assert correction_at(scene, placement) == 1.0
 
 
 def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,15 +26,10 @@ from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
-from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
-from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
-from torchrelay.scheduler.policy.estimates.cached_prompts import CachedPrompts
-from torchrelay.scheduler.policy.estimates.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
-from torchrelay.scheduler.policy.estimates.token_time import TokenTimes
 from torchrelay.scheduler.policy.queue.due_times import DueTimes
 from torchrelay.scheduler.policy.queue.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.queue.model_queue import ModelQueues
@@ -79,16 +74,11 @@ class State:
     attempts: OpenAttempts = field(init=False)
     instances: Instances = field(init=False)
     endpoints: dict[str, Endpoints] = field(default_factory=dict)  # by version; see ``handlers/endpoints.py``
-    corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
-    token_times: TokenTimes = field(default_factory=TokenTimes)
-    answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
-    cached_prompts: CachedPrompts = field(default_factory=CachedPrompts)
     due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be dispatched
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)
     prefix_index: PrefixIndex = field(default_factory=PrefixIndex)
-    shared_versions: SharedVersions = field(default_factory=SharedVersions)
     transfers: Transfers = field(init=False)
     copies: Copies = field(init=False)
     retention: Retention = field(init=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.estimates.requests import AnswerLength, CachedShare, Callers
 
 WINDOW_S = 10.0  # the next seconds are expected to have the demand of the last 10 seconds
 _NUM_GAPS = 64
@@ -104,8 +105,11 @@ class Gaps:
 
 @dataclass(slots=True)
 class Usage:
-    """The demand of one version."""
+    """All that is learned of a version's requests."""
 
+    answers: AnswerLength = field(default_factory=AnswerLength)
+    prompts: CachedShare = field(default_factory=CachedShare)
+    callers: Callers = field(default_factory=Callers)
     gaps: Gaps = field(default_factory=Gaps)
     target_s: float = 0.0  # recent mean target for the first token; 0: no request came
     last_used: float | None = None  # the last arrival or end of a request

@@ -7,9 +7,14 @@ from dataclasses import dataclass, field
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.dispatch.open_attempts import DispatchedWork
+from torchrelay.scheduler.policy.estimates.correction import TTFT_WEIGHT, Correction
+from torchrelay.scheduler.policy.estimates.token_time import TokenTime
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import InstancePhase, Role, Roles, WorkerRef
 
+# A worker's fixed time to begin and hand over a prompt, however short. If a full step's worth of short prompts were
+# dispatched at once, a tenant's burst would put dozens of them ahead of another tenant's next request.
+_BEGIN_S = 0.003
 _UNKNOWN_LATENCY = LatencyModel()
 _NO_WORKER = WorkerRef("", "", "")
 
@@ -48,6 +53,8 @@ class Instance:
 
     work: DispatchedWork = field(default_factory=DispatchedWork)
     last_active: float = 0.0  # when an attempt was last placed or released
+    ttft_correction: Correction = field(default_factory=lambda: Correction(TTFT_WEIGHT))
+    token_time: TokenTime = field(default_factory=TokenTime)
 
     # What dispatch knows of it while it takes requests; see ``handlers/endpoints.py``.
     worker_ref: WorkerRef = _NO_WORKER
@@ -104,6 +111,13 @@ class Instance:
     def plays(self, role: Role) -> bool:
         """Whether the instance plays the role now, and is not ordered to give it up."""
         return role in self.roles and role in self.target_roles
+
+    @property
+    def max_prompts_ahead(self) -> int:
+        """Maximum number of prompts at an instance that several tenants use: as many as begin within a step's fixed time,
+        for this step and the next.
+        """
+        return 2 * max(1, round(self.latency.prefill.base_s / _BEGIN_S))
 
     @property
     def kv_unreserved_bytes(self) -> int:

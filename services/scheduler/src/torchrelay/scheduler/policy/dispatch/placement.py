@@ -163,7 +163,7 @@ def _prefills(
     # Runs thousands of times a second for a dozen instances: repeated look-ups are hoisted out of the loop.
     num_contexts, num_tokens, hashes = admission.num_contexts, admission.num_context_tokens, admission.block_hashes
     source, is_batch = admission.prompt_source, admission.service_class is types.ServiceClass.BATCH
-    num_cached_blocks, correction_of = state.prefix_index.num_blocks, state.corrections.of
+    num_cached_blocks = state.prefix_index.num_blocks
     due = soonest_s = math.inf
     is_full = False
     prefills: list[_Prefill] = []
@@ -173,7 +173,7 @@ def _prefills(
             is_full = True
             continue
         num_cached = num_cached_blocks(instance_id, hashes) * model.routing_block_tokens if hashes else 0
-        correction, paused_s, decode_s = correction_of(instance_id, now), 0.0, 0.0
+        correction, paused_s, decode_s = instance.ttft_correction.factor(now), 0.0, 0.0
         if work.decodes:  # also of an instance that gave up decode
             context_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
             if work.queue.owes_pauses and work.has_answers:
@@ -223,11 +223,11 @@ def _decodes(
     """The best few instances with unreserved KV bytes for the whole answer, by their delay of its later tokens.
     ``prefills``: those that may compute its prompt, and go on with other prompts.
     """
-    num_answer_tokens = state.answer_lengths.expected(model.version_id, admission.max_tokens)
+    num_answer_tokens = state.usages.of(model.version_id).answers.expected(admission.max_tokens)
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
-    target_s, token_time_of = admission.tbt_target_s, state.token_times.of
+    target_s = admission.tbt_target_s
     most_bytes = largest_pool = -1
     decodes: list[_Decode] = []
     for instance in instances:
@@ -237,13 +237,13 @@ def _decodes(
             largest_pool = max(largest_pool, instance.kv_pool_bytes)
             continue
         step_s = instance.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
-        token_time = token_time_of(instance_id, now)
-        tbt_s = token_time.mean_s(step_s)
+        tbt_s = instance.token_time.mean_s(step_s, now)
         cost_s = tbt_s + (tbt_s - target_s) * num_tokens if tbt_s > target_s else tbt_s
         if instance in prefills:  # a prompt interrupts decoding by one step at a time
             cost_s += min(instance.ahead_s(now), instance.full_step_s)
         left_s = instance.load_left_s(now)
-        decodes.append((cost_s, instance_id, tbt_s, step_s, token_time.correction, left_s, instance))
+        correction = instance.token_time.correction.factor(now)
+        decodes.append((cost_s, instance_id, tbt_s, step_s, correction, left_s, instance))
     if decodes:
         if len(decodes) > MAX_SCORED:
             decodes.sort(key=lambda decode: (decode[5] + decode[0], decode[1]))  # includes the load left

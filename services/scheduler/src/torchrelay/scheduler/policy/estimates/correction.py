@@ -24,58 +24,42 @@ FADE_EVERY_S: Final = 0.25  # values that fade are recomputed this often: they a
 
 
 @dataclass(slots=True)
-class _Measured:
-    """Recent mean and variance of logarithms."""
+class Correction:
+    """The correction of an instance's predicted times. ``weight``: weight of the newest measurement."""
 
-    at: float  # of the last measurement; the means fade since
-    mean: float = 0.0
-    variance: float = _USUAL_VARIANCE
-    shrunk: float = 0.0
-    factor: float = 1.0  # as last computed
-    factor_until: float = -math.inf  # when ``factor`` is to be recomputed
+    weight: float
+    _at: float = 0.0  # of the last measurement; the mean fades since
+    _mean: float = 0.0  # of logarithms
+    _variance: float = _USUAL_VARIANCE
+    _shrunk: float = 0.0
+    _factor: float = 1.0  # as last computed
+    _factor_until: float = -math.inf  # when the factor is to be recomputed
 
-
-class Corrections:
-    """Corrections by instance. ``weight``: weight of the newest measurement."""
-
-    def __init__(self, weight: float) -> None:
-        self._weight = weight
-        self._chance = weight / (2 - weight)  # variance of the mean / variance of one measurement
-        self._by_instance: dict[str, _Measured] = {}
-
-    def of(self, instance_id: str, now: float) -> float:
+    def factor(self, now: float) -> float:
         """Factor for the instance's predicted times; 1 without a correction."""
-        measured = self._by_instance.get(instance_id)
-        if measured is None or not measured.shrunk:
-            return 1.0
-        if now >= measured.factor_until:
-            measured.factor = float(2.0 ** (measured.shrunk * _remaining(measured, now)))
-            measured.factor_until = now + FADE_EVERY_S
-        return measured.factor
+        if self._shrunk and now >= self._factor_until:
+            self._factor = float(2.0 ** (self._shrunk * self._remaining(now)))
+            self._factor_until = now + FADE_EVERY_S
+        return self._factor
 
-    def observe(self, instance_id: str, predicted_s: float, correction: float, measured_s: float, now: float) -> None:
-        """Learns from a measured time. ``correction``: the factor that is part of ``predicted_s``, which may differ
-        from the present one: many times are predicted before the first of them is measured, and with the present factor
-        each of these would be corrected again for the same deviation.
+    def observe(self, predicted_s: float, factor: float, measured_s: float, now: float) -> None:
+        """Learns from a measured time. ``factor``: part of ``predicted_s``, which may differ from the present one: many
+        times are predicted before the first of them is measured, and with the present factor each of these would be
+        corrected again for the same deviation.
         """
         if predicted_s <= 0 or measured_s <= 0:
             return
-        measured = self._by_instance.setdefault(instance_id, _Measured(now))
         ratio = min(max(math.log2(measured_s / predicted_s), -_MAX_LOG), _MAX_LOG)
-        mean = measured.mean * _remaining(measured, now)
-        deviation = ratio + math.log2(correction) - mean
-        mean = min(max(mean + self._weight * deviation, -_MAX_LOG - _MOST), _MAX_LOG + _MOST)
-        measured.variance += self._weight * (deviation * deviation - measured.variance)
-        share = 1 - self._chance * measured.variance / (mean * mean) if mean else 0.0
-        measured.factor_until = now
-        measured.at, measured.mean = now, mean
-        measured.shrunk = min(max(mean * max(share, 0.0), _LEAST), _MOST)
+        mean = self._mean * self._remaining(now)
+        deviation = ratio + math.log2(factor) - mean
+        mean = min(max(mean + self.weight * deviation, -_MAX_LOG - _MOST), _MAX_LOG + _MOST)
+        self._variance += self.weight * (deviation * deviation - self._variance)
+        # By chance, the variance of the mean is this part of that of a measurement.
+        chance = self.weight / (2 - self.weight)
+        share = 1 - chance * self._variance / (mean * mean) if mean else 0.0
+        self._at, self._mean, self._factor, self._factor_until = now, mean, 1.0, now
+        self._shrunk = min(max(mean * max(share, 0.0), _LEAST), _MOST)
 
-    def forget(self, instance_id: str) -> None:
-        """Forgets an instance that is gone."""
-        self._by_instance.pop(instance_id, None)
-
-
-def _remaining(measured: _Measured, now: float) -> float:
-    """Share of the mean that has not faded."""
-    return float(0.5 ** ((now - measured.at) / HALF_LIFE_S))
+    def _remaining(self, now: float) -> float:
+        """Share of the mean that has not faded."""
+        return float(0.5 ** ((now - self._at) / HALF_LIFE_S))

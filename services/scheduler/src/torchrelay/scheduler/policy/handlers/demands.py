@@ -144,7 +144,7 @@ def tenants_of(state: State, version_id: str) -> list[str]:
 
 def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> DecodeDemand | None:
     """The demand for instances that decode; None if the length of answers or their KV is unknown."""
-    num_tokens = state.answer_lengths.mean(model.version_id)
+    num_tokens = state.usages.of(model.version_id).answers.mean
     if not num_tokens:
         return None
     able = endpoints.of_version(state, model, now)
@@ -152,7 +152,7 @@ def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> 
     if not (num_open := sum(work.num_choices for work in works)) or not able.prefills:
         return None
     first, usage = able.decodes[0], state.usages.of(model.version_id)
-    correction, cost = state.token_times.of(first.instance_id, now).correction, first.latency.decode
+    correction, cost = first.token_time.correction.factor(now), first.latency.decode
     base_s = correction * cost.base_s
     attended_s = cost.per_attended_s * sum(work.num_attended for work in works) / num_open
     per_answer_s = correction * (cost.per_position_s + attended_s)

@@ -16,7 +16,6 @@ from torchrelay.scheduler.policy.dispatch.candidate_index import CandidateIndex
 from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, NoPlacement, place
-from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.handlers import backlogs, endpoints, live_scaling
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt
 from torchrelay.scheduler.policy.state import State
@@ -104,7 +103,7 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
                 state.due[version_id] = placement.due
             # A loading instance may take a prompt although no instance is free for all.
             is_blocked = placement.is_of_all and not live_scaling.is_live(state, version_id)
-            if is_blocked and not state.shared_versions.is_shared(version_id, now):
+            if is_blocked and not state.usages.of(version_id).callers.are_several(now):
                 able.blocked_until = placement.due
             break
         is_late = now + placement.predicted.ttft_s > admission.deadline
@@ -175,7 +174,7 @@ def _best_place(
     """Places the request. Of many instances, tries the likeliest first, and all of them only if that fails.
     ``allowed``: the instances that may compute its prompt; None: any.
     """
-    is_shared = state.shared_versions.is_shared(admission.version_id, now)
+    is_shared = state.usages.of(admission.version_id).callers.are_several(now)
 
     def place_at(prefills: Iterable[Instance], decodes: Iterable[Instance]) -> Placement | NoPlacement:
         if is_shared:
@@ -197,7 +196,7 @@ def _best_place(
 
 def _takes_beside_others(instance: Instance) -> bool:
     """Whether the instance may take another prompt of a version that several tenants share."""
-    return not instance.plays_prefill or len(instance.work.queue) < max_prompts_ahead(instance.latency)
+    return not instance.plays_prefill or len(instance.work.queue) < instance.max_prompts_ahead
 
 
 def _prefix_affine(
@@ -220,9 +219,10 @@ def start(state: State, admission: Admission, placement: Placement, now: float) 
         state.returning.remove(admission)
     open_attempt(state, admission, placement, False, now)
     if not placement.cold:
-        state.token_times.placed(placement.decode.instance_id, placement.predicted.step_s, now)
+        if (decode := state.instances.get(placement.decode.instance_id)) is not None:
+            decode.token_time.placed(placement.predicted.step_s, now)
         num_cached = admission.num_contexts * placement.predicted.num_cached_tokens
-        state.cached_prompts.observe(admission.version_id, admission.num_prefill_tokens, num_cached)
+        state.usages.of(admission.version_id).prompts.observe(admission.num_prefill_tokens, num_cached)
     state.effects.answers.append(effects.Placed(admission.gateway_id, placement))
     placed = effects.AttemptPlaced(
         admission.key,
@@ -248,7 +248,8 @@ def open_attempt(
 ) -> OpenAttempt:
     """Records that the attempt runs at the placement. ``is_computed``: its prompt is computed already."""
     model = state.models[admission.version_id]
-    num_attended = admission.num_attended(state.answer_lengths.expected(model.version_id, admission.max_tokens))
+    num_tokens = state.usages.of(model.version_id).answers.expected(admission.max_tokens)
+    num_attended = admission.num_attended(num_tokens)
     attempt = OpenAttempt(
         admission, placement, now, admission.kv_bytes(model), is_computed, num_attended, computed_at=now
     )
@@ -280,25 +281,25 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
         return
     state.unblock(attempt.admission.version_id)
     state.returning.remove(attempt.admission)  # it was computed before its recall arrived
-    if state.instances.get(attempt.placement.prefill.instance_id):
-        _learn_from_first_token(state, attempt, now, is_measured=is_measured)
+    if (instance := state.instances.get(attempt.placement.prefill.instance_id)) is not None:
+        _learn_from_first_token(state, attempt, instance, now, is_measured=is_measured)
     place_version(state, attempt.admission.version_id, now)
 
 
-def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, is_measured: bool) -> None:
+def _learn_from_first_token(
+    state: State, attempt: OpenAttempt, instance: Instance, now: float, *, is_measured: bool
+) -> None:
     placement, admission = attempt.placement, attempt.admission
-    instance_id, worker_id = placement.prefill.instance_id, placement.prefill.worker_id
-    state.instances.touch(instance_id, now)
+    instance.last_active = now
     if is_measured and not placement.cold and placement.prompt_source is None:
         ttft_s, predicted = now - attempt.placed_at, placement.predicted
-        state.corrections.observe(instance_id, predicted.ttft_s, predicted.ttft_correction, ttft_s, now)
-    instance = state.instances.get(instance_id)
+        instance.ttft_correction.observe(predicted.ttft_s, predicted.ttft_correction, ttft_s, now)
     is_late = now > admission.admitted_at + admission.ttft_target_s and (
         admission.key.attempt == 1 or admission.was_recalled  # without an outage of its worker or of the scheduler
     )
-    if is_measured and instance is not None and admission.admitted_at > instance.since and is_late:
+    if is_measured and admission.admitted_at > instance.since and is_late:
         state.usages.of(admission.version_id).late(admission.admitted_at)
-    model, worker = state.models.get(admission.version_id), state.membership.workers.get(worker_id)
+    model, worker = state.models.get(admission.version_id), state.membership.workers.get(instance.worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
-        state.prefix_index.note(instance_id, admission.block_hashes, worker.kv_pool_bytes // block_bytes)
+        state.prefix_index.note(instance.instance_id, admission.block_hashes, worker.kv_pool_bytes // block_bytes)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
+from torchrelay.scheduler.policy.estimates.requests import CachedShare
 from torchrelay.scheduler.policy.handlers import dispatch, lifecycle, scaling
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
@@ -37,9 +38,7 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
             state.slot_lost_at[instance.version_id] = now
         state.prefix_index.forget(instance.instance_id)
         if not state.instances.of_version(instance.version_id):
-            state.cached_prompts.forget(instance.version_id)
-        state.corrections.forget(instance.instance_id)
-        state.token_times.forget(instance.instance_id)
+            state.usages.of(instance.version_id).prompts = CachedShare()  # the caches are gone
         state.load_times.end(instance.instance_id)
         state.prompt_moves.pop(instance.instance_id, None)
     fields = scaling.event_fields(instance)

@@ -42,7 +42,7 @@ def admit(
     is_known = opened is not None or key in state.queues
     is_new_call = key.attempt == 1 and current is None and not is_known
     scaling.note_model(state, model, now, is_new_call=is_new_call)
-    state.shared_versions.note(admission.version_id, admission.tenant, now)
+    state.usages.of(admission.version_id).callers.note(admission.tenant, now)
     _suspect_failed_workers(state, admission, now)
     if opened is not None:
         if is_computed:  # the first-token message may have been lost with its stream
@@ -198,12 +198,9 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
 
 def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: float) -> None:
     """Learns the KV transfer time and the time between tokens; workers learn their step times themselves."""
-    placement = attempt.placement
-    if outcome.tbt_s is not None and not placement.cold and state.instances.get(placement.decode.instance_id):
-        predicted = placement.predicted
-        state.token_times.observe(
-            placement.decode.instance_id, predicted.tbt_s, predicted.tbt_correction, outcome.tbt_s, now
-        )
+    predicted, instance = attempt.placement.predicted, state.instances.get(attempt.placement.decode.instance_id)
+    if outcome.tbt_s is not None and not attempt.placement.cold and instance is not None:
+        instance.token_time.correction.observe(predicted.tbt_s, predicted.tbt_correction, outcome.tbt_s, now)
     model, admission = state.models.get(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
@@ -219,7 +216,7 @@ def observe_length(state: State, attempt: OpenAttempt, outcome: Outcome) -> None
     admission = attempt.admission
     if outcome.num_output_tokens:
         num_tokens = admission.num_forced_tokens + outcome.num_output_tokens / max(admission.num_choices, 1)
-        state.answer_lengths.observe(admission.version_id, num_tokens)
+        state.usages.of(admission.version_id).answers.observe(num_tokens)
 
 
 def refuse(

@@ -15,7 +15,6 @@ from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MOVE_S
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompt
-from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.handlers import endpoints, recalls
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import LoadingPrompts
@@ -37,12 +36,12 @@ def take_over(state: State, version_id: str, now: float) -> None:
     if not movable:
         return
     reserved_s = state.returning.seconds(version_id, now)
-    is_shared, waiting = state.shared_versions.is_shared(version_id, now), state.queues.next(version_id, now)
+    is_shared, waiting = state.usages.of(version_id).callers.are_several(now), state.queues.next(version_id, now)
     for target in _by_work_ahead(prefills, reserved_s, now):
         work, ahead_s = target.work, target.ahead_s(now) + reserved_s.get(target.instance_id, 0.0)
         # These limit the prompts ahead of an instance to less than a full step.
         takes_one = is_shared or (target.plays_decode and work.has_answers)
-        if is_shared and len(work.queue) >= max_prompts_ahead(target.latency):
+        if is_shared and len(work.queue) >= target.max_prompts_ahead:
             continue
         while movable and ahead_s < target.full_step_s and _free_at(target, now) <= now:
             attempt, source = movable[0]
@@ -131,7 +130,7 @@ def prefills_ahead(
     latency = loading[0].latency
     prompt_s = admission.num_contexts * latency.prefill_s(admission.num_context_tokens)
     bound_s = {instance: instance.ahead_s(now) for instance in loading}
-    is_shared = state.shared_versions.is_shared(model.version_id, now)
+    is_shared = state.usages.of(model.version_id).callers.are_several(now)
     takes = [
         instance
         for instance in loading

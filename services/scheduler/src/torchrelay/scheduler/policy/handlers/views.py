@@ -80,7 +80,7 @@ def _drain_s(state: State, instance: Instance) -> float:
     if not work.num_choices or worker is None:
         return 0.0
     latency = state.latency_models.of(worker, instance.pack_id, state.config)
-    num_tokens = state.answer_lengths.mean(instance.version_id) or 0.0
+    num_tokens = state.usages.of(instance.version_id).answers.mean or 0.0
     return min(2 * num_tokens * latency.tbt_s(work.num_choices, work.num_attended), state.config.drain_s)
 
 
