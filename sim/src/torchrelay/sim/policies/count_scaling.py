@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, free_slots
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots, SlotAssignment
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.types import BOTH, Model, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, Model
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class CountScaling:
     kept: Sequence[Model] = ()
 
     def __call__(self, view: View) -> tuple[Action, ...]:
-        free = free_workers(view)
+        free = FreeSlots(view.instances, view.membership)
         actions: list[Action] = []
         starving: list[Model] = []
         for demand in sorted(view.demands, key=lambda demand: -demand.oldest_wait_s):
             num_missing = self._num_missing(demand, view)
-            loads = _load(demand.model, num_missing, demand.avoid, view, free)
+            loads = _load(demand.model, num_missing, demand.avoid, free)
             actions += loads
             if num_missing and not loads and not view.of(demand.model):
                 starving.append(demand.model)
@@ -43,7 +43,7 @@ class CountScaling:
             waking = {action.model.version_id for action in actions if isinstance(action, Load)}
             for model in self.kept:
                 if model.version_id not in waking and not view.of(model):
-                    actions += _load(model, 1, frozenset(), view, free)
+                    actions += _load(model, 1, frozenset(), free)
         actions += self._idle(view)
         return tuple(actions)
 
@@ -69,20 +69,13 @@ class CountScaling:
         return actions
 
 
-def _load(
-    model: Model,
-    number: int,
-    avoid: frozenset[str],
-    view: View,
-    free: dict[str, WorkerStatus],
-) -> list[Action]:
+def _load(model: Model, number: int, avoid: frozenset[str], free: FreeSlots) -> list[Action]:
     """Wakes up to ``number`` instances in free slots, the nearest copy first."""
     if not number:
         return []
-    slots = free_slots(model, free.values(), view.membership.stores_by_host, avoid)
+    slots = free.of(model, avoid)
     chosen = sorted(slots, key=lambda slot: slot.cost)[:number]
-    for slot in chosen:
-        del free[slot.worker_id]
+    free.take(chosen)
     assignments = tuple(SlotAssignment(slot.worker_id, BOTH) for slot in chosen)
     return [Load(model, assignments, Reason("growth", f"{number} more by count"))] if assignments else []
 
@@ -115,8 +108,3 @@ def _evictions(starving: Sequence[Model], view: View) -> list[Action]:
             idle.remove(victim)
             actions.append(Drain(victim.instance_id, Reason("evict", f"{model.name} has no slot")))
     return actions
-
-
-def free_workers(view: View) -> dict[str, WorkerStatus]:
-    occupied, free = view.instances.workers, view.membership.free_workers
-    return {worker_id: worker for worker_id, worker in free.items() if worker_id not in occupied}

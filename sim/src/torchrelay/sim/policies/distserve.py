@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Load
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign, free_slots
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots, SlotAssignment, assign
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.scheduler.policy.types import Model, Role
 from torchrelay.sim.plant import policy_model
-from torchrelay.sim.policies.count_scaling import free_workers
 from torchrelay.sim.policies.deadline_order import by_deadline
 from torchrelay.sim.policies.relay_plans import from_disk, no_copies
 from torchrelay.sim.policies.setup import Knobs, Setup, all_everywhere
@@ -42,7 +41,7 @@ class StaticInstances:
     def __call__(self, view: View) -> tuple[Action, ...]:
         if not view.is_complete or len(view.membership.workers) < self.num_workers:
             return ()
-        free = free_workers(view)
+        free = FreeSlots(view.instances, view.membership)
         actions: list[Action] = []
         for model, num_prefill, num_decode in self.numbers:
             own = view.of(model)
@@ -50,11 +49,8 @@ class StaticInstances:
             missing = [max(num_prefill - have[Role.PREFILL], 0), max(num_decode - have[Role.DECODE], 0)]
             chosen: list[SlotAssignment] = []
             for num_missing in ((missing[0], 0), (0, missing[1])):  # instances with a single role
-                assigned = assign(
-                    free_slots(model, free.values(), view.membership.stores_by_host, frozenset()), *num_missing
-                )
-                for assignment in assigned:
-                    del free[assignment.worker_id]
+                assigned = assign(free.of(model), *num_missing)
+                free.take(assigned)
                 chosen += assigned
             actions += [Load(model, tuple(chosen), Reason("growth", "as planned"))] if chosen else []
         return tuple(actions)

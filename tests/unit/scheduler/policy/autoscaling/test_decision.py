@@ -20,7 +20,7 @@ from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.decision import decide
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, FreeSlots, assign
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, Roles
@@ -82,7 +82,8 @@ def test_slots_need_store_with_free_space() -> None:
         "there": a_store("s4", "there", [a_copy(model), pinned], arena_bytes=2 * model.pack_bytes),
     }
     workers = [a_worker(f"w {host_id}", host_id) for host_id in (*stores, "no store")]
-    slots = free_slots(model, workers, stores, frozenset(["w there"]))
+    view = a_view([], workers=workers, stores=stores.values())
+    slots = sorted(FreeSlots(view.instances, view.membership).of(model, frozenset(["w there"])))
     assert [(slot.worker_id, slot.tier, slot.avoided) for slot in slots] == [
         ("w evictable", Tier.PEER, False),
         ("w there", Tier.HOST, True),

@@ -10,11 +10,11 @@ import pytest
 
 from tests.unit.scheduler.policy.autoscaling.listed_cluster import a_view
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, FreeSlots, assign
+from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.types import BOTH, DECODES, PackCopy, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, DECODES, Model, PackCopy, Role, Roles, StoreStatus, WorkerStatus
 
 MODEL, OTHER = a_model(), a_model("acme/other")
 ROLES: tuple[Roles, ...] = (BOTH, DECODES, BOTH - DECODES)
@@ -55,6 +55,29 @@ def some_workers(random: Random, is_alike: bool) -> list[WorkerStatus]:
     return [worker(name) for name in random.sample(names, len(names))]
 
 
+def scanned(
+    model: Model, workers: list[WorkerStatus], stores: dict[str, StoreStatus], avoid: frozenset[str], kv_bytes: int
+) -> list[FreeSlot]:
+    """The slots of ``workers``, all free, by a look at each; ``stores``: by host."""
+    is_held = any(model.pack_id in store.copies and not store.copies[model.pack_id].error for store in stores.values())
+    return [
+        FreeSlot(
+            worker.worker_id,
+            worker.host_id,
+            roles,
+            tier_of(model.pack_id, store, is_held),
+            worker.worker_id in avoid,
+            worker.preferred_role,
+            worker.hands_over,
+        )
+        for worker in workers
+        if model.slot_class.fits(worker)
+        and (roles := worker.roles_for(kv_bytes))
+        and (store := stores.get(worker.host_id)) is not None
+        and store.has_space_for(model.pack_id, model.pack_bytes)
+    ]
+
+
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_few_slots_give_same_assignment_as_all(is_alike: bool) -> None:
     random = Random(1)
@@ -67,10 +90,8 @@ def test_few_slots_give_same_assignment_as_all(is_alike: bool) -> None:
         view = a_view([], workers=workers, stores=stores.values())
         for worker_id in taken:
             view.membership.suspect(worker_id, now=1.0)
-        free = FreeSlots(view)
-        every = free_slots(
-            model, [worker for worker in workers if worker.worker_id not in taken], stores, avoid, kv_bytes
-        )
+        free = FreeSlots(view.instances, view.membership)
+        every = scanned(model, [worker for worker in workers if worker.worker_id not in taken], stores, avoid, kv_bytes)
         assert set(free.of(model, avoid, kv_bytes)) == set(every)
         nearest = [slot.tier for slot in free.of(model, avoid, kv_bytes, most=1)]
         assert min(nearest, default=None) == min((slot.tier for slot in every), default=None)

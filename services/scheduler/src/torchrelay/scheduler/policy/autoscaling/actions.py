@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
+from torchrelay.scheduler.policy.autoscaling.slots import SlotAssignment
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import Model, Roles
 

@@ -22,11 +22,10 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.asks import Gain, take_idle_slots, take_slots
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.role_changes import change_role
 from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizings_of, wanted_instances
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots, SlotAssignment, assign
 from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
@@ -61,7 +60,7 @@ class _Decision:
         self.demands = sorted(view.demands, key=lambda demand: -demand.slot_wait_s)
         self._view = view
         self._granted: dict[str, list[Roles]] = {}
-        self._free = FreeSlots(view)
+        self._free = FreeSlots(view.instances, view.membership)
 
     @cached_property
     def _ledger(self) -> Ledger:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import BOTH, ROLES, Role, Roles
 

@@ -16,9 +16,9 @@ from torchrelay.scheduler.policy.autoscaling.actions import Load
 from torchrelay.scheduler.policy.autoscaling.asks import TIME_SLICE, Ask, Bid, ask_of, is_of_tenant, overdue_s
 from torchrelay.scheduler.policy.autoscaling.decision import decide, next_load_s
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import ScalingMode
@@ -69,7 +69,7 @@ def _bid_for_next(demand: Demand, view: View) -> WorthLine:
     """The bid of a model that serves: the late requests that one more instance would save, against its cost."""
     if demand.by_tenant:
         return WorthLine("bid", "its files are shared with other tenants: no numbers of all together are shown")
-    free = FreeSlots(view)
+    free = FreeSlots(view.instances, view.membership)
     load_s = next_load_s(demand, view, free)
     playing = Counter(role for instance in view.of(demand.model) for role in instance.target_roles)
     bids = []

@@ -114,7 +114,7 @@ class Instance:
 
     @property
     def max_prompts_ahead(self) -> int:
-        """Maximum number of prompts at an instance that several tenants use: as many as begin within a step's fixed time,
+        """Maximum number of prompts if several tenants use the instance: as many as begin within a step's fixed time,
         for this step and the next.
         """
         return 2 * max(1, round(self.latency.prefill.base_s / _BEGIN_S))
