@@ -20,7 +20,7 @@ Called from a single thread, one input at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import assert_never
 
 from torchrelay.scheduler.policy import inputs
@@ -74,8 +74,7 @@ class Policy:
             case inputs.Release():
                 self._release(input_, now)
             case inputs.MinimumsSet(models):
-                scaling.set_minimums(state, models, now)
-                self._react(now)
+                self._react(scaling.set_minimums(state, models, now), now)
             case inputs.ModelDeleted(model):
                 scaling.model_deleted(state, model, now)
             case inputs.LauncherReported(waits):
@@ -93,7 +92,7 @@ class Policy:
                 if state.membership.beat_worker(worker_id, incarnation, progress, now):
                     if instance := state.instances.on_worker(worker_id):
                         state.endpoints.pop(instance.version_id, None)
-                    self._react(now)
+                        self._react((instance.version_id,), now)
             case inputs.StreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
             case inputs.PeerGone(Peer(store_id, True)):
@@ -101,11 +100,11 @@ class Policy:
                     self._remove_store(lost, "the store's process is gone", now)
             case inputs.PeerGone(Peer(worker_id), is_stopped):
                 if state.membership.drop_worker(worker_id, now):
-                    instance_changes.worker_gone(state, worker_id, *(_STOPPED if is_stopped else _GONE), now)
-                    self._react(now)
+                    kind, reason = _STOPPED if is_stopped else _GONE
+                    self._react(instance_changes.worker_gone(state, worker_id, kind, reason, now), now)
             case inputs.CommandEnded():
-                if command_outcomes.apply(state, input_, now):
-                    self._react(now)
+                if changed := command_outcomes.apply(state, input_, now):
+                    self._react((changed,), now)
             case inputs.Tick(listening_since):
                 self._tick(listening_since, now)
             case _:
@@ -128,11 +127,11 @@ class Policy:
             if opened is None:
                 lifecycle.refuse_if_infeasible(state, admission, now)
                 pools.request_waits(state, model, now)
-            is_short = opened is None or opened.placement.cold
-            if is_short and scaling.may_act_alone(state, model, now):
-                scaling.scale(state, now, (model.version_id,))
-            if is_short:
-                load_notices.tell(state, (model.version_id,), now)
+            if opened is None or opened.placement.cold:
+                if scaling.may_act_alone(state, model, now):
+                    self._evaluate((model.version_id,), now)
+                else:
+                    load_notices.tell(state, (model.version_id,), now)
 
     def _release(self, input_: inputs.Release, now: float) -> None:
         """Closes an attempt. Workers that the gateway saw fail are named in the next admission instead, because a
@@ -179,17 +178,10 @@ class Policy:
         if not is_new and all(change.is_progress for change in changes):
             dispatch.place_waiting(state, now, own)
             return
-        if not state.strategies.decides_in_turns:
-            dispatch.place_waiting(state, now)
-            scaling.scale(state, now, sorted({*state.queues.versions, *own}))
-            return
         if is_new and (instance := state.instances.on_worker(accepted.worker_id)):
             own = sorted({*own, instance.version_id})
-        dispatch.place_waiting(state, now, own)
-        # Reports of many workers come at once: one evaluation follows them all.
-        scaling.mark(state, (each for each in own if scaling.has_waiting_or_minimum(state, each)), now)
-        if is_new or any(change.gone for change in changes):  # a slot may be free for a version without one
-            scaling.mark_starving(state, now)
+        # A slot may be free for a version without an instance.
+        self._react(own, now, is_slot_free=is_new or any(change.gone for change in changes))
 
     def _use_pack(self, worker_id: str, now: float) -> None:
         """Counts the pack of the worker's instance as used, once its size is known."""
@@ -216,10 +208,7 @@ class Policy:
             relay_plans.store_reported(state, store, before, now)
             if before is not None:
                 return
-            if state.strategies.decides_in_turns:  # slots of its host can be loaded now for versions without one
-                scaling.mark_starving(state, now)
-            else:
-                self._react(now)
+            self._react((), now)  # slots of its host can be loaded now
         elif before is not None and state.membership.finds_duplicate(store):
             text = (
                 f"{store.store_id} runs twice: the store at {before.grpc_address} counts, that at {store.grpc_address} "
@@ -243,7 +232,7 @@ class Policy:
         state = self.state
         if state.placing_due <= now <= state.round_due + TURN_S:
             dispatch.place_due(state, now)
-            scaling.scale_marked(state, now)
+            load_notices.tell(state, scaling.scale_marked(state, now), now)
         elif state.round_due <= now:
             state.round_due = now + ROUND_S
             self._round(listening_since, now)
@@ -273,39 +262,33 @@ class Policy:
         state.load_failures.prune(now)
         for instance, reason in state.load_failures.stalled(state.instances.loading, state.membership, now):
             instance_changes.give_up_load(self.state, instance, reason, now)
-        is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
-        if is_whole:
-            lifecycle.refuse_infeasible(state, now)
+        due = {*state.queues.versions, *state.instances.loading_versions, *self._due_versions(now)}
+        if is_whole := now >= state.whole_scale_due:
             state.whole_scale_due = now + state.config.whole_scale_every_s
+            lifecycle.refuse_infeasible(state, now)
             scaling.evaluate_minimums(state, now)
             reserved_slots.refuse_without_slot(state, now)
-        if is_whole and not is_in_turns:
-            self._react(now)
-        else:
-            dispatch.place_waiting(state, now)
-            due: list[str] = []
-            if is_in_turns:
-                due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
-                if is_whole:  # these may have no instance
-                    due += [*state.minimums.in_force, *views.expected_versions(state, now)]
-            scaling.scale(state, now, sorted({*due, *state.queues.versions, *state.instances.loading_versions}))
+            due.update(state.minimums.in_force, views.expected_versions(state, now))  # these may have no instance
+        dispatch.place_waiting(state, now)
+        self._evaluate(None if is_whole and not state.strategies.decides_in_turns else due, now)
         if is_whole:
             pools.evaluate_pools(state, now)
             lifecycle.refuse_unserved(state, now)  # by the new targets
-        load_notices.tell(state, sorted({*state.queues.versions, *state.instances.loading_versions}), now)
         self._evaluate_copies(now)
 
     def _turn(self, now: float) -> None:
         state = self.state
         self._evaluate_copies(now)
+        # Growth is decided together with all waiting versions; if these are many, the next round does so.
+        if len(waiting := state.queues.versions) <= _FEW_VERSIONS and (due := self._due_versions(now)):
+            self._evaluate((*due, *waiting), now)
+
+    def _due_versions(self, now: float) -> list[str]:
+        """Versions that may have become idle just now, and a few without a change."""
+        state = self.state
         if not state.strategies.decides_in_turns:
-            return
-        due, waiting = scaling.idle_versions(state, now), state.queues.versions
-        # Growth is decided together with all waiting versions; if these are many, the turns wait for the next round.
-        if has_few_waiting := len(waiting) <= _FEW_VERSIONS:
-            due += state.scale_turns.due(state.instances.versions, now)
-        if due:
-            scaling.scale(state, now, sorted({*due, *(waiting if has_few_waiting else ())}))
+            return []
+        return [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
 
     def _evaluate_copies(self, now: float) -> None:
         """Evaluates a few packs and stores; not before all stores had time to report after a start."""
@@ -319,6 +302,25 @@ class Policy:
 
     # Shared
 
-    def _react(self, now: float) -> None:
-        dispatch.place_waiting(self.state, now)
-        scaling.scale(self.state, now)
+    def _react(self, version_ids: Collection[str], now: float, *, is_slot_free: bool = True) -> None:
+        """Places the requests of versions whose instances changed, and lets a decision follow once all inputs of the
+        moment are in: reports of many workers come at once. ``is_slot_free``: also for versions without an instance.
+        """
+        state = self.state
+        if not state.strategies.decides_in_turns:
+            dispatch.place_waiting(state, now)
+            scaling.scale(state, now, sorted({*state.queues.versions, *version_ids}))
+            return
+        dispatch.place_waiting(state, now, version_ids)
+        scaling.mark(state, (each for each in version_ids if scaling.has_waiting_or_minimum(state, each)), now)
+        if is_slot_free:
+            scaling.mark_starving(state, now)
+
+    def _evaluate(self, version_ids: Collection[str] | None, now: float) -> None:
+        """Lets a decision on these versions follow, or on all (None)."""
+        state = self.state
+        if state.strategies.decides_in_turns and version_ids is not None:
+            scaling.mark(state, version_ids, now)
+        else:
+            scaling.scale(state, now, version_ids if version_ids is None else sorted(version_ids))
+            load_notices.tell(state, sorted({*state.queues.versions, *state.instances.loading_versions}), now)

@@ -15,19 +15,24 @@ from torchrelay.scheduler.policy.inputs import (
 )
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import InstancePhase
+from torchrelay.scheduler.policy.types import InstancePhase, Roles
 
 
-def apply(state: State, ended: CommandEnded, now: float) -> bool:
-    """Applies an outcome. Returns whether requests and slots are to be decided on anew."""
+def apply(state: State, ended: CommandEnded, now: float) -> str:
+    """Applies an outcome. Returns the version to decide on anew; empty: none."""
     command, cause, is_accepted = ended.command, ended.cause, ended.outcome is CommandOutcome.ACCEPTED
     match command:
         case Load(instance_id):
             if instance := state.instances.get(instance_id):
-                return _load_ended(state, instance, ended, command.failed_store, now)
+                is_over = _load_ended(state, instance, ended, command.failed_store, now)
+                return instance.version_id if is_over else ""
         case RoleChange(instance_id):
             if instance := state.instances.get(instance_id):
-                return _set_roles(state, instance) if is_accepted else _keep_roles(state, instance, cause, now)
+                if not is_accepted:
+                    _keep_roles(state, instance, cause, now)
+                elif instance.pending_roles is not None:
+                    _set_roles(state, instance, instance.pending_roles)
+                    return instance.version_id
         case Unload(instance_id):
             if not is_accepted and (instance := state.instances.get(instance_id)):
                 scaling.unload_failed(state, instance_id, now)
@@ -42,10 +47,11 @@ def apply(state: State, ended: CommandEnded, now: float) -> bool:
         case Retention(store_id):
             if not is_accepted:
                 state.retention.refused(store_id, now)
-    return False
+    return ""
 
 
 def _load_ended(state: State, instance: Instance, ended: CommandEnded, failed_store: str, now: float) -> bool:
+    """Returns whether the load is given up."""
     waits_for_store = failed_store and instance.phase is InstancePhase.LOADING and not instance.num_layers_ready
     if instance.accepted and not waits_for_store:
         return False
@@ -65,17 +71,13 @@ def _load_ended(state: State, instance: Instance, ended: CommandEnded, failed_st
     return True
 
 
-def _set_roles(state: State, instance: Instance) -> bool:
-    if instance.pending_roles is None:
-        return False
-    state.membership.set_roles(instance.worker_id, instance.pending_roles)
-    instance.roles, instance.pending_roles = instance.pending_roles, None
+def _set_roles(state: State, instance: Instance, roles: Roles) -> None:
+    state.membership.set_roles(instance.worker_id, roles)
+    instance.roles, instance.pending_roles = roles, None
     state.instances.put(instance)
-    return True
 
 
-def _keep_roles(state: State, instance: Instance, cause: str, now: float) -> bool:
+def _keep_roles(state: State, instance: Instance, cause: str, now: float) -> None:
     instance.pending_roles, instance.roles_retry_at = None, now + state.config.roles_retry_s
     state.instances.put(instance)
     state.record_event(now, "set_roles_failed", instance, cause)
-    return False

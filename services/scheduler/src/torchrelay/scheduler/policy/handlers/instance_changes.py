@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.cluster.instance import Instance
@@ -24,10 +24,12 @@ def give_up_load(state: State, instance: Instance, reason: Reason, now: float) -
         record(state, InstanceTransition(TransitionKind.FAILED, instance, instance.since, reason), now)
 
 
-def worker_gone(state: State, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
-    """Removes the instances of a worker that is gone."""
-    for change in state.instances.leave(worker_id, kind, reason):
+def worker_gone(state: State, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> Sequence[str]:
+    """Removes the instance of a worker that is gone; returns the version of the instance, if there is one."""
+    changes = state.instances.leave(worker_id, kind, reason)
+    for change in changes:
         record(state, change, now)
+    return [change.instance.version_id for change in changes]
 
 
 def record(state: State, change: InstanceTransition, now: float) -> None:

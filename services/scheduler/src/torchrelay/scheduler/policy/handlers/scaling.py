@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from torchrelay.common.quantities import format_count
@@ -112,8 +112,8 @@ def mark_starving(state: State, now: float) -> None:
     mark(state, (), now)
 
 
-def scale_marked(state: State, now: float) -> None:
-    """Decides on the marked versions."""
+def scale_marked(state: State, now: float) -> Sequence[str]:
+    """Decides on the marked versions, and returns them."""
     marked = state.marked
     if state.are_starving_marked:
         models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
@@ -121,6 +121,7 @@ def scale_marked(state: State, now: float) -> None:
     state.marked, state.marked_at, state.are_starving_marked = set(), math.inf, False
     if marked:
         scale(state, now, sorted(marked))
+    return sorted(marked)
 
 
 def _lacks_role(state: State, model: Model, now: float) -> bool:
@@ -179,12 +180,14 @@ def _slot_text(slot: WorkerStatus | Model) -> str:
     return f"{slot.engine or 'any engine'} on {format_count(slot.num_devices, 'device')}"
 
 
-def set_minimums(state: State, models: Sequence[Model], now: float) -> None:
-    """Sets the models that have a minimum of instances, always or at times; no other model has one."""
+def set_minimums(state: State, models: Sequence[Model], now: float) -> Collection[str]:
+    """Sets the models that have a minimum of instances, always or at times; no other model has one. Returns the
+    versions whose minimum has changed.
+    """
     for model in models:
         note_model(state, model, now, is_new_call=False)
     state.minimums.set(models)
-    evaluate_minimums(state, now)
+    return evaluate_minimums(state, now)
 
 
 def model_deleted(state: State, name: str, now: float) -> None:
@@ -195,16 +198,18 @@ def model_deleted(state: State, name: str, now: float) -> None:
         state.idle_deadlines.note(version_id, now)
 
 
-def evaluate_minimums(state: State, now: float) -> None:
-    """Updates the minimums in force now, and records each change."""
+def evaluate_minimums(state: State, now: float) -> Collection[str]:
+    """Updates the minimums in force now, and records each change; returns the versions with a change."""
 
     def lead_s(model: Model) -> float:
         return _LEAD_FACTOR * state.expected_load_s(model) + state.config.whole_scale_every_s
 
-    for version_id, minimum in state.minimums.evaluate(now, lead_s).items():
+    changed = state.minimums.evaluate(now, lead_s)
+    for version_id, minimum in changed.items():
         if model := state.models.get(version_id):
             plain = dict.fromkeys(demands.tenants_of(state, version_id), minimum.plain_text)
             state.record_event(now, "minimum", model, Reason("minimum", minimum.text(now), {}, plain))
+    return changed.keys()
 
 
 def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
