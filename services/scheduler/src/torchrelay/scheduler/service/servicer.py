@@ -17,13 +17,7 @@ from torchrelay.common.process.settings import NODE_ID
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import MAX_REQUESTS
 from torchrelay.scheduler.policy.handlers.cluster_load import worth_lines
-from torchrelay.scheduler.policy.inputs import (
-    FirstToken,
-    GatewayChanged,
-    LauncherReported,
-    ModelDeleted,
-    Withdraw,
-)
+from torchrelay.scheduler.policy.inputs import FirstToken, GatewayChanged, LauncherReported, ModelDeleted, Withdraw
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.controller import Controller
