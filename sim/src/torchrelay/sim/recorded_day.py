@@ -12,9 +12,9 @@ import msgspec
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import inputs
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import Admission, Model, WorkerStatus
 from torchrelay.scheduler.service.input_log import Step, steps
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome, ServedModel

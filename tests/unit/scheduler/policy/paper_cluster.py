@@ -10,7 +10,6 @@ from msgspec import structs
 
 from torchrelay.scheduler.policy.config import ROUND_S, PolicyConfig
 from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
-from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Answer,
@@ -25,6 +24,7 @@ from torchrelay.scheduler.policy.effects import (
     SetRolesCommand,
     UnloadCommand,
 )
+from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     Beat,

@@ -13,11 +13,11 @@ from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
 from torchrelay.scheduler.policy.cluster.membership import Membership
+from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSize, SlotSizes
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.inputs import PeerGone, StoreReported
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import (
     BOTH,
     OWN_ENGINE,

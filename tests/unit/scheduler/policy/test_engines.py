@@ -13,7 +13,7 @@ from tests.unit.scheduler.policy.dispatch.test_placement import MODEL, NOW, a_ca
 from tests.unit.scheduler.policy.dispatch.test_placement import an_admission as a_placeable
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_pair, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
+from torchrelay.scheduler.policy.handlers.placement import NoPlacement
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, WorkerStatus
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.inputs import MinimumsSet
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import Model, ScheduledMinimum
 
 KEPT = a_model("acme/kept", min_instances=1, idle_timeout_s=1.0)

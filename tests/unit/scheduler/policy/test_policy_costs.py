@@ -13,9 +13,9 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker, an_admission
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.handlers import dispatch
+from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     Beat,

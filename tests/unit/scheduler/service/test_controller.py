@@ -28,7 +28,6 @@ from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Refusal
 from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed
-from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import GatewayChanged
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass, SlotClass
@@ -41,7 +40,6 @@ from torchrelay.scheduler.service.converters import (
     store_from_proto,
     worker_from_proto,
 )
-from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
@@ -58,10 +56,8 @@ def recorded_controller() -> tuple[Controller, io.BytesIO]:
     controller = Controller(
         start.policy(),
         clock,
-        Epoch(clock.now()),
         AdmitStreams(16),
         ClusterTickets(bytes.fromhex(CLUSTER_KEY)),
-        ExplainLog(),
         EventPublisher(Client(), Subjects("t")),
         InputRecorder(log, start),
     )

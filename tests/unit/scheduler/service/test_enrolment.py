@@ -9,7 +9,7 @@ from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.join_token import join_token
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.control.v1 import scheduler_pb2
-from torchrelay.scheduler.service.enrolment import enroll
+from torchrelay.scheduler.service.servicer import enroll
 
 KEY = b"k" * 32
 TOKEN = join_token(KEY, "node-", 1_000)

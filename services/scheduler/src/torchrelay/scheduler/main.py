@@ -6,10 +6,11 @@ import asyncio
 import gc
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from itertools import count
+from typing import BinaryIO
 
 import msgspec
 import uvloop
@@ -28,12 +29,10 @@ from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2_grpc
-from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller, drop_command
 from torchrelay.scheduler.service.discovery import Discovery
-from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.external_scaler import CALLERS as KEDA_CALLERS
@@ -57,7 +56,7 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     """Serves until the block is left, first as a standby while another scheduler has the lease; raises when a newer
     scheduler takes over, or a background task fails.
     """
-    clock, subjects = Clock(), Subjects(settings.nats_prefix)
+    subjects = Subjects(settings.nats_prefix)
     nats = await connect_at_start(settings.nats_url, "scheduler")
     # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
     history_nats = await connect_at_start(settings.nats_url, "scheduler-history")
@@ -74,7 +73,8 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
             port, lease = await _stand_by(settings, tls, node_key, nats, subjects)
         server = RpcServer(settings.host, port, tls, node_key)
         event_publisher = EventPublisher(history_nats, subjects)
-        with _controller(settings, clock, event_publisher) as controller:
+        with settings.record.open("wb") if settings.record else nullcontext() as log_file:
+            controller = _controller(settings, event_publisher, log_file)
             servicer = SchedulerServicer(controller, EventReader(js, subjects), cluster_key)
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
             server.allow(CALLERS)
@@ -148,21 +148,15 @@ async def _serving_keda(
         await server.stop()
 
 
-@contextmanager
-def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: EventPublisher) -> Iterator[Controller]:
+def _controller(settings: SchedulerSettings, event_publisher: EventPublisher, log_file: BinaryIO | None) -> Controller:
+    """``log_file``: where inputs are recorded."""
+    clock = Clock()
     start = PolicyStart(settings.config, clock.now(), new_id("inst"))
-    with settings.record.open("wb") if settings.record else nullcontext() as log:
-        yield Controller(
-            policy=start.policy(),
-            clock=clock,
-            epoch=Epoch(clock.now()),
-            # A stream holds an answer for each of its requests at most a few times over.
-            streams=AdmitStreams(max_queued=4 * settings.config.queue_limit_total),
-            cluster_tickets=ClusterTickets(bytes.fromhex(settings.cluster_key)),
-            explain=ExplainLog(),
-            event_publisher=event_publisher,
-            recorder=InputRecorder(log, start) if log else None,
-        )
+    # A stream holds an answer for each of its requests at most a few times over.
+    streams = AdmitStreams(max_queued=4 * settings.config.queue_limit_total)
+    tickets = ClusterTickets(bytes.fromhex(settings.cluster_key))
+    recorder = InputRecorder(log_file, start) if log_file else None
+    return Controller(start.policy(), clock, streams, tickets, event_publisher, recorder)
 
 
 async def _background(

@@ -16,8 +16,8 @@ from torchrelay.scheduler.policy.autoscaling.view import VersionUse, View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
+from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.types import (
     BOTH,
     AttemptKey,

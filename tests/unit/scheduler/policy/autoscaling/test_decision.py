@@ -22,7 +22,7 @@ from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load, SetRole
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, FreeSlots, assign
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, Roles
 
 MODEL = a_model()

@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles, StoreStatus, WorkerStatus
 
 NOW = 1000.0

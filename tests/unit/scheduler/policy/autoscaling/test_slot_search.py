@@ -12,8 +12,8 @@ from tests.unit.scheduler.policy.autoscaling.listed_cluster import a_view
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, FreeSlots, assign
-from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.storage_tiers import tier_of
 from torchrelay.scheduler.policy.types import BOTH, DECODES, Model, PackCopy, Role, Roles, StoreStatus, WorkerStatus
 
 MODEL, OTHER = a_model(), a_model("acme/other")

@@ -22,13 +22,13 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
+from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, OpenAttempts
-from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, pause_s, place
-from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.estimates.requests import Callers
 from torchrelay.scheduler.policy.handlers import dispatch
+from torchrelay.scheduler.policy.handlers.placement import NoPlacement, pause_s, place
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction
 from torchrelay.scheduler.policy.state import State

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.replication.worth import pack_worth
+from torchrelay.scheduler.policy.storage_tiers import Tier
 
 LOADS = {Tier.HOST: 2.0, Tier.DISK: 8.0, Tier.REMOTE: 26.0}
 MODEL = a_model(pack_bytes=16_000_000_000)

@@ -89,10 +89,10 @@ class Policy:
                 state.membership.beat_store(store_id, incarnation, now)
             case inputs.Beat(Peer(worker_id), incarnation, progress):
                 self._use_pack(worker_id, now)
-                if state.membership.beat_worker(worker_id, incarnation, progress, now):
-                    if instance := state.instances.on_worker(worker_id):
-                        state.endpoints.pop(instance.version_id, None)
-                        self._react((instance.version_id,), now)
+                is_trusted_again = state.membership.beat_worker(worker_id, incarnation, progress, now)
+                if is_trusted_again and (instance := state.instances.on_worker(worker_id)):
+                    state.endpoints.pop(instance.version_id, None)
+                    self._react((instance.version_id,), now)
             case inputs.StreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
             case inputs.PeerGone(Peer(store_id, True)):

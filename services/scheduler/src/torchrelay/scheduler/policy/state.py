@@ -18,12 +18,11 @@ from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurn
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases, tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
@@ -39,6 +38,7 @@ from torchrelay.scheduler.policy.relay.transfers import Transfers
 from torchrelay.scheduler.policy.replication.copies import Copies
 from torchrelay.scheduler.policy.replication.retention import Retention
 from torchrelay.scheduler.policy.replication.worth import PackWorth, pack_worth
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import (
     MAX_VERSIONS,

@@ -40,9 +40,7 @@ class Actuator:
     """``tasks`` owns the running commands."""
 
     def __init__(self, controller: Controller, channels: PeerChannels, tasks: asyncio.TaskGroup) -> None:
-        self._controller = controller
-        self._channels = channels
-        self._tasks = tasks
+        self._controller, self._channels, self._tasks = controller, channels, tasks
 
     def start(self, command: effects.Command) -> None:
         """Starts to carry a command out; its outcome comes back as an input."""
@@ -87,28 +85,18 @@ class Actuator:
                 async with asyncio.timeout(_UPSTREAM_S):
                     for event in upstream:
                         await event.wait()
+
+        async def load(order: effects.LoadOrder) -> None:
+            if has_pack or not await relay:
+                await self._load(command, order)
+            if cause := await relay:  # told after the worker's answer: the policy ends a load that the worker accepted
+                failed = inputs.Load(order.instance_id, failed_store=hop.store_id)
+                self._controller.apply(CommandEnded(failed, CommandOutcome.REFUSED, cause))
+
         async with asyncio.TaskGroup() as calls:
             relay = calls.create_task(self._request_relay(command, hop, answered[hop.store_id]))
             for order in hop.loads:
-                calls.create_task(self._load_with(relay, command, hop, order, is_beside=has_pack))
-
-    async def _load_with(
-        self,
-        relay: asyncio.Task[str],
-        command: effects.LoadCommand,
-        hop: effects.Hop,
-        order: effects.LoadOrder,
-        *,
-        is_beside: bool,
-    ) -> None:
-        """Loads beside the relay, or once it is accepted. The policy learns of a refused relay after the worker's
-        answer, so that it ends a load that the worker has accepted.
-        """
-        if is_beside or not await relay:
-            await self._load(command, order)
-        if cause := await relay:
-            load = inputs.Load(order.instance_id, failed_store=hop.store_id)
-            self._controller.apply(CommandEnded(load, CommandOutcome.REFUSED, cause))
+                calls.create_task(load(order))
 
     async def _request_relay(self, command: effects.LoadCommand, hop: effects.Hop, answered: asyncio.Event) -> str:
         """Returns why the store did not accept the relay; empty if it did."""

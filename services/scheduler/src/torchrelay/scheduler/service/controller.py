@@ -27,7 +27,7 @@ from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
 from torchrelay.scheduler.policy.types import Model, Peer, StoreStatus, WorkerStatus
 from torchrelay.scheduler.service import converters
-from torchrelay.scheduler.service.admit_streams import AdmitStreams
+from torchrelay.scheduler.service.admit_streams import AdmitStreams, EventFields
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder
@@ -64,19 +64,17 @@ class Controller:
         self,
         policy: Policy,
         clock: Clock,
-        epoch: Epoch,
         streams: AdmitStreams,
         cluster_tickets: ClusterTickets,
-        explain: ExplainLog,
         event_publisher: EventPublisher,
         recorder: InputRecorder | None = None,
     ) -> None:
         self.policy = policy
         self.clock = clock
-        self.epoch = epoch
+        self.epoch = Epoch(clock.now())
         self.streams = streams
         self.cluster_tickets = cluster_tickets
-        self.explain = explain
+        self.explain = ExplainLog()
         self.start_command: Callable[[effects.Command], None] = drop_command  # until the service runs, and when it ends
         self.reports: dict[Peer, Report] = {}  # the last report of each worker and store that is present
         self._streamed: dict[Peer, Report] = {}  # the last report by a stream, until one comes by the broker
@@ -287,13 +285,10 @@ class Controller:
         self._notify_watchers()
 
     def _send(self, answer: effects.Answer) -> None:
-        event: AdmitEvent | converters.EventFields
+        event: AdmitEvent | EventFields
         match answer:
             case effects.Placed(placement=placement):
-                tickets, kind = self.cluster_tickets, "placed"
-                event = converters.placed_to_fields(
-                    placement, tickets.kv(placement), tickets.prompt(placement), tickets.call_tokens
-                )
+                kind, event = "placed", self.cluster_tickets.placed(placement)
             case effects.AdmissionRefused():
                 kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
             case effects.Recall():

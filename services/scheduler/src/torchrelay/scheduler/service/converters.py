@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -18,10 +18,6 @@ from torchrelay.scheduler.policy.effects import AdmissionRefused, Recall, Schedu
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
-CallTokens: TypeAlias = tuple[str, str]  # the gateway's, and the other worker's
-# Fields of an ``AdmitEvent``. There are thousands a second: the outgoing message is filled with fields directly, where
-# it would have to copy an event.
-EventFields: TypeAlias = dict[str, Any]
 _SAME_NAMES: dict[tuple[type[Message], type], tuple[str, ...]] = {}
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
@@ -192,42 +188,6 @@ def placement_from_proto(placement: scheduler_pb2.Placement, key: types.AttemptK
     """A placement by an earlier scheduler."""
     prefill, decode = (_from_message(types.WorkerRef, ref) for ref in (placement.prefill, placement.decode))
     return types.Placement(key, prefill, decode, placement.cold)
-
-
-def placed_to_fields(
-    placement: types.Placement,
-    kv_ticket: dict[str, Any] | None,
-    prompt_ticket: dict[str, Any] | None,
-    call_tokens: Callable[[str], CallTokens],
-) -> EventFields:
-    """Fields of a placement, with the fields of its tickets. ``call_tokens``: tokens that a worker accepts."""
-    placed: dict[str, Any] = {
-        "key": {"request_id": placement.key.request_id, "attempt": placement.key.attempt},
-        "prefill": _worker_ref_fields(placement.prefill, call_tokens),
-        "decode": _worker_ref_fields(placement.decode, call_tokens),
-        "cold": placement.cold,
-    }
-    if kv_ticket is not None:
-        placed["kv_ticket"] = kv_ticket
-    if (source := placement.prompt_source) is not None:
-        placed["prompt_source"] = {
-            "key": {"request_id": source.key.request_id, "attempt": source.key.attempt},
-            "worker": _worker_ref_fields(source.worker, call_tokens),
-            "ticket": prompt_ticket,
-            "wait_ms": round(source.wait_s * 1000),
-        }
-    return {"placement": placed}
-
-
-def _worker_ref_fields(worker_ref: types.WorkerRef, call_tokens: Callable[[str], CallTokens]) -> dict[str, str]:
-    gateway_token, worker_token = call_tokens(worker_ref.worker_id)
-    return {
-        "worker_id": worker_ref.worker_id,
-        "grpc_address": worker_ref.grpc_address,
-        "instance_id": worker_ref.instance_id,
-        "gateway_token": gateway_token,
-        "worker_token": worker_token,
-    }
 
 
 def phases_from_proto(phases: Iterable[types_pb2.Phase]) -> list[TimedPhase]:

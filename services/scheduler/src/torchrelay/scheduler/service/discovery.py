@@ -52,12 +52,8 @@ class Discovery:
         signed_reports: SignedReports,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        self._controller = controller
-        self._channels = channels
-        self._nats = nats
-        self._subjects = subjects
-        self._signed_reports = signed_reports
-        self._tasks = tasks
+        self._controller, self._channels, self._tasks = controller, channels, tasks
+        self._nats, self._subjects, self._signed_reports = nats, subjects, signed_reports
         # The error of a report. Cancelled as soon as the group of tasks ends for another reason: it takes no task then.
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._watches: dict[Peer, tuple[str, asyncio.Task[None]]] = {}  # the incarnation, and what watches it

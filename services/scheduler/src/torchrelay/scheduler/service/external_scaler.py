@@ -114,9 +114,8 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         self, request: external_scaler_pb2.GetMetricsRequest, context: Context
     ) -> external_scaler_pb2.GetMetricsResponse:
         if request.metric_name != METRIC:
-            raise InvalidRequest(
-                f"there is no metric {request.metric_name[:64]!r}; ask for {METRIC}", field="metricName"
-            )
+            message = f"there is no metric {request.metric_name[:_MAX_SHOWN]!r}; ask for {METRIC}"
+            raise InvalidRequest(message, field="metricName")
         number = self._num_wanted(request.scaled_object_ref)
         value = external_scaler_pb2.MetricValue(metric_name=METRIC, metric_value=number, metric_value_float=number)
         return external_scaler_pb2.GetMetricsResponse(metric_values=[value])

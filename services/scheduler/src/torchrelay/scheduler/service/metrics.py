@@ -32,15 +32,11 @@ class SchedulerMetrics:
         value, values = partial(observe_value, meter), partial(observe_values, meter)
 
         self._wait = duration("torchrelay_scheduler_queue_wait", "From admission to placement.")
-        self._ttft_error = duration(
-            "torchrelay_scheduler_ttft_prediction_error", "How far the predicted time to first token was off."
-        )
-        self._tbt_error = duration(
-            "torchrelay_scheduler_tbt_prediction_error", "How far the predicted mean time between tokens was off."
-        )
-        self._relay_duration = duration(
-            "torchrelay_scheduler_relay_duration", "From the first chunk requested to the end, by event."
-        )
+        off = "How far the predicted {} was off."
+        self._ttft_error = duration("torchrelay_scheduler_ttft_prediction_error", off.format("time to first token"))
+        self._tbt_error = duration("torchrelay_scheduler_tbt_prediction_error", off.format("mean time between tokens"))
+        relay = "From the first chunk requested to the end, by event."
+        self._relay_duration = duration("torchrelay_scheduler_relay_duration", relay)
         self._copy_duration = duration("torchrelay_scheduler_copy_duration", "From the order of a copy to its end.")
 
         def count(name: str, description: str, labels: str | tuple[str, ...]) -> Counter[Any]:
@@ -50,20 +46,17 @@ class SchedulerMetrics:
 
         self._num_answers = count("torchrelay_scheduler_admissions", "Answers to admissions, by kind.", "kind")
         results = "Requests by result: met (both targets), late (first token), slow (mean between tokens), refused."
-        self._num_requests = count(
-            "torchrelay_scheduler_target_requests", results, ("model", "service_class", "result")
-        )
+        labels = "model", "service_class", "result"
+        self._num_requests = count("torchrelay_scheduler_target_requests", results, labels)
         relays = "Relays started, repaired, slow, finished and failed, by event."
         self._num_relays = count("torchrelay_scheduler_relay_events", relays, "event")
         self._num_copies = count("torchrelay_scheduler_copies_started", "Copies ordered, by cause.", "cause")
 
         waiting = "Requests waiting for a placement, by model."
         values("torchrelay_scheduler_requests_waiting", waiting, ("model",), lambda: _num_waiting(state))
-        instances, labels = (
-            "Instances by model, phase (loading, ready, draining) and roles.",
-            ("model", "phase", "roles"),
-        )
-        values("torchrelay_scheduler_instances", instances, labels, lambda: _num_instances(state))
+        instances = "Instances by model, phase (loading, ready, draining) and roles."
+        phases = "model", "phase", "roles"
+        values("torchrelay_scheduler_instances", instances, phases, lambda: _num_instances(state))
         slots = "Slots by devices of a slot, and kind: all (have), with an instance (used), by the target (want)."
         values("torchrelay_scheduler_pool_slots", slots, ("num_devices", "kind"), lambda: _num_slots(state))
         transfers, copies = state.transfers, state.copies

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
-from torchrelay.common.identity.callers import ANYONE, Caller, MethodCallers
+from torchrelay.common.identity.callers import ANYONE, Caller, MethodCallers, call_token
+from torchrelay.common.identity.join_token import check_join_token
+from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.process.settings import NODE_ID
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import MAX_REQUESTS
 from torchrelay.scheduler.policy.handlers.views import worth_lines
-from torchrelay.scheduler.policy.inputs import (
-    FirstToken,
-    GatewayChanged,
-    LauncherReported,
-    ModelDeleted,
-    Withdraw,
-)
+from torchrelay.scheduler.policy.inputs import FirstToken, GatewayChanged, LauncherReported, ModelDeleted, Withdraw
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.controller import Controller
-from torchrelay.scheduler.service.enrolment import enroll
 from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.views import ClusterViews
 
@@ -161,3 +158,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.LauncherReportReply:
         self._controller.apply(LauncherReported(request.waits[:_MAX_WAITS_CHARS]))
         return scheduler_pb2.LauncherReportReply()
+
+
+def enroll(cluster_key: bytes, request: scheduler_pb2.EnrollRequest, unix_s: float) -> scheduler_pb2.EnrollReply:
+    """Derives the credentials of nodes from the cluster key, for a caller whose join token allows these nodes.
+
+    Raises as ``check_join_token``, and ``InvalidRequest`` for an id that no node can have.
+    """
+    is_worker = bool(request.worker_id)
+    for field in ("store_id", "worker_id") if is_worker else ("store_id",):
+        node_id = getattr(request, field)
+        check_join_token(cluster_key, request.join_token, node_id, unix_s)
+        if re.fullmatch(NODE_ID, node_id) is None:
+            raise InvalidRequest(f"{node_id!r} is not 1 to 63 letters, digits, hyphens and underscores", field=field)
+    store_key = derive_node_key(cluster_key, request.store_id)
+    if not is_worker:
+        return scheduler_pb2.EnrollReply(node_key=store_key.hex())
+    node_key = derive_node_key(cluster_key, request.worker_id).hex()
+    return scheduler_pb2.EnrollReply(node_key=node_key, store_token=call_token(store_key, Caller.WORKER))

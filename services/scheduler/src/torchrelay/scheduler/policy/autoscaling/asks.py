@@ -35,10 +35,10 @@ from torchrelay.scheduler.policy.autoscaling.ledger import Ledger, fewest
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
 from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.reasons import Figures, Reason
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Model, Role, Roles
 
 EVICT, PREEMPT_SPARE, TIME_SLICE = "evict", "preempt_spare", "time_slice"

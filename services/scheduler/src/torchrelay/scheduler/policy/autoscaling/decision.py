@@ -28,8 +28,8 @@ from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizin
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots, SlotAssignment, assign
 from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Role, Roles
 
 _CANCELLED = Reason("cancel", "no request waits for it any more")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.lateness import Fluid
 from torchrelay.scheduler.policy.autoscaling.usage import WINDOW_S
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import Model
 
 

@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.membership import Membership
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.estimates.latency import load_s
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.storage_tiers import Tier
 
 LOAD_STALLED: Final = "load_stalled"  # the cause of a drain
 _MAX_AVOID_S = 300.0

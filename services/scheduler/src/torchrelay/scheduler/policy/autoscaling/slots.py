@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torchrelay.scheduler.policy.cluster.free_workers import SlotKind
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
+from torchrelay.scheduler.policy.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.types import BOTH, ROLES, Model, Role, Roles
 
 

@@ -1,4 +1,4 @@
-"""What a decision reads of the cluster."""
+"""View of the cluster that a decision reads."""
 
 from __future__ import annotations
 

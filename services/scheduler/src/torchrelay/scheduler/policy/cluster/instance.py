@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from torchrelay.common.latency.latency_model import LatencyModel
-from torchrelay.scheduler.policy.dispatch.open_attempts import DispatchedWork
+from torchrelay.scheduler.policy.cluster.open_attempts import DispatchedWork
 from torchrelay.scheduler.policy.estimates.correction import TTFT_WEIGHT, Correction
 from torchrelay.scheduler.policy.estimates.token_time import TokenTime
 from torchrelay.scheduler.policy.reasons import Reason
@@ -127,6 +127,18 @@ class Instance:
 
     def load_left_s(self, now: float) -> float:
         return max(self.loaded_at - now, 0.0) if self.is_loading else 0.0
+
+    def predict_load_s(self, whole_load_s: float, now: float, *, by_layer: bool = True) -> float:
+        """Predicts the time until all layers are loaded, with ``by_layer`` from the time and the bytes up to the last
+        layer that was loaded, if there is one. An overdue load is expected to take as long again as it is overdue.
+        """
+        if not self.is_loading:
+            return 0.0
+        since, left_s = self.created_at, whole_load_s
+        if by_layer and self.num_layers_ready:
+            since = self.progressed_at
+            left_s = (since - self.created_at) * (1 / self.loaded_share - 1)
+        return max(abs(left_s - max(now - since, 0.0)), left_s / 10)
 
     def share_loaded_at(self, at: float) -> float:
         """Predicted share of the layers that are loaded at a time."""

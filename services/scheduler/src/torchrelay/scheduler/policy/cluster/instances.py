@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
+from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import InstancePhase, WorkerStatus
 

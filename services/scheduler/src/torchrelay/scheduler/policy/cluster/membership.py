@@ -19,7 +19,7 @@ from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.pack_holders import PackHolders
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, Roles, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time

@@ -29,7 +29,7 @@ class CandidateIndex:
             self._changed.add(instance.instance_id)
 
     def of(self, instance_ids: Iterable[str]) -> list[Instance]:
-        """Those of the instances that take requests of the version."""
+        """Returns the instances among these that take requests of the version."""
         return [each for instance_id in instance_ids if (each := self._instances.get(instance_id)) is not None]
 
     def likeliest(self) -> list[Instance]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.types import MAX_VERSIONS, InstancePhase, WorkerStatus
+from torchrelay.scheduler.policy.storage_tiers import Tier
+from torchrelay.scheduler.policy.types import MAX_VERSIONS, WorkerStatus
 
 _MIN_STEPS = 8  # below this, a worker's model gives way to that of other workers with the same device
 _BATCH_FREE = 8  # default: this many sequences decode in twice the time of an empty step
@@ -72,16 +71,3 @@ def load_s(pack_bytes: int, tier: Tier, config: PolicyConfig) -> float:
     """Default load time, from an empty slot to all layers ready."""
     rate = config.map_bytes_per_s if tier is Tier.HOST else config.relay_bytes_per_s
     return config.slot_setup_s + pack_bytes / rate
-
-
-def load_left_s(instance: Instance, whole_load_s: float, now: float, *, by_layer: bool = True) -> float:
-    """Time until all layers are loaded, with ``by_layer`` extrapolated from the time and the bytes up to the last layer
-    that was loaded, if there is one. An overdue load is expected to take as long again as it is overdue.
-    """
-    if instance.phase is not InstancePhase.LOADING:
-        return 0.0
-    since, left_s = instance.created_at, whole_load_s
-    if by_layer and instance.num_layers_ready:
-        since = instance.progressed_at
-        left_s = (since - instance.created_at) * (1 / instance.loaded_share - 1)
-    return max(abs(left_s - max(now - since, 0.0)), left_s / 10)

@@ -1,5 +1,5 @@
-"""What is learned of a version's requests: the length of their answers, how much of their prompts is cached where they
-are placed, and whether several tenants call.
+"""Estimates of a version's requests: the length of their answers, how much of their prompts is cached where they are
+placed, and whether several tenants call.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
+from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.handlers import backlogs, endpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Model, Role

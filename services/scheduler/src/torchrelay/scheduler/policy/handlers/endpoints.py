@@ -1,14 +1,13 @@
-"""What dispatch knows of the instances of a version that take requests."""
+"""Refreshes the instances of a version that take requests, for dispatch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
-from torchrelay.scheduler.policy.estimates.latency import load_left_s
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.storage_tiers import tier_of
 from torchrelay.scheduler.policy.types import InstancePhase, Model, Role, WorkerRef, WorkerStatus
 
 _NONE = Endpoints(())
@@ -68,7 +67,7 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float, *, 
     if store := state.membership.store_of(instance.host_id):
         tier = tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
         expected_s = state.load_times.predict_s(model, tier, state.config)
-    return load_left_s(instance, expected_s, now, by_layer=by_layer)
+    return instance.predict_load_s(expected_s, now, by_layer=by_layer)
 
 
 def forget(state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance) -> None:

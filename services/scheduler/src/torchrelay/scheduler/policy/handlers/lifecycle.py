@@ -10,9 +10,9 @@ from msgspec import structs
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
+from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.handlers import backlogs, dispatch, pools, scaling
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.queue.model_queue import MAX_RETRY_S, MIN_RETRY_S

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.dispatch.placement import MOVE_S
+from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompt
 from torchrelay.scheduler.policy.handlers import endpoints, recalls
+from torchrelay.scheduler.policy.handlers.placement import MOVE_S
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import LoadingPrompts
 from torchrelay.scheduler.policy.types import Admission, Model, ServiceClass

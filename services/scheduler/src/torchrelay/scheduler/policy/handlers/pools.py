@@ -9,12 +9,12 @@ from dataclasses import replace
 from torchrelay.common.quantities import format_count
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.handlers import demands
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import ROLES, Model, Pool, PoolTarget, Role, SlotClass
 
 _SEEN_S = 600.0  # until an empty pool may have got workers of another engine

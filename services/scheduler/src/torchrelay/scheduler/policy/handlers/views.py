@@ -10,10 +10,10 @@ from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.slot_worth import WorthLine, slot_worth
 from torchrelay.scheduler.policy.autoscaling.view import VersionUse, View
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.handlers import demands
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.storage_tiers import Tier
 
 
 def view_of(state: State, now: float, version_ids: Iterable[str] | None = None) -> View:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import Model
 
 _GB = 1e9

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
+from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.prediction import Prediction
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Placement
 
