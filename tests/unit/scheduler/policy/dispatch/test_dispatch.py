@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -225,10 +225,9 @@ class CountedPlacements:
         prefills: Sequence[Instance],
         decodes: Sequence[Instance],
         now: float,
-        returning_s: Mapping[str, float],
     ) -> Placement | NoPlacement:
         self.numbers.append(len({*prefills, *decodes}))
-        return place(state, admission, model, prefills, decodes, now, returning_s)
+        return place(state, admission, model, prefills, decodes, now)
 
 
 @pytest.fixture

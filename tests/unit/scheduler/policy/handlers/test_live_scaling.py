@@ -134,7 +134,7 @@ def test_loaded_instance_is_kept_for_recalled_prompts() -> None:
     for number in range(2):
         cluster.return_recalled(number)
     assert cluster.at("w1") == ["r1", "r2"]
-    assert not cluster.scene.policy.state.returning.seconds(MODEL.version_id, cluster.scene.now)
+    assert not any(instance.returning for instance in cluster.scene.policy.state.instances)
 
 
 def test_recalled_prompts_are_placed_first_when_they_return() -> None:
@@ -154,7 +154,7 @@ def test_no_instance_is_kept_for_requests_that_ended() -> None:
     assert cluster.recalls() == [AttemptKey("r1", 1), AttemptKey("r2", 1)]
     for key in cluster.recalls():
         cluster.scene.apply(Release(key, delivered=False))
-    assert not cluster.scene.policy.state.returning.seconds(MODEL.version_id, cluster.scene.now)
+    assert not any(instance.returning for instance in cluster.scene.policy.state.instances)
     cluster.scene.admit(MODEL, "new", num_prompt_tokens=512, max_tokens=1)
     placement = cluster.scene.placed("new")
     assert placement.prefill.worker_id == "w1"

@@ -147,7 +147,7 @@ class Policy:
         if input_.is_recalled:
             recalls.recalled(state, attempt, now)
             return  # its gateway asks again at once, and it takes its turn first
-        state.returning.remove(attempt.admission)
+        state.does_not_return(input_.key.request_id, attempt.returns_to)
         if not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
         dispatch.place_waiting(state, now, (attempt.admission.version_id,))

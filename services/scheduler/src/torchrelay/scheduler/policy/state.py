@@ -24,7 +24,6 @@ from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases, 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
-from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels
@@ -47,7 +46,6 @@ from torchrelay.scheduler.policy.types import (
     Model,
     Pool,
     PoolTarget,
-    PromptSource,
 )
 
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
@@ -95,11 +93,7 @@ class State:
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
-    # By request id: its first admission and the source of its prompt, until it is admitted again.
-    recalled: Recent[str, tuple[Admission, PromptSource | None]] = field(default_factory=lambda: Recent(_MAX_RECALLED))
-    returning: ReturningPrompts = field(default_factory=ReturningPrompts)  # recalled from loading instances
-    # By loading instance and worker that took prompts over: their number, and the computation that it need not do.
-    prompt_moves: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    recalled: Recent[str, Admission] = field(default_factory=lambda: Recent(_MAX_RECALLED))  # until they ask again
     # By version: the endpoints that its parked requests are too large for, and these.
     too_large: dict[str, tuple[Endpoints, set[AttemptKey]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
@@ -259,6 +253,11 @@ class State:
             return pack.model
         name = next((instance.model for instance in self.instances if instance.pack_id == pack_id), pack_id[:12])
         return Model(name, "", pack_id, pack_bytes, 0)
+
+    def does_not_return(self, request_id: str, instance_id: str) -> None:
+        """Forgets a recalled prompt that is placed again, or ended."""
+        if (instance := self.instances.get(instance_id)) is not None:
+            instance.returning.pop(request_id, None)
 
     def note_no_token(self, request_id: str, instance_ids: tuple[str, ...]) -> None:
         """Records an attempt that ended without a token. If the request comes again, these instances become suspect."""

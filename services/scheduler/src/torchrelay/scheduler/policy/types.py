@@ -365,6 +365,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     tbt_target_s: float = 0.0  # between its tokens, in the mean; 0, until it is admitted: that of the model
     was_recalled: bool = False  # it had been placed, and keeps its arrival time
     prompt_source: PromptSource | None = None  # it was recalled from a loading instance
+    returns_to: str = ""  # the instance for which it was recalled
 
     @property
     def tenant(self) -> str:

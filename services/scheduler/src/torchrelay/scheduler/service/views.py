@@ -152,7 +152,7 @@ def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
 
 def _instance_view(state: State, instance: Instance, now: float) -> scheduler_pb2.InstanceView:
     num_open = instance.work.num_open
-    moves = state.prompt_moves.get(instance.instance_id, {})
+    moves = instance.prompt_moves
     return scheduler_pb2.InstanceView(
         instance_id=instance.instance_id,
         model=instance.model,

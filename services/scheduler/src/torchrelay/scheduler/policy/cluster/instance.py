@@ -10,13 +10,24 @@ from torchrelay.scheduler.policy.cluster.open_attempts import DispatchedWork
 from torchrelay.scheduler.policy.estimates.correction import TTFT_WEIGHT, Correction
 from torchrelay.scheduler.policy.estimates.token_time import TokenTime
 from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.types import InstancePhase, Role, Roles, WorkerRef
+from torchrelay.scheduler.policy.types import Admission, InstancePhase, Role, Roles, WorkerRef
 
 # A worker's fixed time to begin and hand over a prompt, however short. If a full step's worth of short prompts were
 # dispatched at once, a tenant's burst would put dozens of them ahead of another tenant's next request.
 _BEGIN_S = 0.003
 _UNKNOWN_LATENCY = LatencyModel()
 _NO_WORKER = WorkerRef("", "", "")
+
+
+@dataclass(slots=True)
+class ReturningPrompt:
+    """A prompt that was recalled from a loading instance, expected until ``until`` at a loaded one, which will compute
+    on for ``left_s``.
+    """
+
+    left_s: float
+    until: float
+    admission: Admission | None = None  # once its gateway has asked again
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +63,9 @@ class Instance:
     unload_retry_at: float | None = None  # when to tell its worker again to end the drain
 
     work: DispatchedWork = field(default_factory=DispatchedWork)
+    returning: dict[str, ReturningPrompt] = field(default_factory=dict)  # by request, in the order of their recalls
+    # By worker that took prompts over while it loaded: their number, and the computation that it need not do.
+    prompt_moves: dict[str, tuple[int, float]] = field(default_factory=dict)
     last_active: float = 0.0  # when an attempt was last placed or released
     ttft_correction: Correction = field(default_factory=lambda: Correction(TTFT_WEIGHT))
     token_time: TokenTime = field(default_factory=TokenTime)
@@ -179,9 +193,21 @@ class Instance:
         queued_s, overdue_s = self.queued_and_overdue_s(now)
         return queued_s + overdue_s
 
+    def returning_s(self, now: float, before: str = "") -> float:
+        """Work of the recalled prompts that are on their way to it; of those before a request, if it is one of them."""
+        total_s = 0.0
+        for request_id, prompt in list(self.returning.items()):
+            if request_id == before:
+                break
+            if prompt.until <= now:
+                del self.returning[request_id]
+            else:
+                total_s += prompt.left_s
+        return total_s
+
     def bindable_at(self, now: float, returning_s: float = 0.0) -> float:
         """When less than a full step will be ahead, without another report. ``returning_s``: work of the recalled
-        prompts that are on their way to it.
+        prompts that come first.
         """
         queue = self.work.queue
         spare_s = self.full_step_s - queue.work_s()

@@ -27,6 +27,7 @@ class OpenAttempt:
     is_computed: bool = False  # its first token has arrived, so the prefill instance has finished it
     num_attended: int = 0  # expected positions that a decode step for it attends to, all choices together
     is_recalled: bool = False  # its gateway was told to ask again if it has not begun
+    returns_to: str = ""  # the instance for which it is recalled
     is_partly_computed: bool = False  # recalled from a loading instance, which computes prompts layer by layer
     computed_at: float = 0.0
 

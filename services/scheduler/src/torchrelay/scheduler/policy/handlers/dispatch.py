@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from heapq import nlargest, nsmallest
 from operator import itemgetter
-from types import MappingProxyType
 
 from msgspec import structs
 
@@ -65,9 +64,11 @@ def _reconsider_too_large(state: State, model: Model, now: float) -> None:
 
 def _place_returning(state: State, model: Model, now: float) -> None:
     """Places the recalled prompts for which instances are kept free."""
-    for admission in state.returning.waiting(model.version_id):
-        if admission.key in state.queues:
-            placement = _placement(state, admission, model, endpoints.of_version(state, model, now), now)
+    able = endpoints.of_version(state, model, now)
+    returning = [prompt.admission for instance in able.prefills for prompt in instance.returning.values()]
+    for admission in returning:
+        if admission is not None and admission.key in state.queues:
+            placement = _placement(state, admission, model, able, now)
             if not isinstance(placement, NoPlacement):
                 state.queues.take(admission.key, now)
                 start(state, admission, placement, now)
@@ -153,8 +154,7 @@ def _placement(
     if not live_scaling.is_live(state, model.version_id):
         return _best_place(state, admission, model, able, now)
     allowed = live_scaling.allowed_prefills(state, admission, able.prefills)
-    returning_s = state.returning.seconds(admission.version_id, now, before=admission.key.request_id)
-    placement = _best_place(state, admission, model, able, now, allowed, returning_s)
+    placement = _best_place(state, admission, model, able, now, allowed)
     if isinstance(placement, NoPlacement) and not placement.is_own and not admission.was_recalled:
         ahead = live_scaling.prefills_ahead(state, admission, model, able.prefills, now)
         if ahead and not isinstance(placed := place(state, admission, model, ahead, able.decodes, now), NoPlacement):
@@ -169,7 +169,6 @@ def _best_place(
     able: Endpoints,
     now: float,
     allowed: Container[Instance] | None = None,
-    returning_s: Mapping[str, float] = MappingProxyType({}),
 ) -> Placement | NoPlacement:
     """Places the request. Of many instances, tries the likeliest first, and all of them only if that fails.
     ``allowed``: the instances that may compute its prompt; None: any.
@@ -180,7 +179,7 @@ def _best_place(
         if is_shared:
             prefills, decodes = filter(_takes_beside_others, prefills), filter(_takes_beside_others, decodes)
         computing = [each for each in prefills if allowed is None or each in allowed]
-        return place(state, admission, model, computing, list(decodes), now, returning_s)
+        return place(state, admission, model, computing, list(decodes), now)
 
     if able.index is not None:
         likely = able.index.likeliest()
@@ -215,8 +214,7 @@ def start(state: State, admission: Admission, placement: Placement, now: float) 
     """Opens the attempt at the placement and answers its gateway."""
     if placement.prompt_source is not None and not _is_present(state, placement.prompt_source.worker.worker_id):
         placement = structs.replace(placement, prompt_source=None)
-    if admission.was_recalled:
-        state.returning.remove(admission)
+    state.does_not_return(admission.key.request_id, admission.returns_to)
     open_attempt(state, admission, placement, False, now)
     if not placement.cold:
         if (decode := state.instances.get(placement.decode.instance_id)) is not None:
@@ -280,7 +278,7 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
     if attempt is None:
         return
     state.unblock(attempt.admission.version_id)
-    state.returning.remove(attempt.admission)  # it was computed before its recall arrived
+    state.does_not_return(key.request_id, attempt.returns_to)  # it was computed before its recall arrived
     if (instance := state.instances.get(attempt.placement.prefill.instance_id)) is not None:
         _learn_from_first_token(state, attempt, instance, now, is_measured=is_measured)
     place_version(state, attempt.admission.version_id, now)

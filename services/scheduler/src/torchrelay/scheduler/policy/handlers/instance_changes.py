@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.cluster.instance import Instance
@@ -42,7 +42,6 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
         if not state.instances.of_version(instance.version_id):
             state.usages.of(instance.version_id).prompts = CachedShare()  # the caches are gone
         state.load_times.end(instance.instance_id)
-        state.prompt_moves.pop(instance.instance_id, None)
     fields = scaling.event_fields(instance)
     if change.since is not None:
         fields["in_state_s"] = now - change.since
@@ -53,8 +52,7 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
                 state.load_failures.succeeded(instance.version_id, instance.worker_id)
                 state.attempts.resumed(instance.instance_id, now)
                 state.load_times.end(instance.instance_id, now - instance.created_at)
-                moves = state.prompt_moves.get(instance.instance_id, {})
-                reason = _ready_reason(instance, now - change.since, moves)
+                reason = _ready_reason(instance, now - change.since)
             phase = instance.phase.value
             state.record_event(now, phase, instance, reason, f"instance.{phase}", fields)
         case TransitionKind.ADOPTED:
@@ -85,15 +83,14 @@ def _count_failure(state: State, instance: Instance, reason: Reason, now: float)
                 lifecycle.refuse_if_given_up(state, admission, now)
 
 
-def _ready_reason(instance: Instance, took_s: float, moves: Mapping[str, tuple[int, float]]) -> Reason:
-    """``moves``: the prompts that other workers took over meanwhile; see ``State.prompt_moves``."""
+def _ready_reason(instance: Instance, took_s: float) -> Reason:
     layers = f"all {instance.num_layers} layers" if instance.num_layers > 1 else "all"
     text = f"{layers} loaded in {format_duration(took_s)}"
     figures: dict[str, str | int | float] = {"num_layers": instance.num_layers}
-    for worker_id, (number, saved_s) in moves.items():
+    for worker_id, (number, saved_s) in instance.prompt_moves.items():
         text += (
             f"; {worker_id} took over {format_count(number, 'prompt')} with {format_duration(saved_s)} of computation"
         )
-    if moves:
+    if moves := instance.prompt_moves:
         figures["num_moved"] = sum(number for number, _ in moves.values())
     return Reason("loaded", text, figures)

@@ -66,14 +66,20 @@ def admit(
         and refuse_if_given_up(state, admission, now)
     ):
         return False
-    before = state.recalled.pop(key.request_id, None)
-    if before is not None:  # it keeps its arrival time and is never displaced by a newer request
-        earlier, source = before
-        recalled = structs.replace(
-            admission, admitted_at=earlier.admitted_at, age_s=earlier.age_s, was_recalled=True, prompt_source=source
+    recalled = state.recalled.pop(key.request_id, None)
+    if recalled is not None:  # it keeps its arrival time and is never displaced by a newer request
+        admission = structs.replace(
+            admission,
+            admitted_at=recalled.admitted_at,
+            age_s=recalled.age_s,
+            was_recalled=True,
+            prompt_source=recalled.prompt_source,
+            returns_to=recalled.returns_to,
         )
-        state.queues.push(recalled, now)
-        state.returning.admitted(recalled)
+        state.queues.push(admission, now)
+        instance = state.instances.get(admission.returns_to)
+        if instance is not None and (returning := instance.returning.get(key.request_id)) is not None:
+            returning.admission = admission
         return True
     displaced = state.queues.displaced_by(admission)
     if displaced is admission and admission.num_forced_tokens:
@@ -183,7 +189,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     """Closes an attempt that is over, whether it waited or ran."""
     state.gateways.forget(key)
     if (waiting := state.queues.remove(key, now)) is not None:
-        state.returning.remove(waiting)
+        state.does_not_return(key.request_id, waiting.returns_to)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
         state.unblock(attempt.admission.version_id)

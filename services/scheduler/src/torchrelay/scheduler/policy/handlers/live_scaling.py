@@ -8,12 +8,11 @@ prompt that was dispatched to a loading instance first, with what is computed of
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.cluster.instance import Instance, ReturningPrompt
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompt
 from torchrelay.scheduler.policy.handlers import endpoints, recalls
 from torchrelay.scheduler.policy.handlers.placement import MOVE_S
 from torchrelay.scheduler.policy.state import State
@@ -35,10 +34,9 @@ def take_over(state: State, version_id: str, now: float) -> None:
     model, prefills, movable = _movable(state, version_id, now)
     if not movable:
         return
-    reserved_s = state.returning.seconds(version_id, now)
     is_shared, waiting = state.usages.of(version_id).callers.are_several(now), state.queues.next(version_id, now)
-    for target in _by_work_ahead(prefills, reserved_s, now):
-        work, ahead_s = target.work, target.ahead_s(now) + reserved_s.get(target.instance_id, 0.0)
+    for target in _by_work_ahead(prefills, now):
+        work, ahead_s = target.work, target.ahead_s(now) + target.returning_s(now)
         # These limit the prompts ahead of an instance to less than a full step.
         takes_one = is_shared or (target.plays_decode and work.has_answers)
         if is_shared and len(work.queue) >= target.max_prompts_ahead:
@@ -113,8 +111,8 @@ def allowed_prefills(state: State, admission: Admission, prefills: Collection[In
     if not (admission.was_recalled or is_stop):
         return None
     loaded = [instance for instance in prefills if not instance.is_loading]
-    target_id = state.returning.target_of(admission)
-    return [instance for instance in loaded if instance.instance_id == target_id] or loaded or ([] if is_stop else None)
+    own = [instance for instance in loaded if instance.instance_id == admission.returns_to]
+    return own or loaded or ([] if is_stop else None)
 
 
 def prefills_ahead(
@@ -166,10 +164,10 @@ def _is_cached(state: State, admission: Admission, model: Model, prefills: Seque
     )
 
 
-def _by_work_ahead(prefills: Sequence[Instance], reserved_s: Mapping[str, float], now: float) -> Sequence[Instance]:
+def _by_work_ahead(prefills: Sequence[Instance], now: float) -> Sequence[Instance]:
     """Loaded instances, those with the least work ahead first."""
     loaded = [instance for instance in prefills if not instance.is_loading]
-    ahead = [(each.ahead_s(now) + reserved_s.get(each.instance_id, 0.0), each.instance_id, each) for each in loaded]
+    ahead = [(each.ahead_s(now) + each.returning_s(now), each.instance_id, each) for each in loaded]
     return [instance for _, _, instance in sorted(ahead, key=lambda item: item[:2])]
 
 
@@ -191,11 +189,10 @@ def _left_s(attempt: OpenAttempt, source: Instance, at: float) -> float:
 
 def _recall(state: State, attempt: OpenAttempt, source: Instance, target: Instance, left_s: float, now: float) -> None:
     key, worker_id = attempt.admission.key, target.worker_ref.worker_id
-    prompt = ReturningPrompt(target.instance_id, left_s + MOVE_S, now + _RETURN_S)
-    state.returning.add(attempt.admission.version_id, key.request_id, prompt)
-    moves = state.prompt_moves.setdefault(source.instance_id, {})
-    number, saved_s = moves.get(worker_id, (0, 0.0))
-    moves[worker_id] = number + 1, saved_s + attempt.placement.predicted.prefill_s - left_s
+    attempt.returns_to = target.instance_id
+    target.returning[key.request_id] = ReturningPrompt(left_s + MOVE_S, now + _RETURN_S)
+    number, saved_s = source.prompt_moves.get(worker_id, (0, 0.0))
+    source.prompt_moves[worker_id] = number + 1, saved_s + attempt.placement.predicted.prefill_s - left_s
     reason = (
         f"{source.worker_ref.worker_id} loads for {format_duration(source.load_left_s(now))} more, "
         f"{worker_id} computes the other layers of attempt {key.attempt}"

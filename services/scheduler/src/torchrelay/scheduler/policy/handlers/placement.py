@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -59,12 +58,9 @@ def place(
     prefills: Sequence[Instance],
     decodes: Sequence[Instance],
     now: float,
-    returning_s: Mapping[str, float] = MappingProxyType({}),
 ) -> types.Placement | NoPlacement:
-    """The best pair of a prefill and a decode instance, or why there is none. ``returning_s``: by instance, work of the
-    recalled prompts that are on their way to it.
-    """
-    ranked = _prefills(state, admission, model, prefills, returning_s, now)
+    """The best pair of a prefill and a decode instance, or why there is none."""
+    ranked = _prefills(state, admission, model, prefills, now)
     if isinstance(ranked, NoPlacement):
         return ranked
     able = _decodes(state, admission, model, decodes, set(prefills), now)
@@ -153,7 +149,6 @@ def _prefills(
     admission: types.Admission,
     model: types.Model,
     instances: Sequence[Instance],
-    returning_s: Mapping[str, float],
     now: float,
 ) -> list[_Prefill] | NoPlacement:
     """The best few instances for the prompt, by predicted time to its first token. None while an instance that has a
@@ -183,7 +178,7 @@ def _prefills(
             context_s = latency.prefill_s(num_tokens, num_cached)
         prefill_s, load_left_s = num_contexts * context_s * correction, instance.load_left_s(now)
         queued_s, overdue_s = instance.queued_and_overdue_s(now)
-        expected_s = returning_s.get(instance_id, 0.0) if returning_s else 0.0
+        expected_s = instance.returning_s(now, before=admission.key.request_id) if instance.returning else 0.0
         queued_s += expected_s
         if source is not None and source.worker.worker_id != instance.worker_id:
             prefill_s *= source.left_share(now + queued_s)

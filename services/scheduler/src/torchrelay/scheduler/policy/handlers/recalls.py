@@ -4,6 +4,8 @@ end these attempts and ask again, once per request.
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from torchrelay.common.liveness import SILENT_S
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.instance import Instance
@@ -56,7 +58,9 @@ def recalled(state: State, attempt: OpenAttempt, now: float) -> None:
     admission = attempt.admission
     state.queues.refund(admission)
     source = _source(state, attempt, now) if attempt.is_partly_computed else None
-    state.recalled[admission.key.request_id] = admission, source
+    state.recalled[admission.key.request_id] = structs.replace(
+        admission, prompt_source=source, returns_to=attempt.returns_to
+    )
 
 
 def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | None:
