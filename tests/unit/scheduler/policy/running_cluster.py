@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
+from tests.unit.scheduler.policy.invariants import placements_of, waiting_of
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster
 from torchrelay.common.liveness import SILENT_S, EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -484,10 +485,7 @@ class RunningCluster(PaperCluster):
     def check_calls(self) -> None:
         """Nobody is lost, and what has ended says why."""
         self.check()
-        state = self.policy.state
-        waiting = {admission.key for admission in state.queues}
-        opened = {attempt.admission.key for attempt in state.attempts.attempts()}
-        assert not waiting & opened
+        waiting, opened = waiting_of(self.policy.state).keys(), placements_of(self.policy.state).keys()
         if not self.is_gateway_here:
             return
         for call in self.open_calls:
