@@ -9,7 +9,6 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
     PaperCluster,
-    a_copy,
     a_model,
     a_store,
     a_worker,
@@ -18,8 +17,6 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.common.liveness import EngineProgress
-from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
-from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import (
@@ -34,8 +31,7 @@ from torchrelay.scheduler.policy.inputs import (
     WorkerReported,
     WorkerStopped,
 )
-from torchrelay.scheduler.policy.timed_phase import TimedPhase
-from torchrelay.scheduler.policy.types import BOTH, AttemptKey, Instance, InstancePhase, Role, SlotStatus
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Role, SlotStatus
 
 MODEL = a_model()
 
@@ -200,28 +196,6 @@ def test_load_with_layers_survives_refused_relay() -> None:
             CommandEnded(Load(instance.instance_id, "store-1"), CommandOutcome.REFUSED, "its relays are too many")
         )
     assert not scene.unloads()
-
-
-def test_load_is_given_up_a_while_after_its_last_progress() -> None:
-    failures, membership = LoadFailures(PolicyConfig(load_stall_s=15.0)), Membership(fence_s=0.0)
-    store, loading = a_store("store-1", "host-1"), SlotStatus(load_phases=(TimedPhase("weights", 0, 1),))
-
-    def why(now: float, slot: SlotStatus, num_verified: int | None, accepted_at: float, num_layers: int) -> list[str]:
-        membership.accept_worker(a_worker("w", slot=slot), streamed=True)
-        if num_verified is None:
-            membership.drop_store("store-1", now, gone=False)
-        else:
-            membership.accept_store(replace(store, copies={MODEL.pack_id: a_copy(MODEL, num_verified)}))
-        instance = Instance("i", "", "", MODEL.pack_id, "w", "", "host-1", BOTH, InstancePhase.LOADING, 0.0, 0.0)
-        instance = replace(instance, confirmed=True, accepted_at=accepted_at, num_layers_ready=num_layers)
-        return [reason.text for _, reason in failures.stalled([instance], membership, now)]
-
-    progress = [(SlotStatus(), 2, 0.0, 0), (SlotStatus(), 2, 1.0, 0), (loading, 2, 1.0, 0), (loading, 2, 1.0, 1)]
-    assert not any(why(14.0 * number, *reached) for number, reached in enumerate(progress))
-    assert not why(56.0, loading, 3, 1.0, 1) and not why(57.0, loading, None, 1.0, 1)
-    assert why(62.0, loading, None, 1.0, 1) == ["the param-store of host host-1 does not answer"]
-    assert not why(63.0, loading, 3, 1.0, 1), "the store is back with what it had"
-    assert why(72.0, loading, 3, 1.0, 1) == ["nothing of its pack arrived for 15 s"]
 
 
 def test_load_without_bytes_is_given_up_with_live_store() -> None:
