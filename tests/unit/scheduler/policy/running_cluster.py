@@ -152,22 +152,6 @@ class RunningCluster(PaperCluster):
         self._ask(call)
         return call
 
-    def ask_again(self, call: Call) -> None:
-        """The gateway repeats the admission of an open call, which has no effect but the same answer."""
-        for what_is_due in (Due(), Tick()):
-            self.apply(what_is_due)
-        self.hear()
-        if not self.is_gateway_here or call.end or call.admit_at is not None:
-            return
-        placement, state, num_commands = call.placement, self.policy.state, len(self.commands)
-        before = len(state.attempts), len(state.queues)
-        effects = self.policy.apply(Admit(self._admission(call), call.model), self.now)
-        assert (len(state.attempts), len(state.queues), len(self.commands)) == (*before, num_commands)
-        assert not effects.commands
-        answered = [answer.placement for answer in effects.answers if isinstance(answer, Placed)]
-        assert answered == ([placement] if placement is not None else [])
-        self.do(effects)
-
     def leave(self, call: Call) -> None:
         """The client hangs up."""
         self._end(call, LEFT)

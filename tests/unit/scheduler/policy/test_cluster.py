@@ -143,14 +143,6 @@ def test_why_no_model_can_be_loaded() -> None:
     assert membership.why_no_load() == ""
 
 
-def test_free_slot_of_a_leaving_worker_takes_no_load() -> None:
-    membership, worker = Membership(fence_s=2.0), a_worker("w", seen_at=1.0)
-    membership.accept_worker(worker, streamed=True)
-    assert list(membership.free_workers) == ["w"]
-    membership.accept_worker(replace(worker, is_leaving=True), streamed=True)
-    assert list(membership.free_workers) == [] and list(membership.workers) == ["w"]
-
-
 def test_nearest_tier_is_that_of_a_host_with_a_slot_of_the_size() -> None:
     membership, model = Membership(fence_s=2.0), a_model()
     assert membership.nearest_tier(model.pack_id, 1) is Tier.REMOTE

@@ -13,7 +13,6 @@ from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_s
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
 from torchrelay.scheduler.policy.estimates.cached_prompts import CachedPrompts
 from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
@@ -26,7 +25,6 @@ from torchrelay.scheduler.policy.prediction import Outcome, outcome_of
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 from torchrelay.scheduler.policy.types import (
     BOTH,
-    MAX_VERSIONS,
     REMOTE,
     AttemptKey,
     Instance,
@@ -279,18 +277,6 @@ def test_cached_share_is_by_tokens() -> None:
     assert cached.uncached_share("another") == 1.0
 
 
-def test_latest_versions_are_remembered_until_forgotten() -> None:
-    cached = CachedPrompts()
-    cached.observe("v", 100, 60)
-    for number in range(MAX_VERSIONS):
-        cached.observe(f"other {number}", 100, 0)
-        if number % 1000 == 0:
-            cached.observe("v", 100, 60)
-    assert cached.uncached_share("v") == pytest.approx(0.4)
-    cached.forget("v")
-    assert cached.uncached_share("v") == 1.0
-
-
 @pytest.mark.parametrize(("block_hashes", "grows"), [((), True), ((b"1", b"2"), False)], ids=["new", "cached"])
 def test_growth_counts_uncached_prompt_tokens(block_hashes: tuple[bytes, ...], grows: bool) -> None:
     """Conversations, whose prompts are cached but for the last words, seemed to need several times what they used."""
@@ -323,19 +309,6 @@ def test_after_scale_to_zero_a_crowd_counts_whole() -> None:
 
 SMALL_KV = a_model(kv_bytes_per_token=64)
 STEPS = LatencyModel(StepCost(0.01, 1e-4, 0, 50), StepCost(0.005, 1e-4, 1e-6, 50))
-
-
-def test_expected_length_is_mean_up_to_maximum() -> None:
-    lengths = AnswerLengths()
-    for _ in range(7):
-        lengths.observe("v", 100.0)
-    assert lengths.expected("v", 4096) == 4096, "seven say little"
-    lengths.observe("v", 100.0)
-    assert lengths.expected("v", 4096) == 100 and lengths.expected("v", 30) == 30
-    assert lengths.expected("other", 4096) == 4096
-    for _ in range(300):
-        lengths.observe("v", 500.0)
-    assert 490 <= lengths.expected("v", 4096) <= 500
 
 
 def test_tbt_uses_mean_length_and_kv_the_maximum() -> None:

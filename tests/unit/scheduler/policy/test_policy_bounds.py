@@ -65,11 +65,6 @@ class Running(RuleBasedStateMachine):
             self.scene.call(f"r{self.numbers}", model, num_tokens, decode_s, **asked)
 
     @rule(data=st.data())
-    def one_is_asked_again(self, data: st.DataObject) -> None:
-        if calls := self.scene.open_calls:
-            self.scene.ask_again(calls[data.draw(st.integers(0, len(calls) - 1))])
-
-    @rule(data=st.data())
     def one_leaves(self, data: st.DataObject) -> None:
         if self.scene.is_gateway_here and (calls := self.scene.open_calls):
             self.scene.leave(calls[data.draw(st.integers(0, len(calls) - 1))])

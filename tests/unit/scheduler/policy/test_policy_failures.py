@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
+    NUM_CHUNKS,
     PaperCluster,
     a_model,
     a_store,
@@ -27,6 +28,7 @@ from torchrelay.scheduler.policy.inputs import (
     Load,
     MinimumsSet,
     RoleChange,
+    StoreGone,
     Tick,
     WorkerReported,
     WorkerStopped,
@@ -198,34 +200,34 @@ def test_load_with_layers_survives_refused_relay() -> None:
     assert not scene.unloads()
 
 
-def test_load_without_bytes_is_given_up_with_live_store() -> None:
+@pytest.mark.parametrize(
+    ("num_verified", "num_layers", "limit_s", "why"),
+    [
+        (3, 0, 15.0, "nothing of its pack arrived for 15 s"),
+        (NUM_CHUNKS, 2, 15.0, "its host has the pack, and no layer of it was loaded for 15 s"),
+        (0, 1, 5.0, "the param-store of host host-1 does not answer"),
+    ],
+    ids=["no bytes", "B7: no deadline once the host had all of the pack", "its store is gone"],
+)
+def test_load_is_given_up_a_while_after_its_last_progress(
+    num_verified: int, num_layers: int, limit_s: float, why: str
+) -> None:
     scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
     scene.admit(MODEL, "r1")
-    for num_verified in (2, 3):
+    scene.hold("store-1", MODEL, num_chunks_verified=2)
+    scene.pass_time(limit_s - 1.0, step_s=0.5)
+    if num_verified:
         scene.hold("store-1", MODEL, num_chunks_verified=num_verified)
-        scene.pass_time(14.0, step_s=0.5)
-        assert not scene.unloads()
-    scene.pass_time(2.0)
-    unloads = scene.unloads()
-    assert len(unloads) == 2
-    why = {event.reason for event in scene.told(topic="instance.draining")}
-    assert why == {"nothing of its pack arrived for 15 s"}
-
-
-def test_hung_load_of_complete_copy_is_given_up() -> None:
-    """B7: once the host had all of the pack, a load had no deadline."""
-    scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
-    scene.admit(MODEL, "r1")
-    scene.hold("store-1", MODEL)
-    scene.pass_time(10.0, step_s=0.5)
+    else:
+        scene.stores.clear()
+        scene.apply(StoreGone("store-1"))
     for worker_id in scene.workers:
-        scene.set_slot(worker_id, num_layers_ready=2)
-    scene.pass_time(14.0, step_s=0.5)
-    assert not scene.unloads(), "a layer is progress"
+        scene.set_slot(worker_id, num_layers_ready=num_layers)
+    scene.pass_time(limit_s - 1.0, step_s=0.5)
+    assert not scene.unloads(), "that was progress"
     scene.pass_time(2.0)
     assert len(scene.unloads()) == 2
-    why = {event.reason for event in scene.told(topic="instance.draining")}
-    assert why == {"its host has the pack, and no layer of it was loaded for 15 s"}
+    assert {event.reason for event in scene.told(topic="instance.draining")} == {why}
 
 
 def test_request_without_workers_is_refused_resumed_one_later() -> None:
@@ -361,17 +363,21 @@ def test_unanswered_accepted_load_is_no_failure() -> None:
     assert placement.prefill.instance_id == order.instance_id
 
 
-def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
-    """P13: three of them refused the model's requests as LOAD_FAILED."""
+def one_prefill_slot() -> tuple[PaperCluster, str]:
+    """An instance that plays prefill only, of a model whose request needs both roles."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
-    prefill = frozenset((Role.PREFILL,))
     scene.admit(SHORT, "r1")
-    (wake,) = scene.loads()
-    order = wake.hops[0].loads[0]
-    scene.load(order.instance_id, "w", prefill, SHORT)
-    scene.set_slot("w", phase=InstancePhase.READY, roles=prefill, num_layers_ready=4)
+    order = scene.loads()[0].hops[0].loads[0]
+    scene.load(order.instance_id, "w", PREFILL, SHORT)
+    scene.set_slot("w", phase=InstancePhase.READY, roles=PREFILL, num_layers_ready=4)
     scene.report("w")
     scene.admit(SHORT, "r2")
+    return scene, order.instance_id
+
+
+def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
+    """P13: three of them refused the model's requests as LOAD_FAILED."""
+    scene, _ = one_prefill_slot()
     num_seen = 0
     for _ in range(50):
         scene.pass_time(0.1)
@@ -389,18 +395,11 @@ def test_earlier_report_does_not_undo_roles() -> None:
     """P15: until its stream said so too, each of the broker's reports was given the slot with the old roles, and the
     roles were ordered anew.
     """
-    scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
-    prefill = frozenset((Role.PREFILL,))
-    scene.admit(SHORT, "r1")
-    order = scene.loads()[0].hops[0].loads[0]
-    scene.load(order.instance_id, "w", prefill, SHORT)
-    scene.set_slot("w", phase=InstancePhase.READY, roles=prefill, num_layers_ready=4)
-    scene.report("w")
-    scene.admit(SHORT, "r2")
+    scene, instance_id = one_prefill_slot()
     scene.pass_time(0.1)
-    scene.apply(CommandEnded(RoleChange(order.instance_id), CommandOutcome.ACCEPTED))
+    scene.apply(CommandEnded(RoleChange(instance_id), CommandOutcome.ACCEPTED))
     scene.apply(WorkerReported(replace(scene.workers["w"], seen_at=scene.now), streamed=False))
-    instance = scene.policy.state.instances.get(order.instance_id)
+    instance = scene.policy.state.instances.get(instance_id)
     assert instance is not None and instance.roles == BOTH
     assert len([command for command in scene.commands if isinstance(command, SetRolesCommand)]) == 1
 

@@ -211,6 +211,14 @@ class Policing(RuleBasedStateMachine):
             self.dead[worker_id] = worker, self.scene.now
         self.scene.kill(worker_id)
 
+    @precondition(lambda self: self.scene.workers)
+    @rule(data=st.data())
+    def worker_is_told_to_end(self, data: st.DataObject) -> None:
+        """Nothing is loaded there any more."""
+        worker_id = data.draw(st.sampled_from(sorted(self.scene.workers)))
+        self.scene.workers[worker_id] = replace(self.scene.workers[worker_id], is_leaving=True)
+        self.scene.report(worker_id)
+
     @rule(data=st.data())
     def late_report_of_dead_process_changes_nothing(self, data: st.DataObject) -> None:
         now, fence_s = self.scene.now, self.scene.config.fence_s
@@ -341,6 +349,8 @@ class Policing(RuleBasedStateMachine):
         """Once everything works again and time passes, everyone who waits is served."""
         if not hasattr(self, "scene"):
             return
+        for worker_id in [worker_id for worker_id, worker in self.scene.workers.items() if worker.is_leaving]:
+            self.scene.kill(worker_id)
         self.workers_return()
         self.scene.apply(MinimumsSet(()))
         state = self.scene.policy.state

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
-from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, Copy, StoreGone, StoreReported
+from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, Copy, Retention, StoreGone, StoreReported
 from torchrelay.scheduler.policy.types import Model, StoreStatus
 
 MODEL = a_model()
@@ -105,6 +105,15 @@ def test_deleted_pack_is_forgotten_at_first_refusal() -> None:
     scene.pass_time(300.0)
     assert len(copies(scene)) == 1
     assert MODEL.pack_id not in scene.policy.state.copies.packs
+
+
+def test_lease_is_retried_after_refusal() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    begin = len(retained_packs(scene))
+    scene.apply(CommandEnded(Retention("store-3"), CommandOutcome.REFUSED))
+    scene.pass_time(2.5)
+    assert [command.store_id for command in retained_packs(scene)[begin:]] == ["store-3"]
 
 
 def test_instance_counts_as_use_and_its_pack_as_copy() -> None:
