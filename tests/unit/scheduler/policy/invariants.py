@@ -6,7 +6,7 @@ Only the functions of the first part know how the policy keeps its state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import FIRST_SLOT, Action
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
@@ -93,17 +93,16 @@ def _is_placeable(state: State, admission: Admission, now: float) -> bool:
 # Effects of an input
 
 
-def check_effects(state: State, effects: Effects, now: float) -> None:
-    """Checks what an input has caused, in the state that it has left."""
+def check_effects(state: State, effects: Effects, draining: Collection[str], now: float) -> None:
+    """Checks what an input has caused, in the state that it has left. ``draining``: instances that drained before."""
     for command in effects.commands:
         if isinstance(command, LoadCommand):
             _check_load(state, command, now)
         if isinstance(command, LoadCommand | SetRolesCommand):
             _check_number(state, command)
-    drains = [event for event in effects.events if event.kind in _DRAINED and "worker_id" in event.fields]
-    if drains:
+    if drains := [event for event in effects.events if event.kind in _DRAINED and "worker_id" in event.fields]:
         since = {event.subject: event.fields["in_state_s"] for event in effects.events if event.kind == "drain"}
-        _check_drains(state, drains, since)
+        _check_drains(state, drains, since, draining)
     last = {opened.placement.prefill.instance_id: opened for opened in effects.opened}
     for opened in last.values():
         _check_late_binding(state, opened, now)
@@ -137,20 +136,27 @@ def _check_number(state: State, command: LoadCommand | SetRolesCommand) -> None:
         assert len(playing) <= most, (command, playing)
 
 
-def _check_drains(state: State, drains: Sequence[SchedulerEvent], since: dict[str, str | int | float]) -> None:
+def _check_drains(
+    state: State,
+    drains: Sequence[SchedulerEvent],
+    since: Mapping[str, str | int | float],
+    draining: Collection[str],
+) -> None:
     """No drain leaves a model below its minimum. A slot changes hands only for a model that requests need or that has a
-    minimum, and one of the last busy ones only after its time slice.
+    minimum, never on a worker that leaves, and one of the last busy ones only after its time slice.
     """
     used = {*state.queues.versions, *state.minimums.in_force}
     used |= {attempt.admission.version_id for attempt in state.attempts.attempts()}
     for drain in drains:
         version_id = str(drain.fields["version_id"])
-        if (minimum := state.minimums.in_force.get(version_id)) is not None:
+        minimum = state.minimums.in_force.get(version_id)
+        if minimum is not None and drain.subject not in draining:
             for role in (role for role in Role if role.name.lower() in str(drain.fields["roles"])):
                 playing = [each for each in _staying(state, version_id) if role in each.target_roles]
                 assert len(playing) >= minimum.number, drain
         if drain.kind in _TAKEN:
             assert used - {version_id}, drain
+            assert not state.membership.workers[str(drain.fields["worker_id"])].is_leaving, drain
         if drain.kind == "time_slice":
             assert float(since[drain.subject]) >= state.config.time_slice_s, drain
 
@@ -266,8 +272,9 @@ class CheckedPolicy(Policy):
         self.state = policy.state
 
     def apply(self, input_: Input, now: float) -> Effects:
+        draining = {instance.instance_id for instance in self.state.instances.draining}
         effects = super().apply(input_, now)
-        check_effects(self.state, effects, now)
+        check_effects(self.state, effects, draining, now)
         check_state(self.state)
         if isinstance(input_, Tick):
             check_nothing_fits(self.state, now)

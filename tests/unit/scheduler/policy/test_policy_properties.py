@@ -250,8 +250,9 @@ class Policing(RuleBasedStateMachine):
         """Its next report tells."""
         worker_id = data.draw(st.sampled_from(sorted(self.scene.workers)))
         self.number += 1
+        pool_bytes = data.draw(st.sampled_from([POOL_BYTES, 2 * POOL_BYTES]))
         restarted = replace(self.all_workers[worker_id], incarnation=f"{worker_id} {self.number}")
-        self.scene.workers[worker_id] = restarted
+        self.scene.workers[worker_id] = replace(restarted, kv_pool_bytes=pool_bytes)
 
     @rule(model=st.sampled_from(MODELS), data=st.data())
     def store_evicts_or_receives(self, model: Model, data: st.DataObject) -> None:

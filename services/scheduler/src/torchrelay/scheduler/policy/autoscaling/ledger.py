@@ -122,7 +122,9 @@ class Ledger:
         ``without``, have left it and its host's arena.
         """
         worker, model = self._input.workers.get(instance.worker_id), demand.model
-        if worker is None or worker.worker_id in self._input.suspects or not model.slot_class.fits(worker):
+        if worker is None or worker.is_leaving or worker.worker_id in self._input.suspects:
+            return frozenset()
+        if not model.slot_class.fits(worker):
             return frozenset()
         if any(load.instance.instance_id not in self._idle_ids for load in without):
             fits = self._has_space(model, worker.host_id, without)
