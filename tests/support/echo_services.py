@@ -81,6 +81,11 @@ class EchoScheduler:
         for events in self._streams:
             await events.put(admit_pb.AdmitEvent(recall=admit_pb.Recall(key=key, keeps_prompt=keeps_prompt)))
 
+    async def place(self, placement: admit_pb.Placement) -> None:
+        """Places an attempt by itself, whether the gate is open or not."""
+        for events in self._streams:
+            await events.put(admit_pb.AdmitEvent(placement=placement))
+
     async def tell(self, loading: admit_pb.Loading) -> None:
         """Tells every gateway about a load."""
         for events in self._streams:

@@ -93,6 +93,19 @@ class Plant:
             self.events.run(self.events.now + 1.0)
         return [outcome for outcome in self.outcomes if outcome.arrived_at >= counted_from]
 
+    def fail_host(self, number: int, away_s: float, *, is_noticed: bool = True) -> None:
+        """Ends all processes of a host, whose RAM is lost, and starts them again after ``away_s``. ``is_noticed``: the
+        scheduler learns of it at once, and not by their silence.
+        """
+        store = self._stores.of[f"store-{number}"]
+        workers = [worker for worker in self.workers.values() if worker.store is store]
+        self._stores.fail(store, is_noticed=is_noticed)
+        for worker in workers:
+            self._workers.fail(worker, is_noticed=is_noticed)
+        self.events.after(away_s, partial(self._stores.start, store))
+        for worker in workers:
+            self.events.after(away_s, partial(self._workers.start, worker))
+
     def spent_now(self) -> Spent:
         """Spending until now, with slots that are still held."""
         return self._meter.until_now(self._workers.held_device_s)
@@ -119,7 +132,8 @@ class Plant:
 
     def _load(self, command: effects.LoadCommand) -> None:
         for hop in command.hops:
-            self._stores.relay(command.model, hop, is_idle=not hop.urgent)
+            if self._stores.of[hop.store_id].is_up:
+                self._stores.relay(command.model, hop, is_idle=not hop.urgent)
             for order in hop.loads:
                 self._workers.load(command.model, order)
 

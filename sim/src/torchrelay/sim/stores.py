@@ -8,7 +8,7 @@ from functools import partial
 
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
-from torchrelay.scheduler.policy.types import REMOTE, Model, PackCopy, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.types import REMOTE, Model, PackCopy, Peer, SourceShare, StoreStatus
 from torchrelay.sim.events import EventQueue
 from torchrelay.sim.flows import NUM_CHUNKS, FluidNetwork, Link, Stream, Transfer
 from torchrelay.sim.scenario import Fleet, ServedModel
@@ -27,6 +27,8 @@ class SimulatedStore:
     idle: set[str] = field(default_factory=set)  # packs that arrive with the bandwidth that others leave
     retained: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)  # packs in the slots of the host's workers, by worker
+    num_starts: int = 1  # of its process
+    is_up: bool = True
     _waiting: dict[str, dict[str, Callable[[], None]]] = field(default_factory=dict)  # by pack and worker
 
     def when_whole(self, pack_id: str, worker_id: str, call: Callable[[], None]) -> None:
@@ -83,9 +85,11 @@ class SimulatedStores:
     def copy(self, command: effects.CopyCommand) -> None:
         store = self.of[command.hop.store_id]
         is_held = command.model.pack_id in store.copies
-        if not is_held and command.keep_retained and not self._has_space(store, command.model):
+        has_space = is_held or not command.keep_retained or self._has_space(store, command.model)
+        if not (has_space and store.is_up):
+            why = "no space" if store.is_up else "its store is not reached"
             self._scheduler.apply(
-                CommandEnded(inputs.Copy(command.model.pack_id, store.store_id), CommandOutcome.REFUSED, "no space")
+                CommandEnded(inputs.Copy(command.model.pack_id, store.store_id), CommandOutcome.REFUSED, why)
             )
             return
         self.relay(command.model, command.hop, is_idle=not command.urgent)
@@ -119,6 +123,33 @@ class SimulatedStores:
         store.sources[pack_id] = sources
         streams = self._streams(store, pack_id, sources)
         store.copies[pack_id] = self.network.begin(model.pack_bytes, streams, partial(self._arrived, store, pack_id))
+        self._report(store)
+
+    # Failures
+
+    def fail(self, store: SimulatedStore, *, is_noticed: bool) -> None:
+        """Ends the store's process with its copies; what others receive from it goes on from elsewhere. ``is_noticed``:
+        the scheduler need not wait for silence.
+        """
+        copies, store.copies, store.is_up = store.copies, {}, False
+        for other in self.of.values():
+            for pack_id, transfer in other.copies.items():
+                sources = other.sources.get(pack_id, ())
+                if transfer is not None and store.store_id in sources:
+                    self._redirect(other, pack_id, transfer, sources, len(sources))
+        for pack_id, transfer in copies.items():
+            self._meter.change_ram(-self._pack_bytes(pack_id))
+            if transfer is not None:
+                self.network.abort(transfer)
+        store.retained = ()
+        store.idle.clear()
+        if is_noticed:
+            self._scheduler.apply(inputs.PeerGone(Peer(store.store_id, is_store=True)))
+
+    def start(self, store: SimulatedStore) -> None:
+        """Starts the process of a store that failed, without copies."""
+        store.is_up = True
+        store.num_starts += 1
         self._report(store)
 
     # Transfers
@@ -175,16 +206,18 @@ class SimulatedStores:
 
     def report_all(self) -> None:
         for store in self.of.values():
-            self._scheduler.apply(inputs.StoreReported(self._status(store), streamed=True))
+            if store.is_up:
+                self._scheduler.apply(inputs.StoreReported(self._status(store), streamed=True))
 
     def _report(self, store: SimulatedStore) -> None:
-        self._scheduler.soon(inputs.StoreReported(self._status(store), streamed=True))
+        if store.is_up:
+            self._scheduler.soon(inputs.StoreReported(self._status(store), streamed=True))
 
     def _status(self, store: SimulatedStore) -> StoreStatus:
         pinned = store.pinned()
         return StoreStatus(
             store_id=store.store_id,
-            incarnation=store.store_id,
+            incarnation=f"{store.store_id} {store.num_starts}",
             host_id=store.host_id,
             grpc_address=store.store_id,
             data_address=store.store_id,

@@ -9,7 +9,16 @@ from functools import partial
 
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
-from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Model, Role, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import (
+    BOTH,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    Peer,
+    Role,
+    SlotStatus,
+    WorkerStatus,
+)
 from torchrelay.sim.engine import SimulatedEngine
 from torchrelay.sim.events import Event, EventQueue
 from torchrelay.sim.flows import NUM_CHUNKS
@@ -34,6 +43,8 @@ class SimulatedWorker:
     preferred_role: Role | None = None
     loaded: Event | None = None
     begun_at: float = 0.0  # when the slot was taken; 0: free
+    num_starts: int = 1  # of its process
+    is_up: bool = True
 
     def takes(self, instance_id: str) -> bool:
         """Whether the slot holds this instance and accepts requests for it."""
@@ -82,10 +93,9 @@ class SimulatedWorkers:
 
     def load(self, model: Model, order: effects.LoadOrder) -> None:
         worker, served = self.of[order.worker_id], self._served[model.pack_id]
-        if worker.slot.phase is not InstancePhase.FREE:
-            self._scheduler.soon(
-                CommandEnded(inputs.Load(order.instance_id), CommandOutcome.REFUSED, "the slot is taken")
-            )
+        if worker.slot.phase is not InstancePhase.FREE or not worker.is_up:
+            why = "the slot is taken" if worker.is_up else "its worker is not reached"
+            self._scheduler.soon(CommandEnded(inputs.Load(order.instance_id), CommandOutcome.REFUSED, why))
             return
         worker.slot = SlotStatus(
             InstancePhase.LOADING,
@@ -153,10 +163,28 @@ class SimulatedWorkers:
 
     def _end_drain(self, worker: SimulatedWorker, instance_id: str) -> None:
         if worker.slot.instance_id == instance_id:
-            for cut_off in list(worker.attempts.values()):
-                cut_off()
+            self._end_attempts(worker)
             if worker.slot.instance_id == instance_id:
                 self._free(worker)
+
+    def _end_attempts(self, worker: SimulatedWorker) -> None:
+        for cut_off in list(worker.attempts.values()):
+            cut_off()
+
+    def fail(self, worker: SimulatedWorker, *, is_noticed: bool) -> None:
+        """Ends the worker's process with all that it runs. ``is_noticed``: the scheduler need not wait for silence."""
+        worker.is_up = False
+        if is_noticed:
+            self._scheduler.apply(inputs.PeerGone(Peer(worker.worker_id)))
+        self._end_attempts(worker)
+        if worker.slot.phase is not InstancePhase.FREE:
+            self._free(worker)
+
+    def start(self, worker: SimulatedWorker) -> None:
+        """Starts the process of a worker that failed."""
+        worker.is_up = True
+        worker.num_starts += 1
+        self._report(worker)
 
     def _free(self, worker: SimulatedWorker) -> None:
         if worker.loaded is not None:
@@ -173,17 +201,19 @@ class SimulatedWorkers:
 
     def report_all(self) -> None:
         for worker in self.of.values():
-            self._scheduler.apply(inputs.WorkerReported(self._status(worker), True))
+            if worker.is_up:
+                self._scheduler.apply(inputs.WorkerReported(self._status(worker), True))
 
     def _report(self, worker: SimulatedWorker) -> None:
-        self._scheduler.soon(inputs.WorkerReported(self._status(worker), True))
+        if worker.is_up:
+            self._scheduler.soon(inputs.WorkerReported(self._status(worker), True))
 
     def _status(self, worker: SimulatedWorker) -> WorkerStatus:
         engine, slot = worker.engine, worker.slot
         latency = self._served[slot.pack_id].latency if slot.pack_id else None
         return WorkerStatus(
             worker_id=worker.worker_id,
-            incarnation=worker.worker_id,
+            incarnation=f"{worker.worker_id} {worker.num_starts}",
             host_id=worker.store.host_id,
             grpc_address=worker.worker_id,
             playable_roles=BOTH,

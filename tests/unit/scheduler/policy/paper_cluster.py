@@ -8,8 +8,8 @@ from typing import Any, BinaryIO
 
 from msgspec import structs
 
+from tests.unit.scheduler.policy.invariants import check_state
 from torchrelay.scheduler.policy.config import ROUND_S, PolicyConfig
-from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Answer,
@@ -24,7 +24,6 @@ from torchrelay.scheduler.policy.effects import (
     SetRolesCommand,
     UnloadCommand,
 )
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     Beat,
@@ -237,7 +236,6 @@ class PaperCluster:
 
     def obey(self, command: Command) -> None:
         if isinstance(command, LoadCommand):
-            assert len({hop.store_id for hop in command.hops}) == len(command.hops)
             for hop in command.hops:
                 for order in hop.loads:
                     self.load(order.instance_id, order.worker_id, order.roles, command.model)
@@ -336,26 +334,7 @@ class PaperCluster:
         assert instance.roles <= command.roles.union(*others)
 
     def check(self) -> None:
-        state = self.policy.state
-        pools = {
-            instance.instance_id: self.workers[instance.worker_id].kv_pool_bytes
-            for instance in state.instances
-            if instance.worker_id in self.workers
-        }
-        state.attempts.check_integrity(pools)
-        state.queues.check_integrity()
-        state.tenant_slots.check_integrity(state.instances.versions)
-        for version_id in state.queues.versions:
-            endpoints = state.endpoints.get(version_id)
-            if endpoints is not None and self.now < endpoints.blocked_until:
-                self._check_is_blocked(version_id, endpoints)
-
-    def _check_is_blocked(self, version_id: str, endpoints: Endpoints) -> None:
-        """Checks that no waiting request of the version can be placed on any instance."""
-        state, model = self.policy.state, self.policy.state.models[version_id]
-        for admission in state.queues.waiting(version_id):
-            placement = place(state, admission, model, endpoints.prefills, endpoints.decodes, self.now)
-            assert isinstance(placement, NoPlacement)
+        check_state(self.policy.state)
 
 
 def two_workers_one_host(**config: object) -> PaperCluster:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
+from tests.unit.scheduler.policy.invariants import placements_of, waiting_of
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster
 from torchrelay.common.liveness import SILENT_S, EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -149,21 +150,6 @@ class RunningCluster(PaperCluster):
         call = self.calls[name] = Call(name, model, num_tokens, decode_s, self.now, changes)
         self._ask(call)
         return call
-
-    def ask_again(self, call: Call) -> None:
-        """The gateway repeats the admission of an open call, which has no effect but the same answer."""
-        self.tick()
-        self.hear()
-        if not self.is_gateway_here or call.end or call.admit_at is not None:
-            return
-        placement, state, num_commands = call.placement, self.policy.state, len(self.commands)
-        before = len(state.attempts), len(state.queues)
-        effects = self.policy.apply(Admit(self._admission(call), call.model), self.now)
-        assert (len(state.attempts), len(state.queues), len(self.commands)) == (*before, num_commands)
-        assert not effects.commands
-        answered = [answer.placement for answer in effects.answers if isinstance(answer, Placed)]
-        assert answered == ([placement] if placement is not None else [])
-        self.do(effects)
 
     def leave(self, call: Call) -> None:
         """The client hangs up."""
@@ -482,10 +468,7 @@ class RunningCluster(PaperCluster):
     def check_calls(self) -> None:
         """Nobody is lost, and what has ended says why."""
         self.check()
-        state = self.policy.state
-        waiting = {admission.key for admission in state.queues}
-        opened = {attempt.admission.key for attempt in state.attempts.attempts()}
-        assert not waiting & opened
+        waiting, opened = waiting_of(self.policy.state).keys(), placements_of(self.policy.state).keys()
         if not self.is_gateway_here:
             return
         for call in self.open_calls:

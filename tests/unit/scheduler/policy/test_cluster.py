@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionK
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSize, SlotSizes
-from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.inputs import PeerGone, StoreReported
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import (
@@ -44,17 +42,6 @@ def test_open_stream_alone_updates_slot() -> None:
     assert now is not None and now.slot.phase is InstancePhase.FREE
 
 
-def test_late_report_does_not_revive_dead_process() -> None:
-    membership = Membership(fence_s=2.0)
-    worker = a_worker("w", seen_at=1.0)
-    membership.accept_worker(worker, streamed=True)
-    membership.drop_worker("w", now=1.0)
-    assert membership.accept_worker(replace(worker, seen_at=1.1), streamed=False) is None
-    assert membership.accept_worker(replace(worker, seen_at=1.2, incarnation="w second"), streamed=False) is not None
-    assert membership.accept_worker(replace(worker, seen_at=1.3), streamed=False) is None
-    assert membership.workers["w"].incarnation == "w second"
-
-
 @given(
     st.lists(st.tuples(st.sampled_from([0.1, 0.4, 2.0]), st.integers(0, 2), st.booleans(), st.booleans()), max_size=60)
 )
@@ -77,26 +64,6 @@ def test_hung_peer_is_lost_at_first_check_past_limit(beats: list[tuple[float, in
         lost = {lost_worker.worker.worker_id for lost_worker in membership.expire(now, stale_s=3.0).workers}
         assert lost == {key for key, liveness in expected.items() if liveness.fault(now, 3.0)}
         expected = {key: liveness for key, liveness in expected.items() if key not in lost}
-
-
-def test_holder_index_equals_scan_of_all_stores() -> None:
-    membership, models, random = Membership(fence_s=0.0), [a_model(f"acme/{number}") for number in range(4)], Random(1)
-    for at in range(500):
-        name = f"s{random.randrange(6)}"
-        if random.random() < 0.2:
-            membership.drop_store(name, float(at))
-        else:
-            copies = [
-                replace(a_copy(model, random.choice([3, 8])), error=random.choice(["", "full"])) for model in models
-            ]
-            store = a_store(name, f"host of {name}", random.sample(copies, random.randrange(4)))
-            membership.accept_store(replace(store, incarnation=f"{name} {at}", seen_at=float(at)))
-        for model in models:
-            copies_of = {key: store.copies.get(model.pack_id) for key, store in membership.stores.items()}
-            assert [store.store_id for store in membership.holders(model.pack_id)] == [
-                key for key, copy in copies_of.items() if copy is not None
-            ]
-            assert membership.is_held(model.pack_id) == any(copy and not copy.error for copy in copies_of.values())
 
 
 def test_disk_packs_are_known_until_next_disk_report() -> None:
@@ -178,14 +145,6 @@ def test_why_no_model_can_be_loaded() -> None:
     assert membership.why_no_load() == ""
 
 
-def test_free_slot_of_a_leaving_worker_takes_no_load() -> None:
-    membership, worker = Membership(fence_s=2.0), a_worker("w", seen_at=1.0)
-    membership.accept_worker(worker, streamed=True)
-    assert list(membership.free_workers) == ["w"]
-    membership.accept_worker(replace(worker, is_leaving=True), streamed=True)
-    assert list(membership.free_workers) == [] and list(membership.workers) == ["w"]
-
-
 def test_nearest_tier_is_that_of_a_host_with_a_slot_of_the_size() -> None:
     membership, model = Membership(fence_s=2.0), a_model()
     assert membership.nearest_tier(model.pack_id, 1) is Tier.REMOTE
@@ -227,15 +186,6 @@ def test_load_failing_before_any_report_is_noticed() -> None:
     instances.put(again)
     broken = replace(worker, slot=SlotStatus(error="cut off"))
     assert [change.kind for change in instances.observe(broken, now=1.1)] == [TransitionKind.FAILED]
-
-
-def test_restart_loses_instance_and_unknown_one_is_adopted() -> None:
-    instances, worker = Instances(OpenAttempts()), a_worker("w")
-    instances.put(an_instance(worker, accepted_at=1.0, confirmed=True))
-    changes = instances.observe(replace(worker, incarnation="second", slot=replace(LOADING, instance_id="i2")), now=2.0)
-    assert [change.kind for change in changes] == [TransitionKind.LOST, TransitionKind.ADOPTED]
-    adopted = instances.on_worker("w")
-    assert adopted is not None and adopted.instance_id == "i2" and adopted.placeable
 
 
 def test_older_report_does_not_undo_drain() -> None:
@@ -289,19 +239,3 @@ def test_arena_counts_for_slots_of_its_host() -> None:
     sizes.store_gone("host-1", now=9.0)
     assert sizes.largest_weights_bytes == 0 and LARGE in sizes.since(9.0, SlotClass(1))
     assert sizes.present(SlotClass(4)) == [SlotSize(SlotClass(4, OWN_ENGINE), 0, 64 * MB)]
-
-
-def test_version_counts_for_all_its_tenants_until_it_has_no_slot() -> None:
-    slots = {"own": VersionSlots({"acme"}, 2), "shared": VersionSlots({"acme", "birch"}, 1)}
-    counted = TenantSlots(lambda version_id: slots.get(version_id, VersionSlots((), 0)))
-    for version_id in slots:
-        counted.changed(version_id)
-    assert counted.numbers == {"acme": 3, "birch": 1}
-    slots["shared"] = VersionSlots({"birch", "cedar"}, 1)  # cedar uploaded the same files, acme deleted them
-    counted.changed("shared")
-    assert counted.numbers == {"acme": 2, "birch": 1, "cedar": 1}
-    counted.check_integrity(slots)
-    slots.clear()
-    counted.changed("own")
-    counted.changed("shared")
-    assert counted.numbers == {} and set(counted.numbers) == set()

@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WE
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels, load_s
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
-from torchrelay.scheduler.policy.estimates.requests import AnswerLength, CachedShare
+from torchrelay.scheduler.policy.estimates.requests import CachedShare
 from torchrelay.scheduler.policy.estimates.token_time import TokenTime
 from torchrelay.scheduler.policy.handlers.backlogs import prompts_s
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
@@ -290,18 +290,6 @@ def test_after_scale_to_zero_a_crowd_counts_whole() -> None:
 
 SMALL_KV = a_model(kv_bytes_per_token=64)
 STEPS = LatencyModel(StepCost(0.01, 1e-4, 0, 50), StepCost(0.005, 1e-4, 1e-6, 50))
-
-
-def test_expected_length_is_mean_up_to_maximum() -> None:
-    length = AnswerLength()
-    for _ in range(7):
-        length.observe(100.0)
-    assert length.expected(4096) == 4096, "seven say little"
-    length.observe(100.0)
-    assert length.expected(4096) == 100 and length.expected(30) == 30
-    for _ in range(300):
-        length.observe(500.0)
-    assert 490 <= length.expected(4096) <= 500
 
 
 def test_tbt_uses_mean_length_and_kv_the_maximum() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,12 +19,9 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
-from torchrelay.scheduler.policy.effects import CopyCommand, RefusalReason, RetainCommand, UnloadCommand
+from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Release, Withdraw
 from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.relay.planning import TransferEdge
-from torchrelay.scheduler.policy.replication.copies import Copies, CopyKey, CopyOrder
-from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import REMOTE, AttemptKey, InstancePhase, Model
 
 MODEL = a_model()
@@ -180,22 +176,6 @@ def test_burst_wakes_three_hosts_by_one_chain() -> None:
     assert {worker.slot.phase for worker in scene.workers.values()} == {InstancePhase.LOADING}
 
 
-def test_restarted_scheduler_adopts_instances() -> None:
-    old = two_workers_one_host()
-    placement = old.serve(MODEL, "r1")
-    scene = PaperCluster(now=old.now)
-    scene.workers, scene.stores = old.workers, old.stores
-    scene.admit(MODEL, "r2")  # before any report: it waits, and loads nothing
-    scene.admit(MODEL, "r1", current=placement)
-    assert scene.commands == [] and scene.placement("r1") is None  # it runs; nothing is said
-    scene.report_all()
-    adopted = scene.placed("r2")
-    assert adopted.prefill == placement.prefill and adopted.decode == placement.decode
-    assert scene.commands == [] and scene.now == old.now
-    assert len(scene.policy.state.attempts.at(placement.decode.instance_id).decodes) == 2
-    scene.check()
-
-
 def test_idle_instances_found_at_restart_end_by_default_timeout() -> None:
     old = two_workers_one_host()
     old.serve(a_model(), "r1")
@@ -228,36 +208,3 @@ def test_turns_drain_idle_models_and_evaluate_few_others() -> None:
         drained.append(sum(isinstance(command, UnloadCommand) for command in scene.commands[begin:]))
     assert drained[-1] == len(models)
     assert max(after - before for before, after in pairwise(drained)) == 1
-
-
-def deciding_by(scene: PaperCluster, strategies: Strategies) -> PaperCluster:
-    scene.policy.state.strategies = strategies
-    return scene
-
-
-def test_another_plan_names_the_sources() -> None:
-    def from_nearest(whole: Sequence[str], receiving: Sequence[str], targets: Sequence[str], **_: object) -> object:
-        return tuple(TransferEdge(target, ("somewhere", REMOTE)) for target in targets)
-
-    scene = deciding_by(two_workers_one_host(), Strategies(plan=from_nearest))  # type: ignore[arg-type]
-    scene.obedient = False
-    scene.admit(a_model(), "r1")
-    (wake,) = scene.loads()
-    assert [hop.sources for hop in wake.hops] == [("somewhere", REMOTE)]
-
-
-def test_another_replicator_is_asked_instead() -> None:
-    asked: list[str] = []
-
-    def copies_nothing(
-        copies: Copies, pack_ids: Sequence[str], under_way: Sequence[CopyKey], now: float
-    ) -> Sequence[CopyOrder]:
-        asked.extend(pack_ids)
-        return ()
-
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_store("store-2", "host-2"), a_worker("w-a"))
-    deciding_by(scene, Strategies(evaluate_packs=copies_nothing))
-    scene.serve(a_model(), "r1")
-    scene.pass_time(20)
-    assert a_model().pack_id in asked
-    assert not {type(command) for command in scene.commands} & {CopyCommand, RetainCommand}

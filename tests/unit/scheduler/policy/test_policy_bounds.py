@@ -5,12 +5,12 @@ request is lost or placed twice, no KV is reserved twice, no cold model is refus
 from __future__ import annotations
 
 import os
-from collections import Counter
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.unit.scheduler.policy.invariants import CheckedPolicy
 from tests.unit.scheduler.policy.paper_cluster import MB, a_model, a_store, a_worker
 from tests.unit.scheduler.policy.running_cluster import CONFIG, Fault, RunningCluster
 from torchrelay.scheduler.policy.types import Model, Role, ServiceClass
@@ -26,6 +26,7 @@ class Running(RuleBasedStateMachine):
     @initialize(num_others=st.integers(0, 4), roles=st.sampled_from(["one each", "alike", "set apart"]))
     def start(self, num_others: int, roles: str) -> None:
         self.scene = RunningCluster(tokens_per_s=8000.0, load_s=0.5)
+        self.scene.policy = CheckedPolicy(self.scene.policy)
         self.numbers = 0
         self.had_liar = False
         others = [
@@ -62,11 +63,6 @@ class Running(RuleBasedStateMachine):
         for _ in range(num_calls):
             self.numbers += 1
             self.scene.call(f"r{self.numbers}", model, num_tokens, decode_s, **asked)
-
-    @rule(data=st.data())
-    def one_is_asked_again(self, data: st.DataObject) -> None:
-        if calls := self.scene.open_calls:
-            self.scene.ask_again(calls[data.draw(st.integers(0, len(calls) - 1))])
 
     @rule(data=st.data())
     def one_leaves(self, data: st.DataObject) -> None:
@@ -108,15 +104,8 @@ class Running(RuleBasedStateMachine):
         scene = self.scene
         scene.hear()
         scene.check_calls()
-        queues, instances = scene.policy.state.queues, scene.policy.state.instances
-        assert len(queues) <= CONFIG.queue_limit_total
-        assert all(queues.num_waiting(model.version_id) <= CONFIG.queue_limit for model in VERSIONS)
-        staying = Counter((i.version_id, role) for i in instances if i.staying for role in i.target_roles)
-        assert all(number <= CONFIG.max_instances for number in staying.values()), staying
+        assert len(scene.policy.state.queues) <= CONFIG.queue_limit_total
         assert all(call.num_recalled <= 1 for call in scene.calls.values())
-        for instance in instances:
-            work = scene.policy.state.attempts.at(instance.instance_id)
-            assert len(work.decodes) <= CONFIG.max_open_per_instance
 
     def teardown(self) -> None:
         """With a single well worker and the others as they are, each request is served or refused with a cause."""

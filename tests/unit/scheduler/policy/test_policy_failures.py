@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
+    NUM_CHUNKS,
     PaperCluster,
-    a_copy,
     a_model,
     a_store,
     a_worker,
@@ -18,9 +18,6 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.common.liveness import EngineProgress
-from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
-from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import (
@@ -35,7 +32,6 @@ from torchrelay.scheduler.policy.inputs import (
     Tick,
     WorkerReported,
 )
-from torchrelay.scheduler.policy.timed_phase import TimedPhase
 from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, Peer, Role, SlotStatus
 
 MODEL = a_model()
@@ -203,56 +199,34 @@ def test_load_with_layers_survives_refused_relay() -> None:
     assert not scene.unloads()
 
 
-def test_load_is_given_up_a_while_after_its_last_progress() -> None:
-    failures, membership = LoadFailures(PolicyConfig(load_stall_s=15.0)), Membership(fence_s=0.0)
-    store, loading = a_store("store-1", "host-1"), SlotStatus(load_phases=(TimedPhase("weights", 0, 1),))
-
-    def why(now: float, slot: SlotStatus, num_verified: int | None, accepted_at: float, num_layers: int) -> list[str]:
-        membership.accept_worker(a_worker("w", slot=slot), streamed=True)
-        if num_verified is None:
-            membership.drop_store("store-1", now, gone=False)
-        else:
-            membership.accept_store(replace(store, copies={MODEL.pack_id: a_copy(MODEL, num_verified)}))
-        instance = Instance("i", "", "", MODEL.pack_id, "w", "", "host-1", BOTH, InstancePhase.LOADING, 0.0, 0.0)
-        instance = replace(instance, confirmed=True, accepted_at=accepted_at, num_layers_ready=num_layers)
-        return [reason.text for _, reason in failures.stalled([instance], membership, now)]
-
-    progress = [(SlotStatus(), 2, 0.0, 0), (SlotStatus(), 2, 1.0, 0), (loading, 2, 1.0, 0), (loading, 2, 1.0, 1)]
-    assert not any(why(14.0 * number, *reached) for number, reached in enumerate(progress))
-    assert not why(56.0, loading, 3, 1.0, 1) and not why(57.0, loading, None, 1.0, 1)
-    assert why(62.0, loading, None, 1.0, 1) == ["the param-store of host host-1 does not answer"]
-    assert not why(63.0, loading, 3, 1.0, 1), "the store is back with what it had"
-    assert why(72.0, loading, 3, 1.0, 1) == ["nothing of its pack arrived for 15 s"]
-
-
-def test_load_without_bytes_is_given_up_with_live_store() -> None:
+@pytest.mark.parametrize(
+    ("num_verified", "num_layers", "limit_s", "why"),
+    [
+        (3, 0, 15.0, "nothing of its pack arrived for 15 s"),
+        (NUM_CHUNKS, 2, 15.0, "its host has the pack, and no layer of it was loaded for 15 s"),
+        (0, 1, 5.0, "the param-store of host host-1 does not answer"),
+    ],
+    ids=["no bytes", "B7: no deadline once the host had all of the pack", "its store is gone"],
+)
+def test_load_is_given_up_a_while_after_its_last_progress(
+    num_verified: int, num_layers: int, limit_s: float, why: str
+) -> None:
     scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
     scene.admit(MODEL, "r1")
-    for num_verified in (2, 3):
+    scene.hold("store-1", MODEL, num_chunks_verified=2)
+    scene.pass_time(limit_s - 1.0, step_s=0.5)
+    if num_verified:
         scene.hold("store-1", MODEL, num_chunks_verified=num_verified)
-        scene.pass_time(14.0, step_s=0.5)
-        assert not scene.unloads()
-    scene.pass_time(2.0)
-    unloads = scene.unloads()
-    assert len(unloads) == 2
-    why = {event.reason for event in scene.told(topic="instance.draining")}
-    assert why == {"nothing of its pack arrived for 15 s"}
-
-
-def test_hung_load_of_complete_copy_is_given_up() -> None:
-    """B7: once the host had all of the pack, a load had no deadline."""
-    scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
-    scene.admit(MODEL, "r1")
-    scene.hold("store-1", MODEL)
-    scene.pass_time(10.0, step_s=0.5)
+    else:
+        scene.stores.clear()
+        scene.apply(PeerGone(Peer("store-1", is_store=True)))
     for worker_id in scene.workers:
-        scene.set_slot(worker_id, num_layers_ready=2)
-    scene.pass_time(14.0, step_s=0.5)
-    assert not scene.unloads(), "a layer is progress"
+        scene.set_slot(worker_id, num_layers_ready=num_layers)
+    scene.pass_time(limit_s - 1.0, step_s=0.5)
+    assert not scene.unloads(), "that was progress"
     scene.pass_time(2.0)
     assert len(scene.unloads()) == 2
-    why = {event.reason for event in scene.told(topic="instance.draining")}
-    assert why == {"its host has the pack, and no layer of it was loaded for 15 s"}
+    assert {event.reason for event in scene.told(topic="instance.draining")} == {why}
 
 
 def test_request_without_workers_is_refused_resumed_one_later() -> None:
@@ -388,17 +362,21 @@ def test_unanswered_accepted_load_is_no_failure() -> None:
     assert placement.prefill.instance_id == order.instance_id
 
 
-def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
-    """P13: three of them refused the model's requests as LOAD_FAILED."""
+def one_prefill_slot() -> tuple[PaperCluster, str]:
+    """An instance that plays prefill only, of a model whose request needs both roles."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
-    prefill = frozenset((Role.PREFILL,))
     scene.admit(SHORT, "r1")
-    (wake,) = scene.loads()
-    order = wake.hops[0].loads[0]
-    scene.load(order.instance_id, "w", prefill, SHORT)
-    scene.set_slot("w", phase=InstancePhase.READY, roles=prefill, num_layers_ready=4)
+    order = scene.loads()[0].hops[0].loads[0]
+    scene.load(order.instance_id, "w", PREFILL, SHORT)
+    scene.set_slot("w", phase=InstancePhase.READY, roles=PREFILL, num_layers_ready=4)
     scene.report("w")
     scene.admit(SHORT, "r2")
+    return scene, order.instance_id
+
+
+def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
+    """P13: three of them refused the model's requests as LOAD_FAILED."""
+    scene, _ = one_prefill_slot()
     num_seen = 0
     for _ in range(50):
         scene.pass_time(0.1)
@@ -416,18 +394,11 @@ def test_earlier_report_does_not_undo_roles() -> None:
     """P15: until its stream said so too, each of the broker's reports was given the slot with the old roles, and the
     roles were ordered anew.
     """
-    scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
-    prefill = frozenset((Role.PREFILL,))
-    scene.admit(SHORT, "r1")
-    order = scene.loads()[0].hops[0].loads[0]
-    scene.load(order.instance_id, "w", prefill, SHORT)
-    scene.set_slot("w", phase=InstancePhase.READY, roles=prefill, num_layers_ready=4)
-    scene.report("w")
-    scene.admit(SHORT, "r2")
+    scene, instance_id = one_prefill_slot()
     scene.pass_time(0.1)
-    scene.apply(CommandEnded(RoleChange(order.instance_id), CommandOutcome.ACCEPTED))
+    scene.apply(CommandEnded(RoleChange(instance_id), CommandOutcome.ACCEPTED))
     scene.apply(WorkerReported(replace(scene.workers["w"], seen_at=scene.now), streamed=False))
-    instance = scene.policy.state.instances.get(order.instance_id)
+    instance = scene.policy.state.instances.get(instance_id)
     assert instance is not None and instance.roles == BOTH
     assert len([command for command in scene.commands if isinstance(command, SetRolesCommand)]) == 1
 
@@ -516,3 +487,17 @@ def test_large_requests_of_shared_model_are_placed_once_the_large_instance_is_fr
         scene.release(name)
     scene.pass_time(1.0)
     assert len({name for name in names if scene.placement(name)}) > len(placed)
+
+
+def test_tenant_without_a_slot_takes_none_of_a_worker_that_leaves() -> None:
+    """The answers there were cut off, and the slot could not be loaded."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w-a"), a_worker("w-b"))
+    for number in range(2):
+        scene.serve(a_model(f"acme/m{number}"), f"r{number}")
+    leaving = scene.placed("r0").decode.worker_id
+    scene.workers[leaving] = replace(scene.workers[leaving], is_leaving=True)
+    scene.report(leaving)
+    scene.obedient = False
+    scene.admit(a_model("birch/other"), "waits")
+    scene.pass_time(3.0)
+    assert {event.fields["worker_id"] for event in scene.told("first_slot")} == scene.workers.keys() - {leaving}

@@ -203,6 +203,21 @@ async def test_resumed_scheduler_gets_open_admissions_again() -> None:
         assert [(admit.key.request_id, admit.age_ms) for admit in there.admits] == [("r", 5000), ("r", 12_000)]
 
 
+async def test_new_scheduler_learns_of_placed_attempts_first() -> None:
+    """One that waited before them was given their KV."""
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        there.open_gate.clear()
+        admit(admissions, "waits")
+        events = admit(admissions, "placed")
+        await eventually(lambda: len(there.admits) == 2)
+        await there.place(pb.Placement(key=key("placed")))
+        await eventually(lambda: is_placed(events))
+        await there.kill()
+        await there.revive()
+        await eventually(lambda: len(there.admits) == 4)
+        assert [again.key.request_id for again in there.admits[2:]] == ["placed", "waits"]
+
+
 async def test_hung_scheduler_fails_only_waiting_requests() -> None:
     async with scheduler() as there, admissions_to(there.address, unreachable_after_s=4.0) as admissions:
         running = admit(admissions, "running")

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
+from torchrelay.scheduler.policy.autoscaling.asks import Bid
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.lateness import Fluid, displaced, load_cost, nobody, weight
 from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
 from torchrelay.scheduler.policy.autoscaling.usage import MEAN_S, NEVER, WINDOW_S, ArrivalRate, Gaps, Usages
 from torchrelay.scheduler.policy.autoscaling.version_rotation import MOST_PER_S, VersionTurns
 from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
-from torchrelay.scheduler.policy.types import Role
+from torchrelay.scheduler.policy.types import BOTH, Role
 
 RULES = PolicyConfig()
 
@@ -90,11 +91,20 @@ def test_late_requests_grow_with_work_and_fall_with_instances(
 ) -> None:
     late = fluid.late(number, horizon_s, fluid.backlog_s)
     assert late >= 0
+    is_in_time = fluid.backlog_s <= number * (fluid.batch_s + fluid.slack_s) and fluid.load <= number
+    assert not is_in_time or late == 0
     nearly = late * (1 - 1e-6) - 1e-6
     assert fluid.late(number, horizon_s, fluid.backlog_s + more) >= nearly
     assert fluid.late(number, horizon_s + more, fluid.backlog_s) >= nearly
     assert replace(fluid, load=fluid.load + more).late(number, horizon_s, fluid.backlog_s) >= nearly
     assert late >= fluid.late(number + 1, horizon_s, fluid.backlog_s) * (1 - 1e-6) - 1e-6
+
+
+@given(st.integers(0, 50), st.floats(0.1, 20))
+def test_waiting_request_raises_its_models_bid(num_waiting: int, held_s: float) -> None:
+    """It is in no ask: what a slot costs its own model counts arrivals only."""
+    fewer, more = (Bid(crowded(number), BOTH, "", "").num_gained(held_s) for number in (num_waiting, num_waiting + 1))
+    assert more > fewer
 
 
 @given(FLUIDS, st.integers(1, 8), st.floats(0, 12), st.integers(1, 8))

@@ -27,16 +27,6 @@ def two_racks(*copies_of_first: PackCopy, **config: object) -> CopyCluster:
     )
 
 
-def test_single_host_or_domain_gets_what_is_possible() -> None:
-    alone = CopyCluster().report(a_store("a", a_copy("p"))).use("p")
-    assert not alone.decide() and alone.copies.num_short == 0 and alone.retained == {"a": ("p",)}
-    rack = CopyCluster().report(a_store("a", a_copy("p"), domain="r1"), a_store("b", domain="r1")).use("p")
-    assert briefly(rack.decide()) == [("p", "b", REPLICATE)] and rack.copies.num_short == 1
-    rack.end(("p", "b"))
-    assert not rack.decide() and rack.copies.num_short == 0
-    assert not CopyCluster().use("p").decide()
-
-
 def test_second_copy_in_same_domain_counts_as_missing() -> None:
     cluster = CopyCluster().use("p")
     cluster.report(*(a_store(name, a_copy("p"), domain="r1") for name in "ab"))
@@ -47,23 +37,6 @@ def test_second_copy_in_same_domain_counts_as_missing() -> None:
     assert all(packs == ("p",) for packs in cluster.retained.values()), "both stay until the third is whole"
     cluster.end(("p", "c"))
     assert not cluster.decide(5.0) and sorted(cluster.retained.values()) == [(), ("p",), ("p",)]
-
-
-def test_copy_of_other_domain_is_awaited_while_its_stores_are_busy() -> None:
-    cluster = two_racks(a_copy("p"), a_copy("q")).use("p", "q")
-    assert [order.store_id for order in cluster.decide(9.0)] == ["c"]
-    cluster.end(cluster.under_way[0])
-    assert [order.store_id for order in cluster.decide()] == ["c"]
-
-
-def test_full_domain_is_replaced_by_another_host() -> None:
-    cluster = two_racks(a_copy("p")).use("p")
-    cluster.report(a_store("c", domain="r2", arena=GB // 2))
-    assert briefly(cluster.decide()) == [("p", "b", REPLICATE)]
-    cluster.end(("p", "b"))
-    assert not cluster.decide(9.0) and cluster.copies.num_short == 1
-    cluster.report(a_store("c", domain="r2"))
-    assert briefly(cluster.decide(5.0)) == [("p", "c", REPLICATE)]
 
 
 def test_lost_copy_is_rebuilt_urgently_first() -> None:

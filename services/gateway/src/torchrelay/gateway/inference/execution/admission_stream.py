@@ -208,9 +208,10 @@ class AdmissionStream:
         others = [command for command in self._unsent if not command.HasField("admit")]
         self._unsent.clear()
         now = self._clock()
-        for admission in self._open.values():
+        # Placed attempts come first: a new scheduler would give their KV to an attempt that it learned of before.
+        for admission in sorted(self._open.values(), key=lambda admission: not admission.is_placed):
             admission.request.age_ms = round((now - admission.arrived_at) * 1000)
-        self._unsent.extend(pb.AdmitCommand(admit=admission.request) for admission in self._open.values())
+            self._unsent.append(pb.AdmitCommand(admit=admission.request))
         self._unsent.extend(others)
         self._filled.set()
 

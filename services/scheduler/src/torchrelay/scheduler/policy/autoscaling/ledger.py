@@ -110,8 +110,11 @@ class Ledger:
         """Roles that the instance's slot could play for the waiting model once all idle and leaving instances, and
         ``without``, have left it and its host's arena.
         """
-        worker, model = self._view.membership.workers.get(instance.worker_id), demand.model
-        if worker is None or worker.worker_id in self._view.membership.suspects or not model.slot_class.fits(worker):
+        membership, model = self._view.membership, demand.model
+        worker = membership.workers.get(instance.worker_id)
+        if worker is None or worker.is_leaving or worker.worker_id in membership.suspects:
+            return frozenset()
+        if not model.slot_class.fits(worker):
             return frozenset()
         if any(instance.instance_id not in self._idle_ids for instance in without):
             fits = self._has_space(model, worker.host_id, without)

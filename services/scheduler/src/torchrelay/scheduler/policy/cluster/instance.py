@@ -134,6 +134,11 @@ class Instance:
         return 2 * max(1, round(self.latency.prefill.base_s / _BEGIN_S))
 
     @property
+    def takes_beside_others(self) -> bool:
+        """Whether the instance may take another prompt if several tenants use it."""
+        return not self.plays_prefill or len(self.work.queue) < self.max_prompts_ahead
+
+    @property
     def kv_unreserved_bytes(self) -> int:
         return self.kv_pool_bytes - self.work.kv_bytes
 

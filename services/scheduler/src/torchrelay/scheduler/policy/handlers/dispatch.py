@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from heapq import nlargest, nsmallest
 from operator import itemgetter
 
@@ -175,11 +175,13 @@ def _best_place(
     """
     is_shared = state.usages.of(admission.version_id).callers.are_several(now)
 
-    def place_at(prefills: Iterable[Instance], decodes: Iterable[Instance]) -> Placement | NoPlacement:
+    def place_at(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Placement | NoPlacement:
         if is_shared:
-            prefills, decodes = filter(_takes_beside_others, prefills), filter(_takes_beside_others, decodes)
-        computing = [each for each in prefills if allowed is None or each in allowed]
-        return place(state, admission, model, computing, list(decodes), now)
+            prefills = [each for each in prefills if each.takes_beside_others]
+            decodes = [each for each in decodes if each.takes_beside_others]
+        if allowed is not None:
+            prefills = [each for each in prefills if each in allowed]
+        return place(state, admission, model, prefills, decodes, now)
 
     if able.index is not None:
         likely = able.index.likeliest()
@@ -191,11 +193,6 @@ def _best_place(
         if not isinstance(placement, NoPlacement) or (placement.is_of_all and able.index.is_full(now)):
             return placement
     return place_at(able.prefills, able.decodes)
-
-
-def _takes_beside_others(instance: Instance) -> bool:
-    """Whether the instance may take another prompt of a version that several tenants share."""
-    return not instance.plays_prefill or len(instance.work.queue) < instance.max_prompts_ahead
 
 
 def _prefix_affine(
