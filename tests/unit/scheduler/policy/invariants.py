@@ -30,6 +30,7 @@ from torchrelay.scheduler.policy.types import (
 
 _TAKEN = ("evict", "preempt_spare", "time_slice", FIRST_SLOT)  # kinds of drains for another model
 _DRAINED = (*_TAKEN, "idle", "cancel")
+_MIN_WAIT_S = 0.001  # no request is tried again sooner
 
 
 # The state
@@ -223,6 +224,7 @@ def check_indexes(state: State) -> None:
     assert len({instance.worker_id for instance in all_instances}) == len(all_instances)
     assert set(instances.versions) == {instance.version_id for instance in all_instances}
     for instance in all_instances:
+        assert instance.work is state.attempts.at(instance.instance_id) and instance.work.is_present
         assert instances.get(instance.instance_id) is instances.on_worker(instance.worker_id) is instance
         assert instance in instances.of_version(instance.version_id) and instance in instances.on_host(instance.host_id)
     by_phase = {phase: {each.instance_id for each in all_instances if each.phase is phase} for phase in InstancePhase}
@@ -245,7 +247,7 @@ def check_indexes(state: State) -> None:
 def check_nothing_fits(state: State, now: float) -> None:
     """No instance is free for the next request of a queue, as soon as all that time alone changes is noticed."""
     for version_id in state.queues.versions:
-        if state.due.get(version_id, now + 1.0) <= now or live_scaling.is_live(state, version_id):
+        if state.due.get(version_id, now + 1.0) <= now + _MIN_WAIT_S or live_scaling.is_live(state, version_id):
             continue
         if (admission := state.queues.next(version_id, now)) is not None:
             assert not _is_placeable(state, admission, now), admission

@@ -32,7 +32,6 @@ from torchrelay.scheduler.policy.inputs import (
     Load,
     PeerGone,
     Release,
-    Tick,
     Withdraw,
 )
 from torchrelay.scheduler.policy.types import (
@@ -245,9 +244,7 @@ class RunningCluster(PaperCluster):
         if self.now >= self._reported_at + REPORT_EVERY_S:
             self._reported_at = self.now
             self.report_all()
-        if self.policy.state.placing_due <= self.now:
-            self.apply(Tick())
-        self.apply(Tick())  # a round; no turns
+        self.tick()
         self._watch()
         self.hear()
 

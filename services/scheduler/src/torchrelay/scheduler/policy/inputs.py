@@ -103,7 +103,8 @@ class StreamClosed(_Input, frozen=True):
 
 
 class PeerGone(_Input, frozen=True):
-    """The peer's process is gone, as its address refuses connections. ``is_stopped``: it announced that it shuts down.
+    """The peer's process is gone, as its address refuses connections. ``is_stopped``: it announced that it shuts down,
+    as workers do.
     The arena of a store and the instances in it may live on.
     """
 

@@ -1,19 +1,18 @@
 """All decisions of the scheduler: inputs in, effects out. No I/O and no clock, so that a simulation runs the same code.
 
-    on each input:                     change the state
-        requests may be placed now:    dispatch.place_waiting
-            while some instance of the version has less than one full step of prompts queued:
+    on each input:            change the state; mark the versions that it concerns
+        for versions whose requests may be placed:                           dispatch.place_version
+            while some instance has less than one full step of prompts queued:
                 of the tenant with the fewest tokens, the earliest deadline that can be met, else the first late request
                 goes to the pair with the least time to the first token and delay of later tokens
-        a version lacks an instance:   scaling.scale, by autoscaling/decision.py
+    on each tick, one of:     place what is due by time alone, and decide on the marked versions:    scaling.scale
             bid = late requests that a slot saves; ask = late requests that it costs its model, and the load back
             a free slot, else the cheapest slot that asks no more than is bid
             more instances while each saves more late requests than it costs
             drain what is unused for as long as its next load costs
-        a report may free a slot:      mark the versions, which are decided on once all reports of the moment are in
-    each turn (20 ms):                 scale idle versions and a few others, order copies of packs
-    each round (100 ms):               expire silent peers and stalled loads, refuse what cannot be served,
-                                       scale all waiting versions, order copies of packs
+        every 20 ms, a turn:  mark idle versions and a few others; order copies of packs
+        every 100 ms, a round: expire silent peers and stalled loads, refuse what cannot be served,
+                               decide on all that wait, order copies of packs
 
 Called from a single thread, one input at a time.
 """
@@ -89,10 +88,11 @@ class Policy:
                 state.membership.beat_store(store_id, incarnation, now)
             case inputs.Beat(Peer(worker_id), incarnation, progress):
                 self._use_pack(worker_id, now)
-                is_trusted_again = state.membership.beat_worker(worker_id, incarnation, progress, now)
-                if is_trusted_again and (instance := state.instances.on_worker(worker_id)):
-                    state.endpoints.pop(instance.version_id, None)
-                    self._react((instance.version_id,), now)
+                if state.membership.beat_worker(worker_id, incarnation, progress, now):
+                    instance = state.instances.on_worker(worker_id)
+                    if instance is not None:
+                        state.endpoints.pop(instance.version_id, None)
+                    self._react(() if instance is None else (instance.version_id,), now)
             case inputs.StreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
             case inputs.PeerGone(Peer(store_id, True)):
@@ -128,10 +128,12 @@ class Policy:
                 lifecycle.refuse_if_infeasible(state, admission, now)
                 pools.request_waits(state, model, now)
             if opened is None or opened.placement.cold:
-                if scaling.may_act_alone(state, model, now):
-                    self._evaluate((model.version_id,), now)
-                else:
-                    load_notices.tell(state, (model.version_id,), now)
+                if not state.strategies.decides_in_turns:
+                    scaling.scale(state, now, (model.version_id,))
+                elif scaling.may_act_alone(state, model, now):
+                    scaling.mark(state, (model.version_id,), now)
+                    return
+                load_notices.tell(state, (model.version_id,), now)
 
     def _release(self, input_: inputs.Release, now: float) -> None:
         """Closes an attempt. Workers that the gateway saw fail are named in the next admission instead, because a
@@ -181,7 +183,8 @@ class Policy:
         if is_new and (instance := state.instances.on_worker(accepted.worker_id)):
             own = sorted({*own, instance.version_id})
         # A slot may be free for a version without an instance.
-        self._react(own, now, is_slot_free=is_new or any(change.gone for change in changes))
+        is_slot_free = is_new or any(change.gone for change in changes)
+        self._react(own, now, is_slot_free=is_slot_free, is_complete=False)
 
     def _use_pack(self, worker_id: str, now: float) -> None:
         """Counts the pack of the worker's instance as used, once its size is known."""
@@ -227,12 +230,12 @@ class Policy:
 
     def _tick(self, listening_since: float, now: float) -> None:
         """Does one thing that is due, so that no call takes long; if more is due, so is the next tick. Requests are
-        placed first, unless a round is late.
+        placed first, unless a round or a turn is late.
         """
         state = self.state
-        if state.placing_due <= now <= state.round_due + TURN_S:
+        if state.placing_due <= now <= min(state.round_due, state.turn_due) + TURN_S:
             dispatch.place_due(state, now)
-            load_notices.tell(state, scaling.scale_marked(state, now), now)
+            self._decide_on_marked(now)
         elif state.round_due <= now:
             state.round_due = now + ROUND_S
             self._round(listening_since, now)
@@ -262,15 +265,21 @@ class Policy:
         state.load_failures.prune(now)
         for instance, reason in state.load_failures.stalled(state.instances.loading, state.membership, now):
             instance_changes.give_up_load(self.state, instance, reason, now)
-        due = {*state.queues.versions, *state.instances.loading_versions, *self._due_versions(now)}
-        if is_whole := now >= state.whole_scale_due:
-            state.whole_scale_due = now + state.config.whole_scale_every_s
+        due = {*state.queues.versions, *state.instances.loading_versions}
+        if is_whole := now >= state.whole_round_due:
+            state.whole_round_due = now + state.config.whole_scale_every_s
             lifecycle.refuse_infeasible(state, now)
             scaling.evaluate_minimums(state, now)
             reserved_slots.refuse_without_slot(state, now)
             due.update(state.minimums.in_force, views.expected_versions(state, now))  # these may have no instance
         dispatch.place_waiting(state, now)
-        self._evaluate(None if is_whole and not state.strategies.decides_in_turns else due, now)
+        if state.strategies.decides_in_turns:
+            due.update(scaling.idle_versions(state, now), state.scale_turns.due(state.instances.versions, now))
+            scaling.mark(state, due, now)
+            self._decide_on_marked(now)
+        else:
+            scaling.scale(state, now, None if is_whole else sorted(due))
+            load_notices.tell(state, sorted(due), now)
         if is_whole:
             pools.evaluate_pools(state, now)
             lifecycle.refuse_unserved(state, now)  # by the new targets
@@ -279,16 +288,16 @@ class Policy:
     def _turn(self, now: float) -> None:
         state = self.state
         self._evaluate_copies(now)
-        # Growth is decided together with all waiting versions; if these are many, the next round does so.
-        if len(waiting := state.queues.versions) <= _FEW_VERSIONS and (due := self._due_versions(now)):
-            self._evaluate((*due, *waiting), now)
-
-    def _due_versions(self, now: float) -> list[str]:
-        """Versions that may have become idle just now, and a few without a change."""
-        state = self.state
         if not state.strategies.decides_in_turns:
-            return []
-        return [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
+            return
+        scaling.mark(state, scaling.idle_versions(state, now), now)
+        # Growth is decided together with all waiting versions; if these are many, the next round does so.
+        waiting = state.queues.versions
+        if len(waiting) <= _FEW_VERSIONS and (due := state.scale_turns.due(state.instances.versions, now)):
+            scaling.mark(state, (*due, *waiting), now)
+
+    def _decide_on_marked(self, now: float) -> None:
+        load_notices.tell(self.state, scaling.scale_marked(self.state, now), now)
 
     def _evaluate_copies(self, now: float) -> None:
         """Evaluates a few packs and stores; not before all stores had time to report after a start."""
@@ -302,25 +311,19 @@ class Policy:
 
     # Shared
 
-    def _react(self, version_ids: Collection[str], now: float, *, is_slot_free: bool = True) -> None:
+    def _react(
+        self, version_ids: Collection[str], now: float, *, is_slot_free: bool = True, is_complete: bool = True
+    ) -> None:
         """Places the requests of versions whose instances changed, and lets a decision follow once all inputs of the
         moment are in: reports of many workers come at once. ``is_slot_free``: also for versions without an instance.
+        A strategy that takes no turns decides now; ``is_complete``: on the whole cluster.
         """
         state = self.state
         if not state.strategies.decides_in_turns:
             dispatch.place_waiting(state, now)
-            scaling.scale(state, now, sorted({*state.queues.versions, *version_ids}))
+            scaling.scale(state, now, None if is_complete else sorted({*state.queues.versions, *version_ids}))
             return
         dispatch.place_waiting(state, now, version_ids)
         scaling.mark(state, (each for each in version_ids if scaling.has_waiting_or_minimum(state, each)), now)
         if is_slot_free:
             scaling.mark_starving(state, now)
-
-    def _evaluate(self, version_ids: Collection[str] | None, now: float) -> None:
-        """Lets a decision on these versions follow, or on all (None)."""
-        state = self.state
-        if state.strategies.decides_in_turns and version_ids is not None:
-            scaling.mark(state, version_ids, now)
-        else:
-            scaling.scale(state, now, version_ids if version_ids is None else sorted(version_ids))
-            load_notices.tell(state, sorted({*state.queues.versions, *state.instances.loading_versions}), now)

@@ -101,7 +101,10 @@ class State:
     marked: set[str] = field(default_factory=set)  # versions to decide on by the next tick
     are_starving_marked: bool = False  # the same of all that wait without an instance
     marked_at: float = math.inf
-    whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns
+    turn_due: float = field(init=False)
+    round_due: float = field(init=False)
+    whole_round_due: float = 0.0  # next round that evaluates minimums, refusals and pools
+    tenant_slots: TenantSlots = field(init=False)
     advised_at: Recent[tuple[str, str], float] = field(
         default_factory=lambda: Recent(MAX_VERSIONS)
     )  # by subject and cause
@@ -229,7 +232,9 @@ class State:
 
     def pack_worth(self, model: Model, last_used: float, now: float) -> PackWorth:
         """Worth of a copy of the model's pack."""
-        usage = self.usages.known(model.version_id) or Usage(last_used=last_used)
+        usage = self.usages.known(model.version_id)
+        if usage is None or usage.last_used is None:
+            usage = Usage(last_used=last_used)
         rate_per_s, target_s, late_s = usage.expected_per_s(now), self.ttft_target_s(usage), self.late_s(model)
         load_costs = {
             tier: load_cost(load_s, rate_per_s, target_s, late_s)

@@ -1,6 +1,6 @@
 """The decisions in which other systems differ, as parameters of the policy, so that rivals can run on the same state.
 
-Each is a function from an input and the parameters to a decision; all but ``evaluate_packs`` are pure.
+Each is a function to a decision; all but ``evaluate_packs`` are pure.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ class Controller:
                     listening_since = now
                 ticked_at = now
                 self._apply(inputs.Tick(listening_since), now)
+                await asyncio.sleep(0)  # more may be due at once: messages that have come are handled in between
                 self._forget_lost_peers()
         finally:
             self._stop_timer()

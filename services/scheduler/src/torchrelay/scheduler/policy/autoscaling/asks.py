@@ -154,7 +154,7 @@ def _idle_asks(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
 
 def _first_slots(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
     """Yields the asks of slots that a tenant without any may take from tenants with several."""
-    if not _may_take_busy(bid, view, ledger) or bid.tenant in ledger.overdue_tenants:
+    if not _may_take_busy(bid, view) or bid.tenant in ledger.overdue_tenants:
         return
     for instance in view.instances:
         if _is_of_rich_tenants(instance, view, ledger) and instance.version_id not in ledger.versions:
@@ -163,7 +163,7 @@ def _first_slots(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
 
 def _busy_asks(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
     """Yields the asks of slots that are in use, as far as the table allows them now."""
-    if not _may_take_busy(bid, view, ledger):
+    if not _may_take_busy(bid, view):
         return
     demand, slice_s = bid.demand, view.config.time_slice_s
     has_waited = demand.slot_wait_s >= slice_s
@@ -188,8 +188,10 @@ def _busy_asks(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
                 yield ask._replace(cause=_NOT_YET)
 
 
-def _may_take_busy(bid: Bid, view: View, ledger: Ledger) -> bool:
-    """The model that has waited longer comes first; otherwise two waiting models would swap slots."""
+def _may_take_busy(bid: Bid, view: View) -> bool:
+    """Whether the model has waited for long enough, in a decision on all waiting models: otherwise two of these would
+    swap slots.
+    """
     has_waited = bid.demand.oldest_wait_s >= view.config.preempt_spare_after_s
     return has_waited and view.has_all_waiting
 

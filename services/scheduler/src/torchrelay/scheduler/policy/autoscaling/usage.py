@@ -9,6 +9,7 @@ from typing import Final
 
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.estimates.requests import AnswerLength, CachedShare, Callers
+from torchrelay.scheduler.policy.types import MAX_VERSIONS
 
 WINDOW_S = 10.0  # the next seconds are expected to have the demand of the last 10 seconds
 _NUM_GAPS = 64
@@ -21,7 +22,6 @@ _LOADS_EARLY = 1.5
 MEAN_S = 600.0  # time constant of the exponential mean rate
 _MAX_ARRIVALS = 1024  # counted per window
 _MAX_LATE = 64
-_MAX_VERSIONS = 4096
 NEVER = (math.inf, math.inf)
 _NEWEST = 0.1  # weight of the newest target
 
@@ -173,7 +173,7 @@ class Usages:
     """The usage by version; the longest unused versions are evicted first."""
 
     def __init__(self) -> None:
-        self._of: Recent[str, Usage] = Recent(_MAX_VERSIONS)
+        self._of: Recent[str, Usage] = Recent(MAX_VERSIONS)
 
     def of(self, version_id: str) -> Usage:
         usage = self._of.get(version_id)

@@ -33,7 +33,7 @@ class ReturningPrompt:
 @dataclass(eq=False, slots=True)
 class Instance:
     """A model in a worker's slot, from the decision to load it until the slot is free again. ``Instances.put`` must
-    follow each change of the fields up to ``unload_retry_at``.
+    follow each change of the fields before ``unload_retry_at``.
     """
 
     instance_id: str

@@ -23,7 +23,7 @@ class TransitionKind(enum.Enum):
     """Kind of an instance's transition."""
 
     ADOPTED = "adopted"  # found running; ordered by an earlier scheduler
-    MOVED = "moved"  # entered another phase
+    MOVED = "moved"  # entered another phase, plays other roles, or has more layers
     RELEASED = "released"  # drained, the slot is free again
     FAILED = "failed"  # the load did not succeed
     STOPPED = "stopped"  # its worker shut down, and announced it
@@ -181,7 +181,7 @@ class Instances:
 
 
 def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTransition | None:
-    """The transition that the report implies for the instance in the worker's slot, which is updated; None: none."""
+    """Updates the instance in the worker's slot by a report; returns its transition, or None."""
     slot, since = worker.slot, known.since
     if known.incarnation != worker.incarnation:
         return InstanceTransition(TransitionKind.LOST, known, since, _RESTARTED)

@@ -176,11 +176,12 @@ def _best_place(
     is_shared = state.usages.of(admission.version_id).callers.are_several(now)
 
     def place_at(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Placement | NoPlacement:
-        if is_shared:
-            prefills = [each for each in prefills if each.takes_beside_others]
-            decodes = [each for each in decodes if each.takes_beside_others]
         if allowed is not None:
             prefills = [each for each in prefills if each in allowed]
+        if is_shared:
+            full = [each for each in prefills if not each.takes_beside_others]
+            prefills = [each for each in prefills if each not in full]
+            decodes = [each for each in decodes if each not in full]
         return place(state, admission, model, prefills, decodes, now)
 
     if able.index is not None:

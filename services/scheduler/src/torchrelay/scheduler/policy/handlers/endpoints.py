@@ -92,11 +92,12 @@ def _computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
 
 
 def loading_prefills(state: State, model: Model, now: float) -> Sequence[Instance] | None:
-    """The instances of the version that take prompts if all of them load, with the times of their loads as predicted
-    now; None if one is loaded.
+    """The instances of the version that take prompts if all of them load, with new predictions of their load times;
+    None if one is loaded.
     """
     if any(instance.phase is InstancePhase.READY for instance in state.instances.of_version(model.version_id)):
         return None
     endpoints = of_version(state, model, now)
-    predict_loads(state, model, endpoints, now)
+    if endpoints is not _NONE:
+        predict_loads(state, model, endpoints, now)
     return endpoints.prefills

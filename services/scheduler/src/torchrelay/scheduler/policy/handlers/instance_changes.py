@@ -40,7 +40,8 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
             state.slot_lost_at[instance.version_id] = now
         state.prefix_index.forget(instance.instance_id)
         if not state.instances.of_version(instance.version_id):
-            state.usages.of(instance.version_id).prompts = CachedShare()  # the caches are gone
+            if (usage := state.usages.known(instance.version_id)) is not None:
+                usage.prompts = CachedShare()  # the caches are gone
         state.load_times.end(instance.instance_id)
     fields = scaling.event_fields(instance)
     if change.since is not None:

@@ -102,7 +102,7 @@ def _prompt_source(
     source = admission.prompt_source
     if source is None or source.worker.worker_id == prefill.worker_id:
         return None
-    wait_s, latest_s = prefill.ahead_s(now), source.kept_until - now - _FETCH_S
+    wait_s, latest_s = _ahead_s(prefill, admission, now), source.kept_until - now - _FETCH_S
     is_cached = 2 * num_cached > admission.num_context_tokens
     if latest_s < 0 or is_cached:
         return None
@@ -235,7 +235,7 @@ def _decodes(
         tbt_s = instance.token_time.mean_s(step_s, now)
         cost_s = tbt_s + (tbt_s - target_s) * num_tokens if tbt_s > target_s else tbt_s
         if instance in prefills:  # a prompt interrupts decoding by one step at a time
-            cost_s += min(instance.ahead_s(now), instance.full_step_s)
+            cost_s += min(_ahead_s(instance, admission, now), instance.full_step_s)
         left_s = instance.load_left_s(now)
         correction = instance.token_time.correction.factor(now)
         decodes.append((cost_s, instance_id, tbt_s, step_s, correction, left_s, instance))
@@ -249,6 +249,12 @@ def _decodes(
         return NoPlacement("no instance plays decode")
     reason = f"needs {kv_bytes:,} bytes of KV, at most {most_bytes:,} are unreserved on any decode instance"
     return NoPlacement(reason, is_own=kv_bytes > largest_pool)
+
+
+def _ahead_s(instance: Instance, admission: types.Admission, now: float) -> float:
+    """Expected time until the instance has computed the prompts before this one, with those on their way to it."""
+    returning_s = instance.returning_s(now, before=admission.key.request_id) if instance.returning else 0.0
+    return instance.ahead_s(now) + returning_s
 
 
 def _holds_answer(state: State, instance: Instance, kv_bytes: int) -> bool:

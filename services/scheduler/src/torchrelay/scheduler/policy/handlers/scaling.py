@@ -85,13 +85,10 @@ def _advise(state: State, action: Action, now: float) -> None:
 
 
 def may_act_alone(state: State, model: Model, now: float) -> bool:
-    """Whether a decision on this model alone may act now. If the strategy decides in turns and other versions have
-    waiting requests, only a version that lacks a role may: a version that only grows is decided together with the
-    others, in each round.
+    """Whether a decision on this model alone may act now. If other versions have waiting requests, only a version that
+    lacks a role may: a version that only grows is decided together with the others, in each round.
     """
-    if not state.strategies.decides_in_turns or not state.queues.others_wait(model.version_id):
-        return True
-    return _lacks_role(state, model, now)
+    return not state.queues.others_wait(model.version_id) or _lacks_role(state, model, now)
 
 
 def has_waiting_or_minimum(state: State, version_id: str) -> bool:
