@@ -161,6 +161,17 @@ async def test_failed_tick_ends_the_controller(monkeypatch: MonkeyPatch) -> None
         await controller.run()
 
 
+async def test_ticks_that_are_due_at_once_let_other_tasks_run(monkeypatch: MonkeyPatch) -> None:
+    controller, log = recorded_controller()
+    monkeypatch.setattr(Policy, "next_due", lambda policy: 0.0)
+    ticks = asyncio.create_task(controller.run())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    ticks.cancel()
+    await asyncio.wait((ticks,))
+    assert num_ticks(log) > 10
+
+
 async def test_stopped_controller_has_no_timer() -> None:
     controller, log = recorded_controller()
     async with running(controller):

@@ -109,7 +109,8 @@ class View:
         idle = (
             instance
             for instance in self.instances
-            if instance.placeable
+            if instance.work.is_idle  # of few instances in an overload
+            and instance.placeable
             and not self.is_busy(instance)
             and instance.instance_id not in self.reserved
             and instance.version_id not in self.waited_for

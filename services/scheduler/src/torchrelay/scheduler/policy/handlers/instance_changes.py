@@ -39,9 +39,9 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
         if state.queues.num_waiting(instance.version_id):
             state.slot_lost_at[instance.version_id] = now
         state.prefix_index.forget(instance.instance_id)
-        if not state.instances.of_version(instance.version_id):
-            if (usage := state.usages.known(instance.version_id)) is not None:
-                usage.prompts = CachedShare()  # the caches are gone
+        usage = state.usages.known(instance.version_id)
+        if usage is not None and not state.instances.of_version(instance.version_id):
+            usage.prompts = CachedShare()  # the caches are gone
         state.load_times.end(instance.instance_id)
     fields = scaling.event_fields(instance)
     if change.since is not None:
