@@ -145,7 +145,7 @@ class Instance:
     # Times of its load and of the prompts that are dispatched to it
 
     def load_left_s(self, now: float) -> float:
-        return max(self.loaded_at - now, 0.0) if self.is_loading else 0.0
+        return max(self.loaded_at - now, 0.0) if self.phase is InstancePhase.LOADING else 0.0
 
     def predict_load_s(self, whole_load_s: float, now: float, *, by_layer: bool = True) -> float:
         """Predicts the time until all layers are loaded, with ``by_layer`` from the time and the bytes up to the last
@@ -191,7 +191,8 @@ class Instance:
         the first prompt is overdue, which is expected again of the rest: an instance that computes nothing, whatever it
         reports, gets no more prompts if there is a choice.
         """
-        return (self.work.queue.work_s(), 0.0) if self.is_loading else self.work.queue.ahead_and_overdue_s(now)
+        queue = self.work.queue  # phases are compared here without a property: this runs for each instance of a placement
+        return (queue.work_s(), 0.0) if self.phase is InstancePhase.LOADING else queue.ahead_and_overdue_s(now)
 
     def ahead_s(self, now: float) -> float:
         """Expected time until the dispatched prompts are computed."""

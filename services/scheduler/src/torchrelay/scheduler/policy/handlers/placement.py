@@ -176,7 +176,9 @@ def _prefills(
                 paused_s = work.queue.paused_s(decode_s, now)
         else:
             context_s = latency.prefill_s(num_tokens, num_cached)
-        prefill_s, load_left_s = num_contexts * context_s * correction, instance.load_left_s(now)
+        prefill_s, load_left_s = num_contexts * context_s * correction, 0.0
+        if instance.phase is types.InstancePhase.LOADING:
+            load_left_s = instance.load_left_s(now)
         queued_s, overdue_s = instance.queued_and_overdue_s(now)
         expected_s = instance.returning_s(now, before=admission.key.request_id) if instance.returning else 0.0
         queued_s += expected_s
@@ -188,7 +190,9 @@ def _prefills(
         else:
             ttft_s = queued_s + overdue_s + paused_s + prefill_s
         # Later requests would wait behind batch work that is dispatched to a load.
-        can_take = queued_s < instance.full_step_s if is_batch else instance.can_take(queued_s, prefill_s, now)
+        can_take = queued_s < instance.full_step_s
+        if not can_take and load_left_s and not is_batch:
+            can_take = instance.can_take(queued_s, prefill_s, now)
         if can_take and not paused_s:
             prefills.append((ttft_s, instance_id, prefill_s, num_cached, correction, instance))
             continue
