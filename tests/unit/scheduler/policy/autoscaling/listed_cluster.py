@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
 from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT
-from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
+from torchrelay.scheduler.policy.autoscaling.demand import DecodeDemand, Demand
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.view import VersionUse, View
 from torchrelay.scheduler.policy.cluster.instance import Instance

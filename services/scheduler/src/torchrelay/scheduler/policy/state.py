@@ -22,8 +22,8 @@ from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases, tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels
@@ -71,7 +71,7 @@ class State:
     load_times: LoadTimes = field(default_factory=LoadTimes)
     attempts: OpenAttempts = field(init=False)
     instances: Instances = field(init=False)
-    endpoints: dict[str, Endpoints] = field(default_factory=dict)  # by version; see ``handlers/endpoints.py``
+    endpoints: dict[str, VersionEndpoints] = field(default_factory=dict)  # by version; see ``handlers/endpoints.py``
     due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be dispatched
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
@@ -95,7 +95,7 @@ class State:
     )
     recalled: Recent[str, Admission] = field(default_factory=lambda: Recent(_MAX_RECALLED))  # until they ask again
     # By version: the endpoints that its parked requests are too large for, and these.
-    too_large: dict[str, tuple[Endpoints, set[AttemptKey]]] = field(default_factory=dict)
+    too_large: dict[str, tuple[VersionEndpoints, set[AttemptKey]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     marked: set[str] = field(default_factory=set)  # versions to decide on by the next tick

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
+from torchrelay.scheduler.policy.autoscaling.demand import DecodeDemand, Demand
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import BOTH, ROLES, Role, Roles

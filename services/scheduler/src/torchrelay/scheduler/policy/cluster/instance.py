@@ -191,7 +191,7 @@ class Instance:
         the first prompt is overdue, which is expected again of the rest: an instance that computes nothing, whatever it
         reports, gets no more prompts if there is a choice.
         """
-        queue = self.work.queue  # phases are compared here without a property: this runs for each instance of a placement
+        queue = self.work.queue  # no property tells the phase, as this runs for each instance of a placement
         return (queue.work_s(), 0.0) if self.phase is InstancePhase.LOADING else queue.ahead_and_overdue_s(now)
 
     def ahead_s(self, now: float) -> float:

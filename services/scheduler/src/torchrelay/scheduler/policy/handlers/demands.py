@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
+from torchrelay.scheduler.policy.autoscaling.demand import DecodeDemand, Demand, most_in_time
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool

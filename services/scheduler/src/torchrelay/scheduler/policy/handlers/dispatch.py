@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.candidate_index import CandidateIndex
-from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
+from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
 from torchrelay.scheduler.policy.handlers import backlogs, endpoints, live_scaling
 from torchrelay.scheduler.policy.handlers.placement import MAX_SCORED, NoPlacement, place
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt
@@ -148,7 +148,7 @@ def _choose_late(state: State, admission: Admission, model: Model, now: float) -
 
 
 def _placement(
-    state: State, admission: Admission, model: Model, able: Endpoints, now: float
+    state: State, admission: Admission, model: Model, able: VersionEndpoints, now: float
 ) -> Placement | NoPlacement:
     """Places the request; if no loaded instance is free, tries instances that load."""
     if not live_scaling.is_live(state, model.version_id):
@@ -166,7 +166,7 @@ def _best_place(
     state: State,
     admission: Admission,
     model: Model,
-    able: Endpoints,
+    able: VersionEndpoints,
     now: float,
     allowed: Container[Instance] | None = None,
 ) -> Placement | NoPlacement:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.dispatch.endpoints import Endpoints
+from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.storage_tiers import tier_of
 from torchrelay.scheduler.policy.types import InstancePhase, Model, Role, WorkerRef, WorkerStatus
 
-_NONE = Endpoints(())
+_NONE = VersionEndpoints(())
 
 
-def of_version(state: State, model: Model, now: float) -> Endpoints:
+def of_version(state: State, model: Model, now: float) -> VersionEndpoints:
     """The instances of the version that take requests."""
     endpoints = state.endpoints.get(model.version_id)
     if endpoints is None:
         instances = [each for each in state.instances.of_version(model.version_id) if _refresh(state, model, each, now)]
         if not instances:
             return _NONE
-        endpoints = state.endpoints[model.version_id] = Endpoints(instances)
+        endpoints = state.endpoints[model.version_id] = VersionEndpoints(instances)
     elif endpoints.has_old_loads:
         predict_loads(state, model, endpoints, now)
     return endpoints
@@ -40,7 +40,7 @@ def _refresh(state: State, model: Model, instance: Instance, now: float) -> bool
     return True
 
 
-def predict_loads(state: State, model: Model, endpoints: Endpoints, now: float) -> None:
+def predict_loads(state: State, model: Model, endpoints: VersionEndpoints, now: float) -> None:
     """Predicts again when the loading instances will be loaded."""
     endpoints.has_old_loads = False
     for instance in endpoints.all:

@@ -10,7 +10,7 @@ from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.dispatch.candidate_index import LEAST_ENTRIES, CandidateIndex
 
 
-class Endpoints:
+class VersionEndpoints:
     """The instances of a version that take requests: not draining, and accepted by workers that are present and not
     suspected. Built again when an instance changes; see ``handlers/endpoints.py``.
     """
