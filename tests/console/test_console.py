@@ -271,6 +271,25 @@ def test_admin_sees_the_models_of_all(console: Console) -> None:
     page.get_by_text("The admin key cannot chat").wait_for()
 
 
+def test_enter_sends_the_prompt_and_begins_no_line(console: Console) -> None:
+    page = console.open(console.reader)
+    turn_to(page, "Playground")
+    prompt = page.get_by_label("Prompt")
+    prompt.press_sequentially("first")
+    prompt.press("Shift+Enter")
+    prompt.press_sequentially("second")
+    prompt.press("Enter")
+    expect(page.locator("#figures")).to_contain_text("tokens/s", timeout=30_000)
+    assert prompt.input_value() == "first\nsecond"
+
+
+def test_unknown_address_shows_no_other_page(console: Console) -> None:
+    page = console.open(console.reader)
+    page.evaluate("location.hash = '#/nosuch'")
+    page.get_by_role("heading", name="No such page", level=1).wait_for()
+    turn_to(page, "Models")
+
+
 def test_hostile_prompts_and_model_names_are_text(console: Console) -> None:
     page = console.open(console.reader)
 

@@ -102,3 +102,10 @@ def test_prompt_may_be_any_text_of_json() -> None:
     text = '{"a": [{"b": "c\\\\"}]}, ' * 100_000
     body = openai.decode_completion(msgspec.json.encode({"model": "m", "prompt": text}))
     assert body.prompt == text
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_body_that_is_cut_off_is_no_valid_json(decoder: str) -> None:
+    """A field with a wrong type before the cut was the only error that was named."""
+    with pytest.raises(InvalidRequest, match="the body is not valid JSON"):
+        DECODERS[decoder][0](b'{"model": 1, "input": "cut')

@@ -44,6 +44,7 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, ignored
     except msgspec.ValidationError as error:
         if "got `float`" in str(error) and (rewritten := _with_whole_numbers(encoded)) is not None:
             return decode(decoder, rewritten, ignored)
+        _check_is_whole(encoded)  # before the end of a body that is cut off, a field may seem to have another type
         message, name = _explain(str(error), encoded)
         raise InvalidRequest(message, field=name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -52,6 +53,15 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, ignored
             raise InvalidRequest(message, field=name) from error
         if len(encoded) <= _MAX_INSPECTED_BYTES:
             check_text(encoded, allows_nul=True)
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def _check_is_whole(encoded: bytes | bytearray) -> None:
+    try:
+        _NAMES.decode(encoded)
+    except msgspec.ValidationError:
+        return  # JSON, but no object
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 

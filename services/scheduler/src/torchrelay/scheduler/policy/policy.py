@@ -35,6 +35,7 @@ from torchrelay.scheduler.policy.handlers import (
     load_notices,
     pools,
     recalls,
+    refusals,
     relay_plans,
     reserved_slots,
     scaling,
@@ -125,7 +126,7 @@ class Policy:
             dispatch.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
             if opened is None:
-                lifecycle.refuse_if_infeasible(state, admission, now)
+                refusals.refuse_if_infeasible(state, admission, now)
                 pools.request_waits(state, model, now)
             if opened is None or opened.placement.cold:
                 if not state.strategies.decides_in_turns:
@@ -268,7 +269,7 @@ class Policy:
         due = {*state.queues.versions, *state.instances.loading_versions}
         if is_whole := now >= state.whole_round_due:
             state.whole_round_due = now + state.config.whole_scale_every_s
-            lifecycle.refuse_infeasible(state, now)
+            refusals.refuse_infeasible(state, now)
             scaling.evaluate_minimums(state, now)
             reserved_slots.refuse_without_slot(state, now)
             due.update(state.minimums.in_force, views.expected_versions(state, now))  # these may have no instance
@@ -282,7 +283,7 @@ class Policy:
             load_notices.tell(state, sorted(due), now)
         if is_whole:
             pools.evaluate_pools(state, now)
-            lifecycle.refuse_unserved(state, now)  # by the new targets
+            refusals.refuse_unserved(state, now)  # by the new targets
         self._evaluate_copies(now)
 
     def _turn(self, now: float) -> None:

@@ -26,6 +26,8 @@ const AGAIN_MS = 2000;
 const SHOWN_EVERY_MS = 100; // of samples that come faster, as after a pause of the tab, only the newest is parsed and shown
 const pathOf = () => location.hash.replace(/^#\//, "").split("/");
 
+const NoPage = () => html`<p class="empty">This address names no page. Choose one above.</p>`;
+
 function SignIn({ onKey, note }) {
   const [error, setError] = useState(note);
   const submit = async (event) => {
@@ -88,13 +90,13 @@ function Console({ onSignOut }) {
     return () => removeEventListener("hashchange", turn);
   }, []);
   useEffect(() => stopUpload, []); // at the end of its key
-  const [title, Page] = PAGES[page] ?? PAGES.overview;
+  const [title, Page] = PAGES[page || "overview"] ?? ["No such page", NoPage];
   const last = samples.at(-1);
   const isAdmin = key.get()?.startsWith("tra-");
   useEffect(() => {
     document.title = `${title} · Torchrelay`;
     // On a narrow screen the pages' names scroll.
-    document.querySelector("nav [aria-current]").scrollIntoView({ block: "nearest", inline: "center" });
+    document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   }, [title]);
   return html`<header><b>Torchrelay</b>
     <span class="dim">${isAdmin ? "admin" : last?.tenant}</span>

@@ -64,13 +64,18 @@ export function Playground({ isAdmin }) {
     }
     setRunning(null);
   };
+  const sendOnEnter = (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!running) event.target.form.requestSubmit();
+  };
   if (isAdmin) return html`<p class="empty">
     The admin key cannot chat, since nobody would pay. Sign in with a tenant's key.</p>`;
   if (models.data?.data.length === 0) return html`<p class="empty">
     There is no model yet: <a href="#/models">upload one</a>.</p>`;
   return html`<form onSubmit=${submit}>
     <label>Model <select name="model">${models.data?.data.map(({ id }) => html`<option value=${id}>${id}</option>`)}</select></label>
-    <label>Prompt <textarea name="prompt" rows="3" required></textarea></label>
+    <label>Prompt <textarea name="prompt" rows="3" required onKeyDown=${sendOnEnter} title="Enter sends it, Shift and Enter begin a line"></textarea></label>
     <details><summary>Settings</summary>
       <label>System message <textarea name="system" rows="2"></textarea></label>
       <div class="row">

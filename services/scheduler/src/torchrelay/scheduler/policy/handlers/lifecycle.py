@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+from collections.abc import Iterable
 
 from msgspec import structs
 
-from torchrelay.common.quantities import format_count, format_duration
+from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
-from torchrelay.scheduler.policy.handlers import backlogs, dispatch, pools, scaling
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.handlers import backlogs, dispatch, scaling
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.queue.model_queue import MAX_RETRY_S, MIN_RETRY_S
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import (
-    BOTH,
     Admission,
     AttemptKey,
     LatencyTargets,
     Model,
     Placement,
     ServiceClass,
-    SlotClass,
 )
 
 _LEAST_AHEAD_S = 1e-3  # lower bound of the prompt time ahead in a full queue
@@ -248,99 +244,3 @@ def refuse_if_given_up(state: State, admission: Admission, now: float) -> bool:
     message = f"{admission.model} could not be loaded: {cause}"
     refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, state.config.load_backoff_max_s)
     return True
-
-
-def refuse_infeasible(state: State, now: float) -> None:
-    """Refuses waiting requests that no slot can serve any more. Requests that no slot ever could are refused at
-    once.
-    """
-    config = state.config
-    since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
-    is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S
-    if not _knows_slots(state, now) or not (
-        is_settling or state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S)
-    ):
-        return
-    largest_slot = cache(partial(_largest_slot, state, now))  # thousands of requests have few sizes
-    for admission in list(state.queues):
-        _refuse_if_infeasible(state, admission, largest_slot, now)
-
-
-def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
-    """Refuses a waiting request that no slot can serve and none could for some time. Never shortly after a start, when
-    slots may still appear, nor without any slot, for which ``refuse_unserved`` gives the reason.
-    """
-    if _knows_slots(state, now):
-        _refuse_if_infeasible(state, admission, partial(_largest_slot, state, now), now)
-
-
-def _knows_slots(state: State, now: float) -> bool:
-    return now - state.started_at >= state.config.refusal_settle_s and state.membership.sizes.largest_weights_bytes > 0
-
-
-def _largest_slot(state: State, now: float, wanted: SlotClass, absent_s: float) -> tuple[int, int]:
-    """The most bytes of weights and of KV that a slot holds, among present slots and those of ``absent_s`` ago."""
-    slots = state.membership.sizes.since(now - absent_s, wanted)
-    return max((slot.weights_bytes for slot in slots), default=0), largest_pool(slots)
-
-
-def _refuse_if_infeasible(
-    state: State, admission: Admission, largest_slot: Callable[[SlotClass, float], tuple[int, int]], now: float
-) -> None:
-    model = state.models[admission.version_id]
-    arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
-    needed, reason = admission.kv_bytes(model), effects.RefusalReason.NO_CAPACITY
-    if not arena and model.engine:
-        on = f" on {model.num_devices} devices" if model.num_devices > 1 else ""
-        message = f"{admission.model} needs a worker with the engine {model.engine}{on}; no worker has it"
-    elif not arena:
-        message = f"{admission.model} needs a slot of {format_count(model.num_devices, 'device')}; no worker has one"
-    elif model.pack_bytes > arena:
-        weights = f"the weights of {admission.model} take {model.pack_bytes:,} bytes"
-        message = f"{weights}; the largest slot holds {arena:,}"
-    elif needed > pool > 0:
-        message = f"the request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}: "
-        message += "shorten the prompt or lower max_tokens"
-        reason = effects.RefusalReason.TOO_LONG
-    else:
-        return
-    refuse(state, admission, reason, message, now)
-
-
-def absence_limit_s(state: State, admission: Admission) -> float:
-    """How long a request waits for missing capacity; a request that has output tokens already waits longer."""
-    return state.config.unserved_resumed_s if admission.num_forced_tokens else state.config.unserved_s
-
-
-def refuse_unserved(state: State, now: float) -> None:
-    """Refuses requests that need a load if no model could be loaded anywhere for some time.
-
-    As long as any model can be loaded, requests only wait for their turn; and while a launcher starts slots, for these,
-    unless their start is overdue.
-    """
-    why = state.membership.why_no_load()
-    if state.config.scaling is ScalingMode.ADVISE:
-        why = "the scheduler only advises (scaling), and loads nothing beyond the minimums of models"
-    if not why:
-        state.unserved_since = None
-        return
-    if state.unserved_since is None:
-        state.unserved_since = now
-    is_overdue = state.slot_starts.is_overdue(now)
-    if is_overdue:
-        why += f", and no worker has started for {format_duration(state.slot_starts.limit_s)}"
-        why += f": {state.launcher_waits}" if state.launcher_waits else ""
-    for admission in list(state.queues):
-        if not is_overdue and pools.is_starting_slots(state, state.models[admission.version_id].num_devices):
-            continue
-        limit_s = absence_limit_s(state, admission)
-        if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
-            message = f"{admission.model} cannot be loaded: {why}"
-            refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
-
-
-def _has_served_roles(state: State, version_id: str) -> bool:
-    """Whether the workers of the version's instances can together play both roles."""
-    staying = (instance for instance in state.instances.of_version(version_id) if instance.staying)
-    workers = (state.membership.workers.get(instance.worker_id) for instance in staying)
-    return frozenset(role for worker in workers if worker for role in worker.playable_roles) >= BOTH

@@ -12,7 +12,7 @@ from torchrelay.scheduler.policy.autoscaling.minimums import reserved_instances
 from torchrelay.scheduler.policy.cluster.free_workers import SlotKind
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.effects import RefusalReason
-from torchrelay.scheduler.policy.handlers import lifecycle
+from torchrelay.scheduler.policy.handlers import lifecycle, refusals
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import BOTH, Model, Role, SlotClass, WorkerStatus
 
@@ -31,7 +31,7 @@ def refuse_without_slot(state: State, now: float) -> None:
             if admission.kv_bytes(model) not in held:
                 continue
             since = state.without_slot_since[admission.key] = before.get(admission.key, now)
-            if now - since >= (limit_s := lifecycle.absence_limit_s(state, admission)):
+            if now - since >= (limit_s := refusals.absence_limit_s(state, admission)):
                 message = f"{admission.model} waits for a slot, and all that could serve it are held by the minimum "
                 message += f"instances of {_names(set(slots.holders(model)), admission.tenant)}"
                 lifecycle.refuse(state, admission, RefusalReason.NO_CAPACITY, message, now, limit_s)
