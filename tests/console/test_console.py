@@ -287,6 +287,7 @@ def test_unknown_address_shows_no_other_page(console: Console) -> None:
     page = console.open(console.reader)
     page.evaluate("location.hash = '#/nosuch'")
     page.get_by_role("heading", name="No such page", level=1).wait_for()
+    assert page.locator("nav [aria-current]").count() == 0
     turn_to(page, "Models")
 
 
