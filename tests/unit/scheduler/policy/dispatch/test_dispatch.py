@@ -277,7 +277,7 @@ def test_requests_spread_over_all_of_a_large_roster() -> None:
 def test_instance_with_cached_prefix_is_scored() -> None:
     scene = a_cluster(64)
     model = replace(MODEL, routing_block_tokens=64)
-    scene.policy.state.models[model.version_id] = model
+    scene.policy.state.note_model(model, scene.now)
     hashes = (b"a", b"b")
     scene.policy.state.prefix_index.note("i050", hashes, 1000)
     scene.admit(model, "r", num_prompt_tokens=128, block_hashes=hashes)

@@ -92,7 +92,7 @@ class Policy:
                 if state.membership.beat_worker(worker_id, incarnation, progress, now):
                     instance = state.instances.on_worker(worker_id)
                     if instance is not None:
-                        state.endpoints.pop(instance.version_id, None)
+                        state.forget_endpoints(instance.version_id)
                     self._react(() if instance is None else (instance.version_id,), now)
             case inputs.StreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
@@ -258,13 +258,8 @@ class Policy:
             state.effects.commands.append(DisconnectCommand(store.grpc_address))
         for key in state.gateways.overdue(now):
             lifecycle.release(state, key, now)
-        for version_id in state.slot_lost_at.keys() - set(state.queues.versions):
-            del state.slot_lost_at[version_id]
-        for version_id in state.too_large.keys() - set(state.queues.versions):
-            del state.too_large[version_id]
         scaling.retry_unloads(state, now)
-        state.load_failures.prune(now)
-        for instance, reason in state.load_failures.stalled(state.instances.loading, state.membership, now):
+        for instance, reason in state.load_progress.stalled(state.instances.loading, state.membership, now):
             instance_changes.give_up_load(self.state, instance, reason, now)
         due = {*state.queues.versions, *state.instances.loading_versions}
         if is_whole := now >= state.whole_round_due:

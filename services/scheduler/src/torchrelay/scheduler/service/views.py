@@ -144,9 +144,9 @@ def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
     held = {pack_id for store in state.membership.stores.values() for pack_id in store.copies}
     held |= {instance.pack_id for instance in state.instances}
     return [
-        scheduler_pb2.VersionView(version_id=version_id, pack_id=pack_id, models=models)
-        for version_id, pack_id, models in state.aliases
-        if pack_id in held
+        scheduler_pb2.VersionView(version_id=each.version_id, pack_id=each.model.pack_id, models=each.aliases.names)
+        for each in state.versions
+        if each.aliases.names and each.model is not None and each.model.pack_id in held
     ]
 
 

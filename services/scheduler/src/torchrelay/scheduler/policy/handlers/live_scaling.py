@@ -34,7 +34,8 @@ def take_over(state: State, version_id: str, now: float) -> None:
     model, prefills, movable = _movable(state, version_id, now)
     if not movable:
         return
-    is_shared, waiting = state.usages.of(version_id).callers.are_several(now), state.queues.next(version_id, now)
+    is_shared = state.versions.of(version_id).usage.callers.are_several(now)
+    waiting = state.queues.next(version_id, now)
     for target in _by_work_ahead(prefills, now):
         work, ahead_s = target.work, target.ahead_s(now) + target.returning_s(now)
         # These limit the prompts ahead of an instance to less than a full step.
@@ -73,7 +74,7 @@ def _movable(
     """The model and its prefill instances, and the prompts that may leave its loading instances, in the order in which
     they were dispatched.
     """
-    model = state.models[version_id]
+    model = state.known_model(version_id)
     if state.strategies.loading_prompts is not LoadingPrompts.MOVED:
         return model, (), []
     prefills = endpoints.of_version(state, model, now).prefills
@@ -128,7 +129,7 @@ def prefills_ahead(
     latency = loading[0].latency
     prompt_s = admission.num_contexts * latency.prefill_s(admission.num_context_tokens)
     bound_s = {instance: instance.ahead_s(now) for instance in loading}
-    is_shared = state.usages.of(model.version_id).callers.are_several(now)
+    is_shared = state.versions.of(model.version_id).usage.callers.are_several(now)
     takes = [
         instance
         for instance in loading

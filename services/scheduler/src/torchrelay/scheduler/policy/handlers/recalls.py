@@ -64,7 +64,8 @@ def recalled(state: State, attempt: OpenAttempt, now: float) -> None:
 
 
 def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | None:
-    key, worker, model = attempt.admission.key, attempt.placement.prefill, state.models[attempt.admission.version_id]
+    admission, worker = attempt.admission, attempt.placement.prefill
+    model = state.known_model(admission.version_id)
     status = state.membership.workers.get(worker.worker_id)
     if status is None or not status.computes_by_layer:
         return None
@@ -73,5 +74,5 @@ def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | No
         return None  # its worker is lost or suspect
     prompt_s, kept_until = attempt.placement.predicted.prefill_s, now + SILENT_S
     return PromptSource(
-        key, worker, source.host_id, source.loaded_at, source.load_s, kept_until, attempt.placed_at, prompt_s
+        admission.key, worker, source.host_id, source.loaded_at, source.load_s, kept_until, attempt.placed_at, prompt_s
     )
