@@ -11,7 +11,7 @@ import pytest
 from tests.unit.scheduler.policy.autoscaling.listed_cluster import DECODE, PREFILL, RULES, Slot, a_view
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_pair, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.actions import Drain, SetRoles
-from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.auction import auction
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.autoscaling.view import View
@@ -75,7 +75,7 @@ def full_host(
 
 
 def drains(*args: Any, **changes: Any) -> list[Drain]:
-    return [action for action in decide(full_host(*args, **changes)) if isinstance(action, Drain)]
+    return [action for action in auction(full_host(*args, **changes)) if isinstance(action, Drain)]
 
 
 def drained(*args: Any, **changes: Any) -> list[str]:
@@ -373,7 +373,7 @@ def test_growth_load_time_is_by_nearest_tier() -> None:
 
 def test_model_gives_up_one_slot_per_decision() -> None:
     loads = [slot(0, "acme/crowded", 1, PREFILL), slot(1, "acme/crowded", 1, DECODE)]
-    actions = decide(full_host(loads, [waiting("acme/first", 5.0), waiting("acme/second", 4.0)], playable=BOTH))
+    actions = auction(full_host(loads, [waiting("acme/first", 5.0), waiting("acme/second", 4.0)], playable=BOTH))
     assert [(type(action), action.instance_id) for action in actions if not hasattr(action, "model")] == [
         (SetRoles, "i1"),
         (Drain, "i0"),

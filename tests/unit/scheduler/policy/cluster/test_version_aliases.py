@@ -176,13 +176,13 @@ def test_deleted_model_is_unnamed_and_leaves_others_running() -> None:
     scene.serve(ACME, "r1")
     scene.admit(BIRCH, "r2")
     aliases = scene.policy.state.versions.of(ACME.version_id).aliases
-    assert aliases.names == (ACME.name, BIRCH.name)
+    assert scene.policy.state.names_of(ACME.version_id) == (ACME.name, BIRCH.name)
     scene.apply(ModelDeleted(BIRCH.name))
-    assert aliases.names == (ACME.name,)
+    assert scene.policy.state.names_of(ACME.version_id) == (ACME.name,)
     assert aliases.idle_timeout_s(scene.now + 100.0)[0] == 1.0
     scene.apply(ModelDeleted(ACME.name))
     scene.apply(ModelDeleted("acme/unknown"))
-    assert aliases.names == ()
+    assert scene.policy.state.names_of(ACME.version_id) == ()
     scene.pass_time(2.0)
     assert not is_at_zero(scene), "its requests run on"
     for request_id in ("r1", "r2"):
@@ -233,7 +233,6 @@ def test_deleted_model_is_not_loaded_by_forecast() -> None:
 def test_only_new_request_restores_deleted_model() -> None:
     """A recalled or resumed request restored it, and so did minimums that were read before: it was named for ever."""
     scene = two_workers_one_host()
-    aliases = scene.policy.state.versions.of(ACME.version_id).aliases
     for request_id in ("r1", "r2"):
         scene.admit(ACME, request_id)
     scene.finish_loads()
@@ -242,15 +241,15 @@ def test_only_new_request_restores_deleted_model() -> None:
     scene.admit(ACME, "r1", attempt=2)
     scene.admit(ACME, "r2", current=scene.placement("r2"))
     scene.apply(MinimumsSet((replace(ACME, min_instances=1),)))
-    assert aliases.names == ()
+    assert scene.policy.state.names_of(ACME.version_id) == ()
     assert scene.placement("r1", 2) is not None
     scene.apply(MinimumsSet(()))
     scene.release("r1", attempt=2)
     scene.release("r2")
     scene.pass_time(0.3)
-    assert is_at_zero(scene) and aliases.names == ()
+    assert is_at_zero(scene) and scene.policy.state.names_of(ACME.version_id) == ()
     scene.admit(ACME, "r3")
-    assert aliases.names == (ACME.name,), "it was published anew"
+    assert scene.policy.state.names_of(ACME.version_id) == (ACME.name,), "it was published anew"
     scene.finish_loads()
     scene.release("r3")
     scene.pass_time(0.5)
@@ -265,7 +264,7 @@ def test_settings_of_deleted_model_do_not_bind_others() -> None:
     assert aliases.idle_timeout_s(11.0) == (20.0, False)
     assert aliases.delete(ACME.name) and not aliases.is_deleted
     state.note_model(replace(ACME, idle_timeout_s=20.0), 12.0, is_new_call=False)
-    assert aliases.names == (BIRCH.name,)
+    assert state.names_of(ACME.version_id) == (BIRCH.name,)
     assert [aliases.idle_timeout_s(now) for now in (12.0, 100.0)] == [(5.0, False)] * 2
 
 

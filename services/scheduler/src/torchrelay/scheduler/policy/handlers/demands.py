@@ -61,7 +61,7 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
         load_s=load_s,
         last_full_at=usage.last_full_at,
         decode=decode,
-        answers=answers.without_excess(len(instances)) if answers and 0 < num_both == len(instances) else None,
+        answers=answers if 0 < num_both == len(instances) else None,
     )
     playing = Counter(role for instance in instances for role in instance.target_roles)
     if decode is not None and playing[Role.DECODE] > 1 and decode.fluid.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
@@ -163,7 +163,6 @@ def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> 
     num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
     return DecodeDemand(
         num_answers=num_open + num_waiting,
-        num_waiting=num_waiting,
         num_held=num_held,
         num_most=num_most,
         answer_s=able.prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),

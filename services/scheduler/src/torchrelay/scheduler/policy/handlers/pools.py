@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torchrelay.common.quantities import format_count
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
+from torchrelay.scheduler.policy.autoscaling.growth import wanted_instances
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.handlers import demands
