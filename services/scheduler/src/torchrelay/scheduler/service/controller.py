@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from opentelemetry import metrics
 
@@ -41,6 +41,7 @@ _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unr
 _TIMER_S = 1e-3  # uvloop rounds the times of timers
 
 Report: TypeAlias = WorkerReport | StoreReport
+CallContext: TypeAlias = Any  # a grpc.aio.ServicerContext, whose stub does not take plain callbacks
 
 
 class Clock:
@@ -86,8 +87,6 @@ class Controller:
         self._with_minimum: dict[str, types_pb2.ModelVersion] = {}  # these are loaded without an admission
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
-        self._pool_watchers: set[asyncio.Event] = set()
-        self._pools_seen_at: float | None = None  # when the pools were evaluated that watchers know
         meter = metrics.get_meter("torchrelay.scheduler")
         self._metrics = SchedulerMetrics(meter, policy.state, lambda: event_publisher.num_dropped)
 
@@ -98,10 +97,6 @@ class Controller:
         if self._recorder is not None:
             self._recorder.record(input_, now)
         self._carry_out(self.policy.apply(input_, now))
-        if self.policy.state.pools_evaluated_at != self._pools_seen_at:
-            self._pools_seen_at = self.policy.state.pools_evaluated_at
-            for event in self._pool_watchers:
-                event.set()
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -307,15 +302,14 @@ class Controller:
 
     # Watchers of the cluster
 
-    def watch(self, *, only_pools: bool = False) -> asyncio.Event:
-        """An event that is set at every change, or whenever the targets of pools were evaluated, until ``unwatch``."""
+    def watch(self, call: CallContext | None = None) -> asyncio.Event:
+        """An event that is set at every change until the call ends."""
         event = asyncio.Event()
-        (self._pool_watchers if only_pools else self._watchers).add(event)
+        self._watchers.add(event)
+        if call is not None:
+            # A broken stream may leave the call's generator suspended: this must not wait until it is collected.
+            call.add_done_callback(lambda _: self._watchers.discard(event))
         return event
-
-    def unwatch(self, event: asyncio.Event) -> None:
-        self._watchers.discard(event)
-        self._pool_watchers.discard(event)
 
     def _notify_watchers(self) -> None:
         for event in self._watchers:
