@@ -24,7 +24,7 @@ from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.rpc.message_pace import AT_ONCE
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Refusal
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents
 from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed
@@ -40,7 +40,7 @@ from torchrelay.scheduler.service.converters import (
     store_from_proto,
     worker_from_proto,
 )
-from torchrelay.scheduler.service.events.publisher import EventPublisher
+from torchrelay.scheduler.service.history import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 from torchrelay.scheduler.service.servicer import SchedulerServicer
@@ -283,7 +283,7 @@ async def test_slow_gateway_loses_stream() -> None:
     stream = streams.open()
     streams.connected(stream, "g")
     for _ in range(4):
-        streams.send("g", AdmitEvent())
+        streams.send("g", {})
     with pytest.raises(Overloaded):
         async for _ in stream.events():
             pass
@@ -296,7 +296,7 @@ async def test_newer_stream_replaces_older() -> None:
     streams.connected(newer, "g")
     assert [event async for event in older.events()] == []
     assert not streams.disconnected(older)  # the gateway is still here
-    streams.send("g", AdmitEvent())
+    streams.send("g", {})
     streams.close()
     assert [events async for events in newer.events()] == [AdmitEvents(events=[AdmitEvent()])]
     assert streams.disconnected(newer)
@@ -309,7 +309,7 @@ async def test_stream_beats_at_requested_interval() -> None:
     events = stream.events()
     assert [await _kinds(events) for _ in range(3)] == [["beat"]] * 3
     streams.connected(stream, "g")
-    streams.send("g", AdmitEvent(refusal=Refusal()))
+    streams.send("g", {"refusal": {}})
     assert await _kinds(events) == ["refusal"]
     streams.close()
     assert [event async for event in events] == []
@@ -324,7 +324,7 @@ async def test_waiting_events_form_bounded_batches() -> None:
     stream = streams.open()
     streams.connected(stream, "g")
     for position in range(MAX_BATCH + 1):
-        streams.send("g", AdmitEvent(refusal=Refusal(retry_after_s=position)))
+        streams.send("g", {"refusal": {"retry_after_s": position}})
     streams.close()
     batches = [[event.refusal.retry_after_s for event in events.events] async for events in stream.events()]
     assert batches == [[*range(MAX_BATCH)], [MAX_BATCH]]
@@ -336,12 +336,12 @@ async def test_close_events_share_one_message() -> None:
     streams.connected(stream, "g")
     events = stream.events()
     for _ in range(AT_ONCE):
-        streams.send("g", AdmitEvent(refusal=Refusal()))
+        streams.send("g", {"refusal": {}})
         assert len(await _kinds(events)) == 1
-    streams.send("g", AdmitEvent(refusal=Refusal()))
+    streams.send("g", {"refusal": {}})
     following = asyncio.create_task(_kinds(events))
     await asyncio.sleep(0)  # the stream has seen the first of two
-    streams.send("g", AdmitEvent(refusal=Refusal()))
+    streams.send("g", {"refusal": {}})
     assert len(await following) == 2
 
 

@@ -33,10 +33,9 @@ from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller, drop_command
 from torchrelay.scheduler.service.discovery import Discovery
-from torchrelay.scheduler.service.events.publisher import EventPublisher
-from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.external_scaler import CALLERS as KEDA_CALLERS
 from torchrelay.scheduler.service.external_scaler import ExternalScalerServicer
+from torchrelay.scheduler.service.history import EventPublisher, EventReader
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
 from torchrelay.scheduler.service.lease import Lease
 from torchrelay.scheduler.service.peer_channels import PeerChannels

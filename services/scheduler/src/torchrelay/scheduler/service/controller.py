@@ -18,7 +18,6 @@ from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -29,7 +28,7 @@ from torchrelay.scheduler.policy.types import Model, Peer, StoreStatus, WorkerSt
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams, EventFields
 from torchrelay.scheduler.service.epoch import Epoch
-from torchrelay.scheduler.service.events.publisher import EventPublisher
+from torchrelay.scheduler.service.history import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder
 from torchrelay.scheduler.service.metrics import SchedulerMetrics
 from torchrelay.scheduler.service.tickets import ClusterTickets
@@ -268,8 +267,7 @@ class Controller:
         for answer in done.answers:
             self._send(answer)
         for notice in done.notices:
-            loading = converters.to_message(scheduler_pb2.Loading, notice)
-            self.streams.send(notice.gateway_id, AdmitEvent(loading=loading))
+            self.streams.send(notice.gateway_id, {"loading": converters.to_message(scheduler_pb2.Loading, notice)})
         for placed in done.opened:
             self._record_placement(placed)
         for event in done.events:
@@ -281,14 +279,15 @@ class Controller:
         self._notify_watchers()
 
     def _send(self, answer: effects.Answer) -> None:
-        event: AdmitEvent | EventFields
+        event: EventFields
         match answer:
             case effects.Placed(placement=placement):
                 kind, event = "placed", self.cluster_tickets.placed(placement)
-            case effects.AdmissionRefused():
-                kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
-            case effects.Recall():
-                kind, event = "recalled", AdmitEvent(recall=converters.recall_to_proto(answer))
+            case effects.AdmissionRefused(key=key, reason=reason):
+                fields = {"key": key._asdict(), "reason": reason}
+                kind, event = "refused", {"refusal": converters.to_message(scheduler_pb2.Refusal, answer, **fields)}
+            case effects.Recall(key=key, keeps_prompt=keeps_prompt):
+                kind, event = "recalled", {"recall": {"key": key._asdict(), "keeps_prompt": keeps_prompt}}
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 

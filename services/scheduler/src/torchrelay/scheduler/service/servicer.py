@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.inputs import FirstToken, GatewayChanged, Launc
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.controller import CallContext, Controller
-from torchrelay.scheduler.service.events.reader import EventReader
+from torchrelay.scheduler.service.history import EventReader
 from torchrelay.scheduler.service.views import ClusterViews
 
 _MAX_PER_TURN = 32  # commands of a stream before other streams get their turn; an admission takes some 0.2 ms

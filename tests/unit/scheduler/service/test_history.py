@@ -19,8 +19,7 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.control.v1.scheduler_pb2 import Event
 from torchrelay.scheduler.policy.effects import SchedulerEvent
-from torchrelay.scheduler.service.events.publisher import EventPublisher
-from torchrelay.scheduler.service.events.reader import FIRST_EVENT_US, MAX_READERS, EventReader
+from torchrelay.scheduler.service.history import FIRST_EVENT_US, MAX_READERS, EventPublisher, EventReader
 
 
 class Kept:
