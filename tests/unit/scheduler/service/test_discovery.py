@@ -206,8 +206,8 @@ async def test_report_beside_another_failure_is_ignored() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as tasks:
             signed = SignedReports(bytes.fromhex(CLUSTER_KEY))
-            discovery = Discovery(controller, PeerChannels(bytes(32)), SilentBroker(), Subjects("t"), signed, tasks)
-            await discovery.start()
+            discovery = Discovery(controller, PeerChannels(bytes(32)), SilentBroker(), Subjects("t"), signed)
+            await discovery.start(tasks)
             tasks.create_task(fail())
             await asyncio.Event().wait()
     await handled[0]

@@ -14,7 +14,7 @@ from torchrelay.control.v1.scheduler_pb2 import AdmitEvents
 # Fields of an ``AdmitEvent``. There are thousands a second: the outgoing message is filled with fields directly, where
 # it would have to copy an event.
 EventFields: TypeAlias = dict[str, Any]
-_BEAT: EventFields = {"beat": {}}
+_BEAT: Any = {"beat": {}}
 MAX_BATCH = 64  # events in one message
 _MIN_BEAT_S = 0.1  # whatever a gateway asks for
 

@@ -41,7 +41,7 @@ _AWAY_S = 60.0  # then only the broker can bring it back
 
 
 class Discovery:
-    """Owns a task per peer that watches it; ``tasks`` ends them."""
+    """Owns a task per peer that watches it."""
 
     def __init__(
         self,
@@ -50,16 +50,17 @@ class Discovery:
         nats: Client,
         subjects: Subjects,
         signed_reports: SignedReports,
-        tasks: asyncio.TaskGroup,
     ) -> None:
-        self._controller, self._channels, self._tasks = controller, channels, tasks
+        self._controller, self._channels = controller, channels
         self._nats, self._subjects, self._signed_reports = nats, subjects, signed_reports
         # The error of a report. Cancelled as soon as the group of tasks ends for another reason: it takes no task then.
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._watches: dict[Peer, tuple[str, asyncio.Task[None]]] = {}  # the incarnation, and what watches it
 
-    async def start(self) -> None:
-        self._tasks.create_task(self._fail(), name="failure of a report")
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Watches peers in tasks of this group, until it ends."""
+        self._tasks = tasks
+        tasks.create_task(self._fail(), name="failure of a report")
         await self._nats.subscribe(self._subjects.worker_load(), cb=partial(self._on_report, WorkerReport))
         await self._nats.subscribe(self._subjects.store_load(), cb=partial(self._on_report, StoreReport))
 
