@@ -18,7 +18,6 @@ from tests.unit.scheduler.service.scripted_cluster import (
     ScriptedStore,
     a_version,
     cluster,
-    scripted_cluster,
 )
 from torchrelay.common.errors import Overloaded
 from torchrelay.control.v1 import param_store_pb2, reports_pb2, scheduler_pb2
@@ -53,96 +52,91 @@ async def first_relay(gateway: GatewayClient, store: ScriptedStore) -> param_sto
     return store.relays[0]
 
 
-async def test_slow_sources_are_striped(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        await a_store(it, 1, 60)
-        await a_store(it, 2, 40)
-        target = await a_store(it, 3, 100, whole=False)
-        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 3)
-            relay = await first_relay(gateway, target)
+async def test_slow_sources_are_striped(it: ScriptedCluster) -> None:
+    await a_store(it, 1, 60)
+    await a_store(it, 2, 40)
+    target = await a_store(it, 3, 100, whole=False)
+    async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as gateway:
+        await cluster(address, lambda view: len(view.stores) == 3)
+        relay = await first_relay(gateway, target)
     assert [source.holder_id for source in relay.sources] == ["store-1", "store-2", "remote"]
     assert relay.num_striped == 2
     assert relay.urgency == param_store_pb2.RELAY_URGENCY_URGENT
 
 
-async def test_slow_relay_gets_another_source(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        await a_store(it, 1, 60)
-        await a_store(it, 2, 100)
-        target = await a_store(it, 3, 50, whole=False)
-        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 3)
-            relay = await first_relay(gateway, target)
-            assert relay.sources[0].holder_id == "store-1" and relay.num_striped == 1
-            share = reports_pb2.SourceShare(holder_id="store-1", num_bytes=1, bytes_per_s=5 * MB, following=True)
-            target.copies[PACK].shares.append(share)
-            await target.touch()
-            await eventually(lambda: len(target.relays) == 2)
-            again = target.relays[1]
+async def test_slow_relay_gets_another_source(it: ScriptedCluster) -> None:
+    await a_store(it, 1, 60)
+    await a_store(it, 2, 100)
+    target = await a_store(it, 3, 50, whole=False)
+    async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as gateway:
+        await cluster(address, lambda view: len(view.stores) == 3)
+        relay = await first_relay(gateway, target)
+        assert relay.sources[0].holder_id == "store-1" and relay.num_striped == 1
+        share = reports_pb2.SourceShare(holder_id="store-1", num_bytes=1, bytes_per_s=5 * MB, following=True)
+        target.copies[PACK].shares.append(share)
+        await target.touch()
+        await eventually(lambda: len(target.relays) == 2)
+        again = target.relays[1]
     assert again.sources[0].holder_id == "store-2" and again.sources[0].ticket.holder_id == "store-2"
     assert [source.holder_id for source in again.sources[1:]] == ["store-1", "remote"]
     assert again.num_striped == 2  # what the slow one still brings is welcome
     assert again.urgency == param_store_pb2.RELAY_URGENCY_URGENT
 
 
-async def test_hung_store_delays_no_other_host(nats_url: str) -> None:
+async def test_hung_store_delays_no_other_host(it: ScriptedCluster) -> None:
     """P11: hosts were told one after the other, each as long as the one before took to answer."""
-    async with scripted_cluster(nats_url) as it:
-        hosts = [await it.host(number) for number in (1, 2)]
-        (_, _, first), (_, second, _) = hosts
-        for taken in (first, second):  # free are one that prefers prefill, and one of the other host for decode
-            taken.slot.state, taken.slot.instance_id = reports_pb2.SlotState.STATE_DRAINING, f"of {taken.worker_id}"
-            await taken.touch()
-        async with it.scheduler(4, replicate=False) as address, GatewayClient(address) as gateway:
-            for store, *_ in hosts:
-                store.answers.clear()
-            await gateway.admit("r1")
-            await eventually(lambda: all(store.relays for store, *_ in hosts))
-            assert [store.num_open_calls for store, *_ in hosts] == [1, 1], "no relay waited for another"
-            for store, *_ in hosts:
-                store.answers.set()
-            await gateway.placement()
-
-
-async def test_load_from_whole_copy_waits_for_no_store(nats_url: str) -> None:
-    """It goes out beside the relay: a store that is slow delays nobody."""
-    async with scripted_cluster(nats_url) as it:
-        store, *workers = await it.host(1)
-        store.copies[PACK] = reports_pb2.PackCopy(
-            pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
-        )
-        await store.touch()
-        async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
+    hosts = [await it.host(number) for number in (1, 2)]
+    (_, _, first), (_, second, _) = hosts
+    for taken in (first, second):  # free are one that prefers prefill, and one of the other host for decode
+        taken.slot.state, taken.slot.instance_id = reports_pb2.SlotState.STATE_DRAINING, f"of {taken.worker_id}"
+        await taken.touch()
+    async with it.scheduler(4, replicate=False) as address, GatewayClient(address) as gateway:
+        for store, *_ in hosts:
             store.answers.clear()
-            await gateway.admit("r1")
-            await gateway.placement()
-            assert all(worker.loads for worker in workers) and len(store.relays) <= 1
+        await gateway.admit("r1")
+        await eventually(lambda: all(store.relays for store, *_ in hosts))
+        assert [store.num_open_calls for store, *_ in hosts] == [1, 1], "no relay waited for another"
+        for store, *_ in hosts:
             store.answers.set()
+        await gateway.placement()
+
+
+async def test_load_from_whole_copy_waits_for_no_store(it: ScriptedCluster) -> None:
+    """It goes out beside the relay: a store that is slow delays nobody."""
+    store, *workers = await it.host(1)
+    store.copies[PACK] = reports_pb2.PackCopy(
+        pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
+    )
+    await store.touch()
+    async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
+        await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
+        store.answers.clear()
+        await gateway.admit("r1")
+        await gateway.placement()
+        assert all(worker.loads for worker in workers) and len(store.relays) <= 1
+        store.answers.set()
 
 
 @pytest.mark.parametrize("hung", [False, True], ids=["both accept", "one hangs"])
-async def test_refused_relay_of_whole_copy_ends_its_loads(nats_url: str, hung: bool) -> None:
+async def test_refused_relay_of_whole_copy_ends_its_loads(it: ScriptedCluster, hung: bool) -> None:
     """It has just let the pack go. A worker that hangs delays the news for no other."""
-    async with scripted_cluster(nats_url) as it:
-        store, *workers = await it.host(1)
-        store.copies[PACK] = reports_pb2.PackCopy(
-            pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
-        )
-        store.refusal = Overloaded("this store already downloads 16 packs")
-        await store.touch()
-        if hung:
-            workers[1].answers.clear()
-        async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
-            await gateway.admit("r1")
-            await eventually(lambda: bool(workers[0].unloads))
-            assert workers[0].unloads[0].drain_s == 0.0
-            assert workers[1].num_open_calls == hung, "the refusal waited for no hung worker"
-            store.refusal = None
-            workers[1].answers.set()
-            await gateway.placement()
+    store, *workers = await it.host(1)
+    store.copies[PACK] = reports_pb2.PackCopy(
+        pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
+    )
+    store.refusal = Overloaded("this store already downloads 16 packs")
+    await store.touch()
+    if hung:
+        workers[1].answers.clear()
+    async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
+        await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
+        await gateway.admit("r1")
+        await eventually(lambda: bool(workers[0].unloads))
+        assert workers[0].unloads[0].drain_s == 0.0
+        assert workers[1].num_open_calls == hung, "the refusal waited for no hung worker"
+        store.refusal = None
+        workers[1].answers.set()
+        await gateway.placement()
 
 
 async def test_wake_without_hosts_calls_no_peer() -> None:
@@ -184,55 +178,53 @@ def num_copies(view: scheduler_pb2.ClusterView) -> int:
     return sum(copy.relay_end_unix_us > 0 for store in view.stores for copy in store.copies if copy.pack_id == PACK)
 
 
-async def test_woken_model_gets_retained_second_copy(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        hosts = [await it.host(number) for number in (1, 2)]
-        stores = [store for store, _, _ in hosts]
-        async with it.scheduler(4) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 2)
-            await gateway.admit("r1")
-            await gateway.placement()
-            first = next(store for store in stores if store.relays)
-            second = next(store for store in stores if store is not first)
-            await first.finish_relay(PACK, time.time_ns() // 1000)
-            await eventually(lambda: bool(second.relays))
-            (woken,), (copied,) = first.relays, second.relays
-            assert woken.urgency == param_store_pb2.RELAY_URGENCY_URGENT and not woken.keep_retained
-            assert copied.urgency == param_store_pb2.RELAY_URGENCY_IDLE and copied.keep_retained
-            assert [source.holder_id for source in copied.sources] == [first.store_id, "remote"]
-            assert copied.sources[0].ticket.receiver_id == second.store_id and copied.epoch == woken.epoch
-            await second.finish_relay(PACK, time.time_ns() // 1000)
-            await eventually(lambda: bool(first.retains and second.retains))
-            for store in stores:
-                request = store.retains[-1]
-                assert list(request.pack_ids) == [PACK] and request.lease_s == 30 and request.epoch == woken.epoch
-            js = it.nats.jetstream()
-            subscription = await js.subscribe(it.subjects.event("copy.>"), stream=it.subjects.history_stream)
-            events: dict[str, dict[str, object]] = {}
-            while it.subjects.event("copy.finished") not in events:
-                message = await subscription.next_msg(timeout=5)
-                events[message.subject] = json.loads(message.data)
-            begun = events[it.subjects.event("copy.replicate")]
-            assert begun["model"] == "acme/tiny" and begun["store_id"] == second.store_id and begun["reason"]
-            reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
-            assert {"replicate", "copied"} <= {decision.kind for decision in reply.decisions}
+async def test_woken_model_gets_retained_second_copy(it: ScriptedCluster) -> None:
+    hosts = [await it.host(number) for number in (1, 2)]
+    stores = [store for store, _, _ in hosts]
+    async with it.scheduler(4) as address, GatewayClient(address) as gateway:
+        await cluster(address, lambda view: len(view.stores) == 2)
+        await gateway.admit("r1")
+        await gateway.placement()
+        first = next(store for store in stores if store.relays)
+        second = next(store for store in stores if store is not first)
+        await first.finish_relay(PACK, time.time_ns() // 1000)
+        await eventually(lambda: bool(second.relays))
+        (woken,), (copied,) = first.relays, second.relays
+        assert woken.urgency == param_store_pb2.RELAY_URGENCY_URGENT and not woken.keep_retained
+        assert copied.urgency == param_store_pb2.RELAY_URGENCY_IDLE and copied.keep_retained
+        assert [source.holder_id for source in copied.sources] == [first.store_id, "remote"]
+        assert copied.sources[0].ticket.receiver_id == second.store_id and copied.epoch == woken.epoch
+        await second.finish_relay(PACK, time.time_ns() // 1000)
+        await eventually(lambda: bool(first.retains and second.retains))
+        for store in stores:
+            request = store.retains[-1]
+            assert list(request.pack_ids) == [PACK] and request.lease_s == 30 and request.epoch == woken.epoch
+        js = it.nats.jetstream()
+        subscription = await js.subscribe(it.subjects.event("copy.>"), stream=it.subjects.history_stream)
+        events: dict[str, dict[str, object]] = {}
+        while it.subjects.event("copy.finished") not in events:
+            message = await subscription.next_msg(timeout=5)
+            events[message.subject] = json.loads(message.data)
+        begun = events[it.subjects.event("copy.replicate")]
+        assert begun["model"] == "acme/tiny" and begun["store_id"] == second.store_id and begun["reason"]
+        reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+        assert {"replicate", "copied"} <= {decision.kind for decision in reply.decisions}
 
 
-async def test_killed_store_causes_urgent_copy(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        stores = [(await it.host(number))[0] for number in (1, 2, 3)]
-        async with it.scheduler(6) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 3)
-            await gateway.admit("r1")
-            await gateway.placement()
-            first = next(store for store in stores if store.relays)
-            await first.finish_relay(PACK, time.time_ns() // 1000)
-            others = [store for store in stores if store is not first]
-            await eventually(lambda: any(store.relays for store in others))
-            second, third = sorted(others, key=lambda store: not store.relays)
-            await second.finish_relay(PACK, time.time_ns() // 1000)
-            await cluster(address, lambda view: num_copies(view) == 2)
-            await second.kill()
-            await eventually(lambda: any(relay.pack_id == PACK for relay in third.relays))
-            (rebuilt,) = (relay for relay in third.relays if relay.pack_id == PACK)
-            assert rebuilt.urgency == param_store_pb2.RELAY_URGENCY_URGENT and rebuilt.keep_retained
+async def test_killed_store_causes_urgent_copy(it: ScriptedCluster) -> None:
+    stores = [(await it.host(number))[0] for number in (1, 2, 3)]
+    async with it.scheduler(6) as address, GatewayClient(address) as gateway:
+        await cluster(address, lambda view: len(view.stores) == 3)
+        await gateway.admit("r1")
+        await gateway.placement()
+        first = next(store for store in stores if store.relays)
+        await first.finish_relay(PACK, time.time_ns() // 1000)
+        others = [store for store in stores if store is not first]
+        await eventually(lambda: any(store.relays for store in others))
+        second, third = sorted(others, key=lambda store: not store.relays)
+        await second.finish_relay(PACK, time.time_ns() // 1000)
+        await cluster(address, lambda view: num_copies(view) == 2)
+        await second.kill()
+        await eventually(lambda: any(relay.pack_id == PACK for relay in third.relays))
+        (rebuilt,) = (relay for relay in third.relays if relay.pack_id == PACK)
+        assert rebuilt.urgency == param_store_pb2.RELAY_URGENCY_URGENT and rebuilt.keep_retained

@@ -20,7 +20,6 @@ from tests.unit.scheduler.service.scripted_cluster import (
     GatewayClient,
     ScriptedCluster,
     cluster,
-    scripted_cluster,
 )
 from torchrelay.cli.launchers.pool_driver import PoolDriver
 from torchrelay.cli.up.ports import Ports
@@ -80,12 +79,6 @@ async def keda_of(port: int, credentials: grpc.ChannelCredentials | None = None)
     client = Keda(port, credentials)
     async with client.channel:
         yield client
-
-
-@pytest.fixture
-async def it(nats_url: str) -> AsyncIterator[ScriptedCluster]:
-    async with scripted_cluster(nats_url) as it:
-        yield it
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_pair, a_store
 from tests.unit.scheduler.policy.running_cluster import Fault, RunningCluster
-from tests.unit.scheduler.service.scripted_cluster import GatewayClient, scripted_cluster
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, ScriptedCluster
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand, LoadCommand, RetainCommand, SetRolesCommand, UnloadCommand
@@ -219,12 +219,11 @@ def test_log_with_inputs_of_another_release_is_refused(tmp_path: Path) -> None:
         list(replay(path))
 
 
-async def test_recording_of_service_can_be_replayed(nats_url: str, tmp_path: Path) -> None:
+async def test_recording_of_service_can_be_replayed(it: ScriptedCluster, tmp_path: Path) -> None:
     path = tmp_path / "inputs.jsonl"
-    async with scripted_cluster(nats_url) as it:
-        await it.host(1)
-        async with it.scheduler(2, record=path) as address, GatewayClient(address) as gateway:
-            await gateway.admit("r1")
-            placement = await gateway.placement()
+    await it.host(1)
+    async with it.scheduler(2, record=path) as address, GatewayClient(address) as gateway:
+        await gateway.admit("r1")
+        placement = await gateway.placement()
     placed = [json.loads(line)["answers"] for line in replay(path) if b'"placement"' in line]
     assert [answer["placement"]["prefill"]["instance_id"] for (answer,) in placed] == [placement.prefill.instance_id]

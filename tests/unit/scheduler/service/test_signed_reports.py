@@ -9,7 +9,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, ScriptedCluster, cluster, scripted_cluster
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, ScriptedCluster, cluster
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.service.signed_reports import WHOLE_EVERY, SignedReports
@@ -67,8 +67,8 @@ async def tell(it: ScriptedCluster, subject_id: str, report: WorkerReport | Stor
     [unsigned, by_another_cluster, for_another_subject, for_another_payload, with_nonsense],
     ids=lambda f: f.__name__,
 )
-async def test_forged_reports_are_refused_and_logged_once(nats_url: str, sign: Signer) -> None:
-    async with scripted_cluster(nats_url) as it, it.scheduler() as address:
+async def test_forged_reports_are_refused_and_logged_once(it: ScriptedCluster, sign: Signer) -> None:
+    async with it.scheduler() as address:
         with capture_logs() as logged:
             for _ in range(3):
                 await tell(it, "evil", FORGED, sign, by="evil")
@@ -82,9 +82,9 @@ async def test_forged_reports_are_refused_and_logged_once(nats_url: str, sign: S
         assert sorted(refused) == [it.subjects.store_load("evil"), it.subjects.worker_load("evil")]
 
 
-async def test_report_signed_by_another_worker_is_refused(nats_url: str) -> None:
+async def test_report_signed_by_another_worker_is_refused(it: ScriptedCluster) -> None:
     """With its own key, on its own subject or on the other's."""
-    async with scripted_cluster(nats_url) as it, it.scheduler() as address:
+    async with it.scheduler() as address:
         _, first, _ = await it.host(1)
         await cluster(address, lambda view: len(view.workers) == 2)
         stolen = first.report()
@@ -100,18 +100,17 @@ async def test_report_signed_by_another_worker_is_refused(nats_url: str) -> None
         assert len([line for line in logged if line["event"] == "report_refused"]) == 2
 
 
-async def test_false_epoch_of_one_worker_ends_no_scheduler(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        store, first, _ = await it.host(1)
-        store.epoch = first.epoch = 1 << 62
-        async with it.scheduler(2) as address:
-            view = await cluster(address, lambda view: len(view.workers) == 2)
-            assert 0 < view.epoch < 1 << 61
-            first.epoch = (1 << 62) + 1  # after the start-up as well
-            await first.touch()
-            await it.host(2)
-            later = await cluster(address, lambda view: len(view.workers) == 4)
-            assert later.epoch == view.epoch
+async def test_false_epoch_of_one_worker_ends_no_scheduler(it: ScriptedCluster) -> None:
+    store, first, _ = await it.host(1)
+    store.epoch = first.epoch = 1 << 62
+    async with it.scheduler(2) as address:
+        view = await cluster(address, lambda view: len(view.workers) == 2)
+        assert 0 < view.epoch < 1 << 61
+        first.epoch = (1 << 62) + 1  # after the start-up as well
+        await first.touch()
+        await it.host(2)
+        later = await cluster(address, lambda view: len(view.workers) == 4)
+        assert later.epoch == view.epoch
 
 
 REPORT, OTHER = (WorkerReport(worker_id="w1", epoch=epoch).SerializeToString() for epoch in (1, 2))

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from msgspec import structs
 
+from torchrelay.common.cancellation import raise_if_cancelled
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import error_from_rpc, logged_cause
@@ -186,9 +187,7 @@ class Actuator:
         except grpc.aio.UsageError as error:
             raise Unavailable("the peer was lost before the call") from error
         except asyncio.CancelledError:
-            # Either this task is cancelled, or the peer was lost and its channel closed during the call.
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
+            raise_if_cancelled()  # otherwise the channel was closed
             raise Unavailable("the peer was lost during the call") from None
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:

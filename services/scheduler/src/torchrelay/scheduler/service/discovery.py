@@ -20,6 +20,7 @@ from grpc.aio import UnaryStreamCall
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from torchrelay.common.cancellation import raise_if_cancelled
 from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
@@ -140,9 +141,7 @@ class Discovery:
             if not retries.is_repeated:
                 log.info("watch_broken", peer=peer.node_id, status=error.code().name, detail=error.details())
         except asyncio.CancelledError:
-            # Either this task is cancelled, or the peer hung and its channel was closed under the call.
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
+            raise_if_cancelled()  # otherwise the peer hung, and its channel was closed
         finally:
             call.cancel()
 
