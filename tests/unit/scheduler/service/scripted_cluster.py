@@ -128,6 +128,10 @@ class ReportingPeer(abc.ABC):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.kill()
 
+    @property
+    def is_running(self) -> bool:
+        return self._publishing is not None
+
     async def wake(self) -> None:
         """Goes on after it hung."""
         self.is_hung = False
@@ -318,6 +322,10 @@ class GatewayClient:
         commands = [scheduler_pb2.AdmitCommand(**command)]
         await self._call.write(scheduler_pb2.AdmitCommands(commands=commands))
 
+    def history(self, *kinds: str) -> Any:
+        """A call whose replies are the events of these kinds, past and new; of all kinds if none is named."""
+        return self.stub.WatchEvents(scheduler_pb2.WatchEventsRequest(kinds=kinds, since_unix_us=1, follow=True))
+
     async def event(self, timeout_s: float = HANG_S) -> scheduler_pb2.AdmitEvent:
         """The next event other than what is told about loads."""
         async with asyncio.timeout(timeout_s):
@@ -378,6 +386,7 @@ class ScriptedCluster:
         self.subjects = Subjects(self.prefix)
         self.nats = nats
         self._nats_url, self._stack = nats_url, stack
+        self._peers: list[ReportingPeer] = []
 
     async def host(self, number: int) -> tuple[ScriptedStore, ScriptedWorker, ScriptedWorker]:
         """A host with a store and two workers that can play both roles; the second prefers decode."""
@@ -385,7 +394,7 @@ class ScriptedCluster:
         store = ScriptedStore(self.nats, self.subjects, f"store-{number}", host_id)  # type: ignore[abstract]
         workers = [ScriptedWorker(self.nats, self.subjects, f"w-{number}{letter}", host_id) for letter in "ab"]
         for peer in (store, *workers):
-            await self._stack.enter_async_context(peer)
+            self._peers.append(await self._stack.enter_async_context(peer))
         return store, workers[0], workers[1]
 
     def settings(self, **changes: Any) -> SchedulerSettings:
@@ -393,10 +402,11 @@ class ScriptedCluster:
         return ScriptedSettings(**(fields | changes))
 
     @asynccontextmanager
-    async def scheduler(self, num_workers: int = 0, tls: Tls | None = None, **changes: Any) -> AsyncIterator[str]:
-        """A running scheduler's address, once it knows ``num_workers`` workers. ``tls``: the identity of a caller."""
+    async def scheduler(self, tls: Tls | None = None, **changes: Any) -> AsyncIterator[str]:
+        """A running scheduler's address, once it knows all peers. ``tls``: the identity of a caller."""
+        num_peers = sum(peer.is_running for peer in self._peers)
         async with serving(self.settings(**changes)) as addresses:
-            await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers, tls=tls)
+            await cluster(addresses["grpc"], lambda view: len(view.workers) + len(view.stores) >= num_peers, tls=tls)
             yield addresses["grpc"]
 
 

@@ -222,7 +222,7 @@ def test_log_with_inputs_of_another_release_is_refused(tmp_path: Path) -> None:
 async def test_recording_of_service_can_be_replayed(it: ScriptedCluster, tmp_path: Path) -> None:
     path = tmp_path / "inputs.jsonl"
     await it.host(1)
-    async with it.scheduler(2, record=path) as address, GatewayClient(address) as gateway:
+    async with it.scheduler(record=path) as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         placement = await gateway.placement()
     placed = [json.loads(line)["answers"] for line in replay(path) if b'"placement"' in line]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any
 
@@ -36,8 +35,7 @@ async def test_cold_start_relays_once_and_places_with_ticket(
 ) -> None:
     monkeypatch.setattr(policy, "ROUND_S", 3600.0)  # nothing in it waits for a round
     store, first, second = await it.host(1)
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
-        await cluster(address, lambda view: view.largest_slot_bytes > 0)
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         placement = await gateway.placement()
         (relay,) = store.relays
@@ -54,7 +52,7 @@ async def test_cold_start_relays_once_and_places_with_ticket(
 
 async def test_minimum_loads_model_without_request(it: ScriptedCluster) -> None:
     _, *workers = await it.host(1)
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         version = a_version()
         version.scaling.min_instances = 1
         await gateway.send(minimums=scheduler_pb2.Minimums(versions=[version]))
@@ -63,7 +61,7 @@ async def test_minimum_loads_model_without_request(it: ScriptedCluster) -> None:
 
 async def test_deleted_model_leaves_view_and_instances_stay(it: ScriptedCluster) -> None:
     await it.host(1)
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         await gateway.placement()
         view = await cluster(address, lambda view: bool(view.versions))
@@ -75,7 +73,7 @@ async def test_deleted_model_leaves_view_and_instances_stay(it: ScriptedCluster)
 
 async def test_repeated_admissions_have_effect_of_one(it: ScriptedCluster) -> None:
     _, first, second = await it.host(1)
-    async with it.scheduler(2) as address:
+    async with it.scheduler() as address:
         async with GatewayClient(address) as gateway:
             await gateway.admit("r1")
             placement = await gateway.placement()
@@ -98,8 +96,7 @@ async def test_killed_decode_worker_role_goes_to_prefill_worker(
 ) -> None:
     monkeypatch.setattr(policy, "ROUND_S", 3600.0)  # without rounds nothing is found out by silence
     _, first, second = await it.host(1)
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
-        await cluster(address, lambda view: view.largest_slot_bytes > 0)
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         placement = await gateway.placement()
         for worker in (first, second):
@@ -116,7 +113,7 @@ async def test_killed_decode_worker_role_goes_to_prefill_worker(
 async def test_store_lost_during_command_loses_no_request(it: ScriptedCluster) -> None:
     store, _, _ = await it.host(1)
     store.answers.clear()
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         await eventually(lambda: bool(store.relays))
         await store.kill()
@@ -128,7 +125,7 @@ async def test_store_lost_during_command_loses_no_request(it: ScriptedCluster) -
 
 async def test_restarted_scheduler_adopts_instances_and_requests(it: ScriptedCluster) -> None:
     store, first, second = await it.host(1)
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         placement = await gateway.placement()
         for worker in (first, second):
@@ -152,7 +149,7 @@ async def test_restarted_scheduler_adopts_instances_and_requests(it: ScriptedClu
 async def test_failed_loads_refuse_request_with_cause(it: ScriptedCluster) -> None:
     _, first, second = await it.host(1)
     first.refusal = second.refusal = Conflict("the slot is on fire")
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         event = await gateway.event()
         assert event.refusal.reason == scheduler_pb2.Refusal.REASON_LOAD_FAILED
@@ -163,7 +160,7 @@ async def test_failed_loads_refuse_request_with_cause(it: ScriptedCluster) -> No
 
 async def test_scale_to_zero_is_in_history(it: ScriptedCluster) -> None:
     _, first, second = await it.host(1)
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1", version=a_version(idle_timeout_s=0.3))
         placement = await gateway.placement()
         for worker in (first, second):
@@ -171,22 +168,19 @@ async def test_scale_to_zero_is_in_history(it: ScriptedCluster) -> None:
         await gateway.send(release=scheduler_pb2.Release(key=placement.key))
         await eventually(lambda: bool(first.unloads and second.unloads))
         await cluster(address, lambda view: not view.instances)
-        js = it.nats.jetstream()
-        subscription = await js.subscribe(it.subjects.event(">"), stream=it.subjects.history_stream)
-        events: dict[str, dict[str, object]] = {}
-        released = it.subjects.event("instance.released")
-        while released not in events:
-            message = await subscription.next_msg(timeout=HANG_S)
-            events[message.subject] = json.loads(message.data)
+        events, history = {}, gateway.history()
+        while "instance.released" not in events:
+            event = await history.read()
+            events[event.kind] = event
         for kind in ("instance.loading", "instance.ready", "instance.draining", "scale.up", "scale.down"):
-            event = events[it.subjects.event(kind)]
-            assert event["model"] == "acme/tiny" and event["reason"] and event["at_unix_us"]
-        assert "idle" in str(events[it.subjects.event("scale.down")]["reason"])
+            event = events[kind]
+            assert event.model == "acme/tiny" and event.reason and event.at_unix_us
+        assert "idle" in events["scale.down"].reason
 
 
 async def test_explain_shows_cold_start_from_queue_to_first_token(it: ScriptedCluster) -> None:
     store, first, second = await it.host(1)
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         placement = await gateway.placement()
         now_us = time.time_ns() // 1000
@@ -229,8 +223,7 @@ def without_startup(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_newer_scheduler_ends_older(it: ScriptedCluster) -> None:
     store, first, _ = await it.host(1)
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with it.scheduler(2) as address, asyncio.timeout(HANG_S):
-            await cluster(address, lambda view: len(view.stores) == 1)
+        async with it.scheduler() as address, asyncio.timeout(HANG_S):
             ahead = first.epoch = int(time.time() * 1000) + 30_000
             await cluster(address, lambda view: ahead in {each.epoch for each in view.workers})
             store.epoch = ahead  # the word of one of three peers has not ended it
@@ -243,9 +236,9 @@ async def test_newer_scheduler_without_commands_ends_older(it: ScriptedCluster) 
     """Both only watch, and the broker passes nothing on to the older scheduler once it knows its peers."""
     peers = await it.host(1)
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with it.scheduler(2) as address, asyncio.timeout(HANG_S):
+        async with it.scheduler() as address, asyncio.timeout(HANG_S):
             older = await cluster(address, lambda view: len(view.stores) == 1)
-            async with it.scheduler(2):
+            async with it.scheduler():
                 for peer in peers:
                     peer.is_passed_on_by_broker = False
                 await asyncio.Event().wait()
@@ -257,7 +250,7 @@ async def test_starting_scheduler_exceeds_every_epoch(it: ScriptedCluster) -> No
     store, first, second = await it.host(1)
     ahead = int(time.time() * 1000) + 60_000  # the clock of the scheduler before went wrong
     store.epoch = first.epoch = second.epoch = ahead
-    async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
         await gateway.admit("r1")
         await gateway.placement()
         assert first.loads[0].epoch == ahead + 1

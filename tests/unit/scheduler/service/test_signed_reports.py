@@ -103,7 +103,7 @@ async def test_report_signed_by_another_worker_is_refused(it: ScriptedCluster) -
 async def test_false_epoch_of_one_worker_ends_no_scheduler(it: ScriptedCluster) -> None:
     store, first, _ = await it.host(1)
     store.epoch = first.epoch = 1 << 62
-    async with it.scheduler(2) as address:
+    async with it.scheduler() as address:
         view = await cluster(address, lambda view: len(view.workers) == 2)
         assert 0 < view.epoch < 1 << 61
         first.epoch = (1 << 62) + 1  # after the start-up as well
