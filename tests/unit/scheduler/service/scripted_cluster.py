@@ -326,9 +326,9 @@ class GatewayClient:
         """A call whose replies are the events of these kinds, past and new; of all kinds if none is named."""
         return self.stub.WatchEvents(scheduler_pb2.WatchEventsRequest(kinds=kinds, since_unix_us=1, follow=True))
 
-    async def event(self, timeout_s: float = HANG_S) -> scheduler_pb2.AdmitEvent:
+    async def event(self) -> scheduler_pb2.AdmitEvent:
         """The next event other than what is told about loads."""
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(HANG_S):
             while not self._events:
                 batch = await self._call.read()
                 assert isinstance(batch, scheduler_pb2.AdmitEvents), "the stream ended"
@@ -339,11 +339,16 @@ class GatewayClient:
     async def admit(self, request_id: str, attempt: int = 1, **changes: Any) -> None:
         await self.send(admit=a_request(request_id, attempt, **changes))
 
-    async def placement(self, timeout_s: float = HANG_S) -> scheduler_pb2.Placement:
+    async def placement(self) -> scheduler_pb2.Placement:
         """The next answer, which must be a placement."""
-        event = await self.event(timeout_s)
+        event = await self.event()
         assert event.HasField("placement"), event
         return event.placement
+
+    async def place(self, request_id: str, attempt: int = 1, **changes: Any) -> scheduler_pb2.Placement:
+        """Admits a request, and returns its placement."""
+        await self.admit(request_id, attempt, **changes)
+        return await self.placement()
 
 
 def a_version(name: str = "acme/tiny", idle_timeout_s: float = 0.0) -> types_pb2.ModelVersion:

@@ -52,8 +52,7 @@ async def a_store(it: ScriptedCluster, number: int, mb_per_s: float, whole: bool
 
 
 async def first_relay(gateway: GatewayClient, store: ScriptedStore) -> param_store_pb2.RelayRequest:
-    await gateway.admit("r1")
-    await gateway.placement()
+    await gateway.place("r1")
     await eventually(lambda: bool(store.relays))
     return store.relays[0]
 
@@ -110,8 +109,7 @@ async def test_load_from_whole_copy_waits_for_no_store(it: ScriptedCluster) -> N
     hold_pack(store)
     async with it.scheduler(replicate=False) as address, GatewayClient(address) as gateway:
         store.answers.clear()
-        await gateway.admit("r1")
-        await gateway.placement()
+        await gateway.place("r1")
         assert all(worker.loads for worker in workers) and len(store.relays) <= 1
         store.answers.set()
 
@@ -176,8 +174,7 @@ def num_copies(view: scheduler_pb2.ClusterView) -> int:
 async def test_woken_model_gets_retained_second_copy_and_lost_copy_is_rebuilt(it: ScriptedCluster) -> None:
     stores = [(await it.host(number))[0] for number in (1, 2, 3)]
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        await gateway.placement()
+        await gateway.place("r1")
         first = next(store for store in stores if store.relays)
         await first.finish_relay(PACK, time.time_ns() // 1000)
         others = [store for store in stores if store is not first]

@@ -39,8 +39,7 @@ from torchrelay.scheduler.service.signed_reports import SignedReports
 async def test_ended_stream_is_stopped_and_killed_worker_is_lost(it: ScriptedCluster) -> None:
     _, first, second = await it.host(1)
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        await gateway.placement()
+        await gateway.place("r1")
         await cluster(address, lambda view: len(view.instances) == 2)
         await first.leave()
         await cluster(address, lambda view: len(view.instances) == 1)

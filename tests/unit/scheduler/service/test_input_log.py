@@ -223,7 +223,6 @@ async def test_recording_of_service_can_be_replayed(it: ScriptedCluster, tmp_pat
     path = tmp_path / "inputs.jsonl"
     await it.host(1)
     async with it.scheduler(record=path) as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        placement = await gateway.placement()
+        placement = await gateway.place("r1")
     placed = [json.loads(line)["answers"] for line in replay(path) if b'"placement"' in line]
     assert [answer["placement"]["prefill"]["instance_id"] for (answer,) in placed] == [placement.prefill.instance_id]

@@ -14,6 +14,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
     CLUSTER_KEY,
     GatewayClient,
     ScriptedCluster,
+    ScriptedWorker,
     a_request,
     a_version,
     cluster,
@@ -36,8 +37,7 @@ async def test_cold_start_relays_once_and_places_with_ticket(
     monkeypatch.setattr(policy, "ROUND_S", 3600.0)  # nothing in it waits for a round
     store, first, second = await it.host(1)
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        placement = await gateway.placement()
+        placement = await gateway.place("r1")
         (relay,) = store.relays
         assert relay.epoch > 1.6e12 and [source.holder_id for source in relay.sources] == ["remote"]
         assert [*first.loads[0].roles, *second.loads[0].roles] == [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
@@ -48,6 +48,12 @@ async def test_cold_start_relays_once_and_places_with_ticket(
         ticket = placement.kv_ticket
         assert (ticket.buffer_id, ticket.holder_id, ticket.receiver_id) == ("r1/1", "w-1a", "w-1b")
         verify_ticket(ticket, "w-1a", derive_node_key(KEY, "w-1a"), int(time.time() * 1000))
+
+
+async def finish_loads(address: str, *workers: ScriptedWorker) -> None:
+    for worker in workers:
+        await worker.finish_load()
+    await cluster(address, lambda view: {instance.state for instance in view.instances} == {"ready"})
 
 
 async def test_minimum_loads_model_without_request(it: ScriptedCluster) -> None:
@@ -62,8 +68,7 @@ async def test_minimum_loads_model_without_request(it: ScriptedCluster) -> None:
 async def test_deleted_model_leaves_view_and_instances_stay(it: ScriptedCluster) -> None:
     await it.host(1)
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        await gateway.placement()
+        await gateway.place("r1")
         view = await cluster(address, lambda view: bool(view.versions))
         assert list(view.versions[0].models) == [a_version().model]
         await gateway.send(model_deleted=scheduler_pb2.ModelDeleted(model=a_version().model))
@@ -75,8 +80,7 @@ async def test_repeated_admissions_have_effect_of_one(it: ScriptedCluster) -> No
     _, first, second = await it.host(1)
     async with it.scheduler() as address:
         async with GatewayClient(address) as gateway:
-            await gateway.admit("r1")
-            placement = await gateway.placement()
+            placement = await gateway.place("r1")
         async with GatewayClient(address) as gateway:
             await gateway.admit("r1", current=placement)  # it runs: nothing is to be said
             await gateway.admit("r1")  # the answer was lost on the way
@@ -97,14 +101,10 @@ async def test_killed_decode_worker_role_goes_to_prefill_worker(
     monkeypatch.setattr(policy, "ROUND_S", 3600.0)  # without rounds nothing is found out by silence
     _, first, second = await it.host(1)
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        placement = await gateway.placement()
-        for worker in (first, second):
-            await worker.finish_load()
-        await cluster(address, lambda view: {instance.state for instance in view.instances} == {"ready"})
+        placement = await gateway.place("r1")
+        await finish_loads(address, first, second)
         await second.kill()
-        await gateway.admit("r1", 2, num_forced_tokens=5, lost_workers=["w-1b"])
-        resumed = await gateway.placement()
+        resumed = await gateway.place("r1", 2, num_forced_tokens=5, lost_workers=["w-1b"])
         assert resumed.prefill == resumed.decode == placement.prefill
         assert not resumed.HasField("kv_ticket") and not resumed.cold
         assert list(first.role_changes[0].roles) == [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
@@ -126,17 +126,13 @@ async def test_store_lost_during_command_loses_no_request(it: ScriptedCluster) -
 async def test_restarted_scheduler_adopts_instances_and_requests(it: ScriptedCluster) -> None:
     store, first, second = await it.host(1)
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        placement = await gateway.placement()
-        for worker in (first, second):
-            await worker.finish_load()
-        await cluster(address, lambda view: {instance.state for instance in view.instances} == {"ready"})
+        placement = await gateway.place("r1")
+        await finish_loads(address, first, second)
     former_epoch = first.epoch
     # Nothing is loaded while reports of running instances arrive.
     async with it.scheduler(settle_s=30.0) as address, GatewayClient(address) as gateway:
         await gateway.admit("r1", current=placement)
-        await gateway.admit("r2")
-        adopted = await gateway.placement()
+        adopted = await gateway.place("r2")
         assert adopted.prefill == placement.prefill and adopted.decode == placement.decode
         assert adopted.key.request_id == "r2"
         view = await cluster(address, lambda view: bool(view.demand))
@@ -161,8 +157,7 @@ async def test_failed_loads_refuse_request_with_cause(it: ScriptedCluster) -> No
 async def test_scale_to_zero_is_in_history(it: ScriptedCluster) -> None:
     _, first, second = await it.host(1)
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1", version=a_version(idle_timeout_s=0.3))
-        placement = await gateway.placement()
+        placement = await gateway.place("r1", version=a_version(idle_timeout_s=0.3))
         for worker in (first, second):
             await worker.finish_load()
         await gateway.send(release=scheduler_pb2.Release(key=placement.key))
@@ -181,13 +176,10 @@ async def test_scale_to_zero_is_in_history(it: ScriptedCluster) -> None:
 async def test_explain_shows_cold_start_from_queue_to_first_token(it: ScriptedCluster) -> None:
     store, first, second = await it.host(1)
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        placement = await gateway.placement()
+        placement = await gateway.place("r1")
         now_us = time.time_ns() // 1000
         await store.finish_relay(PACK, now_us)
-        for worker in (first, second):
-            await worker.finish_load()
-        await cluster(address, lambda view: {instance.state for instance in view.instances} == {"ready"})
+        await finish_loads(address, first, second)
         phases = [
             types_pb2.Phase(name="prefill", begin_unix_us=now_us + 20_000, end_unix_us=now_us + 30_000),
             types_pb2.Phase(name="first_token", begin_unix_us=now_us + 30_000, end_unix_us=now_us + 31_000),
@@ -251,8 +243,7 @@ async def test_starting_scheduler_exceeds_every_epoch(it: ScriptedCluster) -> No
     ahead = int(time.time() * 1000) + 60_000  # the clock of the scheduler before went wrong
     store.epoch = first.epoch = second.epoch = ahead
     async with it.scheduler() as address, GatewayClient(address) as gateway:
-        await gateway.admit("r1")
-        await gateway.placement()
+        await gateway.place("r1")
         assert first.loads[0].epoch == ahead + 1
 
 
