@@ -149,6 +149,8 @@ class EventReader:
             )
         self._num_readers += 1
         try:
+            if not (since_unix_us or after_sequence):  # by number, so that a consumer made after a fault misses nothing
+                after_sequence = (await self._js.stream_info(self._subjects.history_stream)).state.last_seq
             async with aclosing(self._messages(kinds, _start(since_unix_us, after_sequence), follow)) as messages:
                 async for message in messages:
                     event = self._event(message)
@@ -162,9 +164,6 @@ class EventReader:
     async def _messages(self, kinds: Sequence[str], start: ConsumerConfig, follow: bool) -> AsyncGenerator[Msg, None]:
         # A consumer filters by one subject; with more than one kind, the others are filtered out here.
         subject = self._subjects.event(f"{kinds[0]}.>" if len(kinds) == 1 else ">")
-        if start.deliver_policy is DeliverPolicy.NEW:  # by number, so that a consumer made after a fault misses nothing
-            state = (await self._js.stream_info(self._subjects.history_stream)).state
-            start = _start(0, state.last_seq) if state.last_seq else _start(FIRST_EVENT_US, 0)
         while True:
             reader = await self._js.pull_subscribe(subject, stream=self._subjects.history_stream, config=start)
             try:
@@ -205,9 +204,7 @@ class EventReader:
 
 def _start(since_unix_us: int, after_sequence: int) -> ConsumerConfig:
     config = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=_INACTIVE_S, mem_storage=True)
-    if after_sequence:
-        return config.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after_sequence + 1)
-    if since_unix_us:
+    if since_unix_us and not after_sequence:
         since = datetime.fromtimestamp(since_unix_us / 1e6, UTC)
         return config.evolve(deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=since)
-    return config.evolve(deliver_policy=DeliverPolicy.NEW)
+    return config.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after_sequence + 1)
