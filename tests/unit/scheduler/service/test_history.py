@@ -19,7 +19,9 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.control.v1.scheduler_pb2 import Event
 from torchrelay.scheduler.policy.effects import SchedulerEvent
-from torchrelay.scheduler.service.history import FIRST_EVENT_US, EventPublisher, EventReader
+from torchrelay.scheduler.service.history import EventPublisher, EventReader
+
+FIRST_EVENT_US = 1
 
 
 @asynccontextmanager

@@ -39,7 +39,6 @@ KINDS = ("relay", "instance", "scale", "copy", "store", "model")
 MAX_READERS = 64
 _BATCH = 100
 _LATEST_US = 1 << 52  # in the year 2112
-FIRST_EVENT_US = 1
 _EVENT_FIELDS = {"at_unix_us": int, "model": str, "reason": str}
 _WAIT_S = 1.0  # for one event, before the next request
 _INACTIVE_S = 30.0  # after which the broker removes an absent reader's consumer
