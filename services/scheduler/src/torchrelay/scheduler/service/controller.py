@@ -86,6 +86,8 @@ class Controller:
         self._with_minimum: dict[str, types_pb2.ModelVersion] = {}  # these are loaded without an admission
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
+        self._pool_watchers: set[asyncio.Event] = set()
+        self._pools_seen_at: float | None = None  # when the pools were evaluated that watchers know
         meter = metrics.get_meter("torchrelay.scheduler")
         self._metrics = SchedulerMetrics(meter, policy.state, lambda: event_publisher.num_dropped)
 
@@ -96,6 +98,10 @@ class Controller:
         if self._recorder is not None:
             self._recorder.record(input_, now)
         self._carry_out(self.policy.apply(input_, now))
+        if self.policy.state.pools_evaluated_at != self._pools_seen_at:
+            self._pools_seen_at = self.policy.state.pools_evaluated_at
+            for event in self._pool_watchers:
+                event.set()
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -301,13 +307,13 @@ class Controller:
 
     # Watchers of the cluster
 
-    def watch(self, call: CallContext | None = None) -> asyncio.Event:
-        """An event that is set at every change until the call ends."""
-        event = asyncio.Event()
-        self._watchers.add(event)
+    def watch(self, call: CallContext | None = None, *, only_pools: bool = False) -> asyncio.Event:
+        """An event that is set at every change, or whenever the targets of pools were evaluated, until the call ends."""
+        event, watchers = asyncio.Event(), self._pool_watchers if only_pools else self._watchers
+        watchers.add(event)
         if call is not None:
             # A broken stream may leave the call's generator suspended: this must not wait until it is collected.
-            call.add_done_callback(lambda _: self._watchers.discard(event))
+            call.add_done_callback(lambda _: watchers.discard(event))
         return event
 
     def _notify_watchers(self) -> None:

@@ -20,7 +20,6 @@ from torchrelay.scheduler.service.controller import CallContext, Controller
 
 METRIC: Final = "slots-wanted"
 _TARGET: Final = 1
-_EVERY_S: Final = 0.1  # how often a stream looks at the targets, which are evaluated as often
 MAX_STREAMS: Final = 256  # KEDA opens one for each ScaledObject
 _DEVICES: Final = "numDevices"
 _ROLE: Final = "role"
@@ -65,12 +64,14 @@ def _invalid(key: str, message: str) -> InvalidRequest:
 class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
-        self._num_streams = 0
+        self._streams: set[asyncio.Event] = set()
         self._is_closed = False
 
     def close(self) -> None:
         """Ends all streams without an error: after an error KEDA waits up to a minute before it opens another."""
         self._is_closed = True
+        for evaluated in self._streams:
+            evaluated.set()
 
     async def IsActive(
         self, request: external_scaler_pb2.ScaledObjectRef, context: CallContext
@@ -82,20 +83,19 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
     ) -> AsyncIterator[external_scaler_pb2.IsActiveResponse]:
         """Sends changes only, and none before the last has left: a slow client misses those in between."""
         pool = selected_pool(request.scaler_metadata)
-        if self._num_streams >= MAX_STREAMS:
+        if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} streams of StreamIsActive are open; close one, or scale fewer Deployments")
-        self._num_streams += 1
-        context.add_done_callback(self._stream_ended)
+        evaluated = self._controller.watch(context, only_pools=True)
+        self._streams.add(evaluated)
+        context.add_done_callback(lambda _: self._streams.discard(evaluated))
         sent: bool | None = None
         while not self._is_closed:
+            evaluated.clear()
             number = num_wanted(self._controller.policy.state, pool)
             if number is not None and (number > 0) != sent:
                 sent = number > 0
                 yield external_scaler_pb2.IsActiveResponse(result=sent)
-            await asyncio.sleep(_EVERY_S)
-
-    def _stream_ended(self, _call: object) -> None:
-        self._num_streams -= 1
+            await evaluated.wait()
 
     async def GetMetricSpec(
         self, request: external_scaler_pb2.ScaledObjectRef, context: CallContext
