@@ -308,7 +308,7 @@ class Controller:
     # Watchers of the cluster
 
     def watch(self, call: CallContext | None = None, *, only_pools: bool = False) -> asyncio.Event:
-        """An event that is set at every change, or whenever the targets of pools were evaluated, until the call ends."""
+        """An event that is set at every change, or whenever targets of pools were evaluated, until the call ends."""
         event, watchers = asyncio.Event(), self._pool_watchers if only_pools else self._watchers
         watchers.add(event)
         if call is not None:
