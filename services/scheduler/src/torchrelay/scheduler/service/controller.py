@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from opentelemetry import metrics
 
@@ -18,7 +18,6 @@ from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -29,7 +28,7 @@ from torchrelay.scheduler.policy.types import Model, Peer, StoreStatus, WorkerSt
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams, EventFields
 from torchrelay.scheduler.service.epoch import Epoch
-from torchrelay.scheduler.service.events.publisher import EventPublisher
+from torchrelay.scheduler.service.history import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder
 from torchrelay.scheduler.service.metrics import SchedulerMetrics
 from torchrelay.scheduler.service.tickets import ClusterTickets
@@ -41,6 +40,7 @@ _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unr
 _TIMER_S = 1e-3  # uvloop rounds the times of timers
 
 Report: TypeAlias = WorkerReport | StoreReport
+CallContext: TypeAlias = Any  # a grpc.aio.ServicerContext, whose stub does not take plain callbacks
 
 
 class Clock:
@@ -273,8 +273,7 @@ class Controller:
         for answer in done.answers:
             self._send(answer)
         for notice in done.notices:
-            loading = converters.to_message(scheduler_pb2.Loading, notice)
-            self.streams.send(notice.gateway_id, AdmitEvent(loading=loading))
+            self.streams.send(notice.gateway_id, {"loading": converters.to_message(scheduler_pb2.Loading, notice)})
         for placed in done.opened:
             self._record_placement(placed)
         for event in done.events:
@@ -286,14 +285,15 @@ class Controller:
         self._notify_watchers()
 
     def _send(self, answer: effects.Answer) -> None:
-        event: AdmitEvent | EventFields
+        event: EventFields
         match answer:
             case effects.Placed(placement=placement):
                 kind, event = "placed", self.cluster_tickets.placed(placement)
-            case effects.AdmissionRefused():
-                kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
-            case effects.Recall():
-                kind, event = "recalled", AdmitEvent(recall=converters.recall_to_proto(answer))
+            case effects.AdmissionRefused(key=key, reason=reason):
+                fields = {"key": key._asdict(), "reason": reason}
+                kind, event = "refused", {"refusal": converters.to_message(scheduler_pb2.Refusal, answer, **fields)}
+            case effects.Recall(key=key, keeps_prompt=keeps_prompt):
+                kind, event = "recalled", {"recall": {"key": key._asdict(), "keeps_prompt": keeps_prompt}}
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 
@@ -307,15 +307,14 @@ class Controller:
 
     # Watchers of the cluster
 
-    def watch(self, *, only_pools: bool = False) -> asyncio.Event:
-        """An event that is set at every change, or whenever the targets of pools were evaluated, until ``unwatch``."""
-        event = asyncio.Event()
-        (self._pool_watchers if only_pools else self._watchers).add(event)
+    def watch(self, call: CallContext | None = None, *, only_pools: bool = False) -> asyncio.Event:
+        """An event that is set at every change, or whenever targets of pools were evaluated, until the call ends."""
+        event, watchers = asyncio.Event(), self._pool_watchers if only_pools else self._watchers
+        watchers.add(event)
+        if call is not None:
+            # A broken stream may leave the call's generator suspended: this must not wait until it is collected.
+            call.add_done_callback(lambda _: watchers.discard(event))
         return event
-
-    def unwatch(self, event: asyncio.Event) -> None:
-        self._watchers.discard(event)
-        self._pool_watchers.discard(event)
 
     def _notify_watchers(self) -> None:
         for event in self._watchers:

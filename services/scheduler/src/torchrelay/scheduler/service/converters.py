@@ -14,7 +14,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.liveness import NO_ENGINE, EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import inputs, types
-from torchrelay.scheduler.policy.effects import AdmissionRefused, Recall, SchedulerEvent
+from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -158,10 +158,6 @@ def key_from_proto(key: types_pb2.AttemptKey) -> types.AttemptKey:
     return types.AttemptKey(key.request_id, key.attempt)
 
 
-def key_to_proto(key: types.AttemptKey) -> types_pb2.AttemptKey:
-    return types_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
-
-
 def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> types.Admission:
     version_id, model = request.version.version_id, request.version.model
     if not version_id or not request.version.pack_id:
@@ -202,12 +198,3 @@ def phase_to_proto(phase: TimedPhase) -> types_pb2.Phase:
 
 def decision_to_proto(event: SchedulerEvent) -> scheduler_pb2.Decision:
     return to_message(scheduler_pb2.Decision, event, at_unix_us=unix_us(event.at))
-
-
-def refusal_to_proto(refused: AdmissionRefused) -> scheduler_pb2.Refusal:
-    reason = scheduler_pb2.Refusal.Reason.Value(f"REASON_{refused.reason.name}")
-    return to_message(scheduler_pb2.Refusal, refused, key=key_to_proto(refused.key), reason=reason)
-
-
-def recall_to_proto(recall: Recall) -> scheduler_pb2.Recall:
-    return scheduler_pb2.Recall(key=key_to_proto(recall.key), keeps_prompt=recall.keeps_prompt)
