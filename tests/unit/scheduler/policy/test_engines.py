@@ -11,12 +11,19 @@ import pytest
 
 from tests.unit.scheduler.policy.dispatch.test_placement import MODEL, NOW, a_candidate, place_at, placed
 from tests.unit.scheduler.policy.dispatch.test_placement import an_admission as a_placeable
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_pair, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import (
+    DECODE,
+    PREFILL,
+    PaperCluster,
+    a_model,
+    a_pair,
+    a_store,
+    a_worker,
+    one_host,
+)
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.handlers.placement import NoPlacement
-from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, WorkerStatus
-
-PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, WorkerStatus
 
 
 def without_handover(worker: WorkerStatus) -> WorkerStatus:
@@ -85,7 +92,7 @@ def test_no_placement_on_a_prefill_and_a_decode_instance_without_handover() -> N
 def two_engines() -> PaperCluster:
     """A host with a worker of each engine; vLLM's comes first by its name, and has the pack of the model near."""
     own, other = a_worker("w-b", "host-1"), without_handover(a_worker("w-a", "host-1"))
-    return PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), own, other)
+    return one_host(own, other)
 
 
 def test_a_model_takes_any_engine_where_its_favourite_is_busy() -> None:
@@ -99,7 +106,7 @@ def test_a_model_takes_any_engine_where_its_favourite_is_busy() -> None:
 
 
 def test_a_slot_with_another_engine_is_not_taken_from_its_model() -> None:
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"), a_worker("w-c"))
+    scene = one_host("w-b", a_worker("w-c"))
     scene.serve(a_model(), "r1")
     scene.release("r1")
     scene.admit(a_model("acme/other", engine="vllm"), "r2")
@@ -133,7 +140,7 @@ def test_an_adapter_gets_an_instance_on_its_engine_while_its_base_runs_on_anothe
 )
 def test_a_model_is_loaded_into_a_slot_of_its_devices(changes: dict[str, Any], worker_id: str) -> None:
     pair, single = without_handover(a_worker("w-a", num_devices=2)), without_handover(a_worker("w-c"))
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), pair, a_worker("w-b"), single)
+    scene = one_host(pair, "w-b", single)
     scene.admit(a_model(**changes), "r1")
     scene.pass_time(1.0)
     scene.finish_loads()
@@ -155,7 +162,7 @@ def running(scene: PaperCluster, request_id: str) -> str:
 def test_calls_leave_instances_with_fewer_devices_than_their_model_needs_now() -> None:
     """Calls went on to the instances of one device after a change of ``vllm`` to ``vllm:2``."""
     single, pair = without_handover(a_worker("w-a")), without_handover(a_worker("w-b", num_devices=2))
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), single, pair)
+    scene = one_host(single, pair)
     scene.admit(a_model(engine="vllm"), "r1")
     assert running(scene, "r1") == "w-a"
     scene.admit(a_model(engine="vllm", num_devices=2), "r2")
@@ -166,7 +173,7 @@ def test_calls_leave_instances_with_fewer_devices_than_their_model_needs_now() -
 
 def test_calls_leave_another_engine_once_a_worker_with_theirs_appears() -> None:
     """They stayed, because no worker had the engine at the change."""
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"))
+    scene = one_host("w-b")
     scene.admit(a_model(), "r1")
     assert running(scene, "r1") == "w-b"
     scene.admit(a_model(engine="vllm"), "r2")
@@ -181,7 +188,7 @@ def test_calls_leave_another_engine_once_a_worker_with_theirs_appears() -> None:
 @pytest.mark.parametrize("late", ["w-a", "w-b"])
 def test_calls_leave_another_engine_after_a_restart_of_the_scheduler(late: str) -> None:
     """The new scheduler saw no change of the model, and took over its instances on other engines."""
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"))
+    scene = one_host("w-b")
     scene.admit(a_model(), "r1")
     assert running(scene, "r1") == "w-b"
     again = PaperCluster(PolicyConfig())

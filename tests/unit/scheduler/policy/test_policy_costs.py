@@ -11,20 +11,21 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker, an_admission
+from tests.unit.scheduler.policy.paper_cluster import (
+    MB,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_store,
+    a_worker,
+    an_admission,
+    one_host,
+)
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.handlers import dispatch
 from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
-from torchrelay.scheduler.policy.inputs import (
-    Admit,
-    Beat,
-    FirstToken,
-    GatewayChanged,
-    StoreReported,
-    Tick,
-    Withdraw,
-)
+from torchrelay.scheduler.policy.inputs import Admit, Beat, FirstToken, GatewayChanged, StoreReported, Tick, Withdraw
 from torchrelay.scheduler.policy.types import AttemptKey, Peer, Placement
 
 MODEL = a_model("acme/m0")
@@ -173,7 +174,7 @@ def test_requests_that_cannot_be_placed_cost_others_little(max_tokens: int, is_g
 
 def test_withdrawal_evaluates_own_version_only() -> None:
     def cost_of_a_withdrawal(num_others: int) -> int:
-        scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
+        scene = one_host("w")
         for number in range(num_others):
             scene.admit(a_model(f"acme/other-{number}"), f"r{number}")
         admission = scene.admit(MODEL, "withdrawn")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, one_host
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 from torchrelay.scheduler.policy.effects import LoadCommand, RefusalReason, SchedulerEvent
@@ -42,12 +42,7 @@ def targets(scene: PaperCluster) -> dict[int, tuple[int, int]]:
             PolicyConfig(pool_max_slots=2),
             "2: 4 slots needed: 1 in use, 3 for a; the pool's maximum is 2",
         ),
-        (
-            PoolTarget(),
-            {},
-            PolicyConfig(pool_min_slots=1),
-            "1: 0 slots needed: 0 in use; the pool's minimum is 1",
-        ),
+        (PoolTarget(), {}, PolicyConfig(pool_min_slots=1), "1: 0 slots needed: 0 in use; the pool's minimum is 1"),
     ],
 )
 def test_target_and_its_reason(
@@ -86,7 +81,7 @@ def test_queue_of_a_model_that_serves_raises_the_target() -> None:
 
 
 def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)
     scene.pass_time(1.0)
     assert targets(scene) == {1: (0, 1)}
     (event,) = scene.told(topic="scale.pool")
@@ -94,7 +89,7 @@ def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
 
 
 def test_request_waits_for_the_slot_that_a_launcher_starts() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW)
     scene.pass_time(2 * scene.config.unserved_s)  # without any worker
     scene.admit(FIRST, "r1")
     scene.admit(a_model("acme/wide", num_devices=2), "r2")
@@ -121,7 +116,7 @@ def wanted(scene: PaperCluster) -> dict[Role | None, int]:
 
 
 def test_request_is_refused_with_the_reason_once_the_start_of_its_slot_is_overdue() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW, unserved_s=1.0)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW, unserved_s=1.0)
     scene.admit(FIRST, "r1")
     scene.pass_time(800.0, step_s=1.0)
     assert "no worker has started for 600 s" in scene.refused("r1").message
@@ -154,7 +149,7 @@ def test_starts_may_take_as_long_as_the_longest_seen() -> None:
 
 
 def test_first_request_changes_the_target_at_once() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW)
     scene.pass_time(2.0)
     assert scene.policy.state.pool_targets == {}
     scene.admit(FIRST, "r1")
@@ -167,7 +162,7 @@ def test_first_request_changes_the_target_at_once() -> None:
 
 
 def test_workers_of_a_single_role_have_targets_of_their_own() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW)
     scene.pass_time(2.0)
     scene.admit(FIRST, "r1")
     assert wanted(scene) == {None: 1, Role.PREFILL: 1, Role.DECODE: 1}
