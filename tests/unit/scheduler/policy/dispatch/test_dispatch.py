@@ -43,55 +43,19 @@ from torchrelay.scheduler.policy.types import (
     WorkerRef,
 )
 
-A, B, C = (AttemptKey(name, 1) for name in "abc")
+A, B = (AttemptKey(name, 1) for name in "ab")
 
 
-def test_work_shrinks_with_time_of_running_prompt_only() -> None:
+def test_prompt_behind_an_overdue_one_has_not_begun() -> None:
     queue = PrefillQueue()
-    assert (queue.ahead_s(5.0), queue.less_ahead_at(0.1)) == (0.0, 0.0)
     queue.add(A, 1.0, now=10.0)
     queue.add(B, 2.0, now=10.2)
-    assert queue.ahead_s(10.5) == pytest.approx(2.5)
-    assert queue.ahead_s(15.0) == pytest.approx(2.0), "B has not begun as long as nobody says that A is computed"
+    assert queue.ahead_and_overdue_s(10.5) == pytest.approx((2.5, 0.0))
+    assert queue.ahead_and_overdue_s(15.0) == pytest.approx((2.0, 4.0)), "nobody says that A is computed"
     assert queue.less_ahead_at(2.5) == pytest.approx(10.5)
     assert math.isinf(queue.less_ahead_at(2.0)), "time alone does not help"
-
-
-def test_not_begun_excludes_first_unless_loading() -> None:
-    queue = PrefillQueue()
-    for key, prefill_s in ((A, 1.0), (B, 2.0), (C, 0.5)):
-        queue.add(key, prefill_s, now=10.0)
-    assert list(queue.not_begun(10.25, is_loading=False)) == [(B, 0.75), (C, 2.75)]
-    assert list(queue.not_begun(14.0, is_loading=False)) == [(B, 3.0), (C, 5.0)]
-    assert list(queue.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0), (C, 3.0)]
-
-
-def test_loading_instance_has_computed_the_layers_that_it_has() -> None:
-    queue = PrefillQueue()
-    assert queue.left_by_layer_s(0.5, 10.0) == 0.0
-    queue.add(A, 1.0, now=10.0)
-    queue.add(B, 2.0, now=10.0)
-    assert queue.left_by_layer_s(0.5, 10.4) == pytest.approx(2.6), "one prompt at a time"
-    assert queue.left_by_layer_s(0.5, 12.0) == pytest.approx(1.5), "it waits for the other layers"
-    queue.add(C, 1.0, now=12.0)
-    assert [queue.left_by_layer_s(0.5, now) for now in (12.0, 12.1, 14.0)] == pytest.approx([2.5, 2.4, 2.0])
-    queue.leave(A, now=14.0)
-    assert queue.left_by_layer_s(1.0, 14.0) == pytest.approx(0.0)
-
-
-def test_pauses_accumulate_and_pass_without_prompts() -> None:
-    queue = PrefillQueue()
-    queue.add(A, 1.0, now=10.0, pause_s=0.15)
-    assert queue.paused_s(0.2, now=10.5) == 0.0, "less than a step"
-    queue.add(B, 1.0, now=10.5, pause_s=0.15)
-    assert queue.paused_s(0.2, now=10.5) == pytest.approx(0.1)
-    queue.leave(A, now=11.0)
-    assert queue.paused_s(0.2, now=11.9) == pytest.approx(0.1), "B is computed meanwhile"
-    queue.leave(B, now=12.0)
-    assert queue.paused_s(0.2, now=12.04) == pytest.approx(0.06)
-    assert queue.paused_s(0.2, now=12.1) == pytest.approx(0.0)
-    queue.add(C, 1.0, now=12.1, pause_s=0.1)
-    assert queue.paused_s(0.2, now=12.1) == pytest.approx(0.1), "a step was owed yet"
+    assert list(queue.not_begun(10.25, is_loading=False)) == [(B, 0.75)]
+    assert list(queue.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0)]
 
 
 def test_pauses_pass_beside_a_prompt_that_is_overdue() -> None:
