@@ -117,12 +117,6 @@ def crowded_demand(model: Model, num_waiting: int = 40, **changes: object) -> De
 def answers(num_answers: int, arrivals_per_s: float, **changes: object) -> DecodeDemand:
     """An instance holds 10 answers of 10 s each: one of them is one second of its work."""
     demand = DecodeDemand(
-        num_answers,
-        num_held=10,
-        num_most=20,
-        answer_s=10.0,
-        arrivals_per_s=arrivals_per_s,
-        target_s=2.0,
-        late_s=60.0,
+        num_answers, num_held=10, num_most=20, answer_s=10.0, arrivals_per_s=arrivals_per_s, target_s=2.0, late_s=60.0
     )
     return replace(demand, **changes)  # type: ignore[arg-type]
