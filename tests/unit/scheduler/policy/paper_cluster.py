@@ -25,6 +25,7 @@ from torchrelay.scheduler.policy.effects import (
     SetRolesCommand,
     UnloadCommand,
 )
+from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     Beat,
@@ -391,3 +392,15 @@ def two_hosts() -> PaperCluster:
     scene = PaperCluster(PolicyConfig())
     workers = a_worker("p", "host-1", PREFILL, has_prefix_cache=True), a_worker("d", "host-2", DECODE)
     return scene.settle(a_store("store-1", "host-1"), a_store("store-2", "host-2"), *workers)
+
+
+class CountedPlacements:
+    """The scheduler's own, and how many instances each looked at."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __call__(self, *args: Any) -> Placement | NoPlacement:
+        _, _, _, prefills, decodes, _ = args
+        self.numbers.append(len({*prefills, *decodes}))
+        return place(*args)

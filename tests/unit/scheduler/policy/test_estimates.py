@@ -9,9 +9,8 @@ from statistics import median
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import a_model, a_worker, one_host, two_hosts
+from tests.unit.scheduler.policy.paper_cluster import a_model, a_worker, an_instance, one_host, two_hosts
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WEIGHT, Correction
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
@@ -24,7 +23,7 @@ from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome, outcome_of
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
-from torchrelay.scheduler.policy.types import BOTH, REMOTE, AttemptKey, InstancePhase, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.types import REMOTE, AttemptKey, InstancePhase, SlotStatus, WorkerStatus
 
 RULES = PolicyConfig(default_prefill_tokens_per_s=1000.0, default_step_s=0.03)
 MODEL = a_model()
@@ -75,13 +74,13 @@ def test_each_step_kind_is_learned_from_any_worker() -> None:
 
 def test_overdue_load_is_expected_later_and_later() -> None:
     """P4: it said a tenth of the whole time for ever, so requests went on being sent there."""
-    loading = Instance("i", "m", "v", "p", "w", "w", "h", BOTH, InstancePhase.LOADING, since=0.0, created_at=100.0)
+    loading = an_instance(MODEL, a_worker("w"), phase=InstancePhase.LOADING, created_at=100.0)
     left_s = [loading.predict_load_s(10.0, 100.0 + elapsed_s) for elapsed_s in (0.0, 6.0, 10.0, 15.0, 60.0)]
     assert left_s == [10.0, 4.0, 1.0, 5.0, 50.0]
 
 
 def test_load_left_follows_bytes_and_shrinks_between_layers() -> None:
-    loading = Instance("i", "m", "v", "p", "w", "w", "h", BOTH, InstancePhase.LOADING, since=0.0, created_at=100.0)
+    loading = an_instance(MODEL, a_worker("w"), phase=InstancePhase.LOADING, created_at=100.0)
     quarter = replace(loading, num_layers_ready=1, num_layers=8, loaded_share=0.25, progressed_at=102.0)
     left_s = [quarter.predict_load_s(10.0, now) for now in (102.0, 103.0, 104.0, 107.0, 110.0)]
     assert left_s == pytest.approx([6.0, 5.0, 4.0, 1.0, 2.0])

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
-    DECODE,
-    PREFILL,
-    Slot,
-    a_demand,
-    a_view,
-    an_instance,
-    crowded_demand,
-)
-from tests.unit.scheduler.policy.paper_cluster import a_model, a_store, a_worker
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import Slot, a_demand, a_view, crowded_demand
+from tests.unit.scheduler.policy.paper_cluster import DECODE, PREFILL, a_model, a_store, a_worker, an_instance
 from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, assign

@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import DECODE, PREFILL, RULES, Slot, a_view
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_pair, a_store, a_worker
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import RULES, Slot, a_view
+from tests.unit.scheduler.policy.paper_cluster import (
+    DECODE,
+    MB,
+    PREFILL,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_pair,
+    a_store,
+    a_worker,
+    an_instance,
+)
 from torchrelay.scheduler.policy.autoscaling.actions import Drain, SetRoles
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.autoscaling.view import View
-from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles, StoreStatus, WorkerStatus
 
@@ -28,11 +38,10 @@ LEAVING: dict[str, Any] = {"phase": InstancePhase.DRAINING, "since": NOW - 1.0}
 def slot(number: int, model: str, num_open: int = 0, roles: Roles = BOTH, **changes: Any) -> Slot:
     """The slot of worker ``w{number}``, with instance ``i{number}``. ``changes``: of the instance, or of its load."""
     of_load = {name: changes.pop(name) for name in Slot._fields if name in changes}
-    instance = Instance(
-        f"i{number}", model, a_model(model).version_id, a_model(model).pack_id, f"w{number}", f"w{number} first",
-        "host-1", roles, InstancePhase.READY, since=1.0, created_at=-1e6, accepted_at=0.5, confirmed=True,
-    )  # fmt: skip
-    return Slot(replace(instance, **changes), num_open, 1.0)._replace(**of_load)
+    changes = {"instance_id": f"i{number}", "since": 1.0, "confirmed": True, **changes}
+    return Slot(an_instance(a_model(model), a_worker(f"w{number}"), roles, **changes), num_open, 1.0)._replace(
+        **of_load
+    )
 
 
 def slots(model: str, number: int, num_open: int = 0, **changes: Any) -> list[Slot]:

@@ -13,18 +13,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
-    DECODE,
-    PREFILL,
-    Slot,
-    a_demand,
-    a_view,
-    an_instance,
-    answers,
-    crowded_demand,
-)
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import Slot, a_demand, a_view, answers, crowded_demand
 from tests.unit.scheduler.policy.invariants import order_roles
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker, one_host
+from tests.unit.scheduler.policy.paper_cluster import (
+    DECODE,
+    MB,
+    PREFILL,
+    PaperCluster,
+    a_model,
+    a_slot,
+    a_store,
+    a_worker,
+    an_instance,
+    one_host,
+)
 from tests.unit.scheduler.policy.running_cluster import SERVED, RunningCluster
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load, SetRoles
@@ -44,7 +46,6 @@ from torchrelay.scheduler.policy.types import (
     Pool,
     Role,
     Roles,
-    SlotStatus,
     WorkerStatus,
 )
 
@@ -319,9 +320,7 @@ LATENCY = latency_of(1e-3, 0.02, 0.002)
 
 
 def ready(worker_id: str, roles: Roles) -> WorkerStatus:
-    instance_id = f"i of {worker_id}"
-    slot = SlotStatus(InstancePhase.READY, instance_id, MODEL.name, MODEL.version_id, MODEL.pack_id, roles, 4, 4)
-    return a_worker(worker_id, slot=slot, latency=LATENCY)
+    return a_worker(worker_id, slot=a_slot(MODEL, f"i of {worker_id}", roles), latency=LATENCY)
 
 
 def a_cluster(playing: Mapping[str, Roles], obedient: bool = True) -> PaperCluster:

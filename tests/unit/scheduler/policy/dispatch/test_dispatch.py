@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,36 +11,26 @@ from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.dispatch.test_placement import a_candidate
 from tests.unit.scheduler.policy.paper_cluster import (
+    CountedPlacements,
     PaperCluster,
     a_copy,
     a_model,
+    a_slot,
     a_store,
     a_worker,
     an_admission,
     two_hosts,
 )
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.estimates.requests import Callers
-from torchrelay.scheduler.policy.handlers import dispatch
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement, pause_s, place
+from torchrelay.scheduler.policy.handlers.placement import pause_s
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction
-from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import (
-    BOTH,
-    Admission,
-    AttemptKey,
-    InstancePhase,
-    Model,
-    Placement,
-    SlotStatus,
-    WorkerRef,
-)
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, Placement, SlotStatus, WorkerRef
 
 A, B = (AttemptKey(name, 1) for name in "ab")
 
@@ -175,44 +164,10 @@ def test_number_of_blocks_equals_linear_scan(notes: list[tuple[list[int], int]])
 MODEL = a_model(pack_bytes=1024)
 
 
-class CountedPlacements:
-    """The scheduler's own, and how many instances each looked at."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-
-    def __call__(
-        self,
-        state: State,
-        admission: Admission,
-        model: Model,
-        prefills: Sequence[Instance],
-        decodes: Sequence[Instance],
-        now: float,
-    ) -> Placement | NoPlacement:
-        self.numbers.append(len({*prefills, *decodes}))
-        return place(state, admission, model, prefills, decodes, now)
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> CountedPlacements:
-    counted = CountedPlacements()
-    monkeypatch.setattr(dispatch, "place", counted)
-    return counted
-
-
 def a_cluster(num_workers: int) -> PaperCluster:
     """All have the model, and nothing to do."""
     scene = PaperCluster(PolicyConfig(replicate=False))
-    workers = [
-        a_worker(
-            f"w{number:03}",
-            slot=SlotStatus(
-                InstancePhase.READY, f"i{number:03}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 4, 4
-            ),
-        )
-        for number in range(num_workers)
-    ]
+    workers = [a_worker(f"w{n:03}", slot=a_slot(MODEL, f"i{n:03}")) for n in range(num_workers)]
     scene.settle(a_store("s", "host-1", [a_copy(MODEL)]), *workers)
     return scene
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from tests.unit.scheduler.policy.paper_cluster import DECODE, MB, PREFILL, a_model
+from tests.unit.scheduler.policy.paper_cluster import DECODE, MB, PREFILL, a_model, a_worker, an_instance
 from tests.unit.scheduler.policy.paper_cluster import an_admission as an_untargeted_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.instance import Instance
@@ -59,27 +59,12 @@ def a_candidate(
     latency = LatencyModel(
         StepCost(per_position_s=1 / tokens_per_s, num_steps=100), StepCost(step_s, step_s / 8, step_s / 8000, 100)
     )
-    instance = Instance(
-        instance_id=f"i-{worker_id}",
-        model=MODEL.name,
-        version_id=MODEL.version_id,
-        pack_id=MODEL.pack_id,
-        worker_id=worker_id,
-        incarnation="",
-        host_id="host-1",
-        roles=roles,
-        phase=InstancePhase.LOADING if load_left_s else InstancePhase.READY,
-        since=0.0,
-        created_at=0.0,
-        worker_ref=WorkerRef(worker_id, f"{worker_id}:1", f"i-{worker_id}"),
-        plays_prefill=Role.PREFILL in roles,
-        plays_decode=Role.DECODE in roles,
-        latency=latency,
-        full_step_s=latency.queued_s(512),
-        kv_pool_bytes=free + seen * MODEL.kv_bytes_per_token,
-        hands_over=hands_over,
-        loaded_at=NOW + load_left_s,
-    )
+    instance = an_instance(
+        MODEL, a_worker(worker_id), roles, InstancePhase.LOADING if load_left_s else InstancePhase.READY,
+        worker_ref=WorkerRef(worker_id, f"{worker_id}:1", f"i-{worker_id}"), latency=latency,
+        plays_prefill=Role.PREFILL in roles, plays_decode=Role.DECODE in roles, full_step_s=latency.queued_s(512),
+        kv_pool_bytes=free + seen * MODEL.kv_bytes_per_token, hands_over=hands_over, loaded_at=NOW + load_left_s,
+    )  # fmt: skip
     work = instance.work
     work.kv_bytes, work.num_choices, work.num_attended = seen * MODEL.kv_bytes_per_token, num_decoding, seen
     if queued:

@@ -11,8 +11,8 @@ from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 from torchrelay.scheduler.policy.effects import LoadCommand, RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.handlers.pools import pool_target
-from torchrelay.scheduler.policy.inputs import LauncherReported, MinimumsSet
-from torchrelay.scheduler.policy.types import PoolTarget, Role
+from torchrelay.scheduler.policy.inputs import LauncherReported, MinimumsSet, Withdraw
+from torchrelay.scheduler.policy.types import AttemptKey, PoolTarget, Role
 
 ADVISE = PolicyConfig(pool_mode=PoolMode.ADVISE)
 FIRST, SECOND = a_model("acme/first", idle_timeout_s=1.0), a_model("acme/second")
@@ -53,7 +53,7 @@ def test_target_and_its_reason(
 
 
 def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
-    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.ADVISE)
     scene.pass_time(1.0)
     assert targets(scene) == {}
     scene.admit(FIRST, "r1")
@@ -72,7 +72,7 @@ def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
 
 
 def test_queue_of_a_model_that_serves_raises_the_target() -> None:
-    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = one_host("w-a", pool_mode=PoolMode.ADVISE)
     scene.serve(FIRST, "r")
     for number in range(300):
         scene.admit(FIRST, f"r{number}", num_prompt_tokens=1000)
@@ -196,12 +196,17 @@ def test_advice_changes_no_decision() -> None:
     assert advised == plain and num_advised > 0 and num_plain == 0
 
 
-def test_minimum_of_a_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() -> None:
-    """A launcher started slots of its own engine for it, and never enough."""
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW))
-    scene.settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.apply(MinimumsSet((a_model("acme/other", engine="vllm", min_instances=3),)))
-    scene.admit(FIRST, "r1")
+def test_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() -> None:
+    """A launcher started slots of its own engine for it, which could not serve it, and never enough."""
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_worker("w-a"))  # its store is away
+    other = a_model("acme/other", engine="vllm")
+    scene.pass_time(2.0)
+    scene.admit(other, "r1")
+    assert targets(scene) == {1: (1, 0)}
+    scene.admit(FIRST, "r2")
+    assert targets(scene) == {1: (1, 1)}
+    scene.apply(Withdraw(AttemptKey("r1", 1)))
+    scene.apply(MinimumsSet((replace(other, min_instances=3),)))
     scene.pass_time(2.0)
     assert targets(scene) == {1: (1, 1)}
     scene.settle(replace(a_worker("w-b"), engine="vllm"))
@@ -209,24 +214,12 @@ def test_minimum_of_a_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() ->
     assert targets(scene) == {1: (2, 4)}, "a slot of the pool has the engine now"
 
 
-def test_call_of_a_model_whose_engine_the_pool_lacks_raises_no_target() -> None:
-    """A launcher started a worker of its own engine for it, which could not serve it."""
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_worker("w-a"))  # its store is away
-    scene.pass_time(2.0)
-    assert targets(scene) == {1: (1, 0)}
-    scene.admit(a_model("acme/other", engine="vllm"), "r1")
-    assert targets(scene) == {1: (1, 0)}
-    scene.admit(FIRST, "r2")
-    assert targets(scene) == {1: (1, 1)}
-
-
 MODEL = a_model()
 OTHER = a_model("acme/other", version_id="v-other", pack_id="p-other")
 
 
 def a_cluster() -> PaperCluster:
-    config = PolicyConfig(scaling=ScalingMode.ADVISE, idle_timeout_s=5.0)
-    return PaperCluster(config).settle(a_store("s1", "host-1"), a_worker("w1", "host-1"), a_worker("w2", "host-1"))
+    return one_host("w1", "w2", scaling=ScalingMode.ADVISE, idle_timeout_s=5.0)
 
 
 def advice(scene: PaperCluster) -> list[SchedulerEvent]:
@@ -247,28 +240,19 @@ def test_request_for_model_at_zero_is_refused_and_its_load_is_advised() -> None:
     assert not scene.policy.state.instances.of_version(MODEL.version_id)
 
 
-def test_minimum_is_loaded_and_drain_is_advised() -> None:
+def test_minimum_is_loaded_and_drain_is_advised_once_a_minute() -> None:
     scene = a_cluster()
-    for model in (replace(MODEL, min_instances=1), replace(MODEL, min_instances=0)):
-        scene.models[model.version_id] = model
-        scene.apply(MinimumsSet((model,) if model.min_instances else ()))
+    scene.models[MODEL.version_id] = kept = replace(MODEL, min_instances=1)
+    for minimums in ((kept,), ()):
+        scene.apply(MinimumsSet(minimums))
         scene.finish_loads()
         scene.pass_time_with_beats(20.0)
     (instance,) = scene.policy.state.instances.of_version(MODEL.version_id)
     assert not scene.unloads()
-    advised = advice(scene)
-    assert [event.subject for event in advised] == [instance.instance_id]
-    assert advised[0].reason.startswith("would drain: idle for")
+    (advised,) = advice(scene)
+    assert advised.subject == instance.instance_id and advised.reason.startswith("would drain: idle for")
+    scene.pass_time_with_beats(50.0)
+    first, second = advice(scene)
+    assert second.at - first.at >= 60.0, "it still stands"
     scene.admit(MODEL, "r1")
     assert scene.placement("r1") is not None, "what is loaded serves"
-
-
-def test_advice_that_stands_is_repeated_after_a_minute() -> None:
-    scene = a_cluster()
-    scene.models[MODEL.version_id] = kept = replace(MODEL, min_instances=1)
-    scene.apply(MinimumsSet((kept,)))
-    scene.finish_loads()
-    scene.apply(MinimumsSet(()))
-    scene.pass_time_with_beats(70.0)
-    first, second = advice(scene)
-    assert second.at - first.at >= 60.0
