@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action
+from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action, SetRoles
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import ROUND_S
@@ -17,6 +18,7 @@ from torchrelay.scheduler.policy.handlers import endpoints, live_scaling, scalin
 from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
 from torchrelay.scheduler.policy.inputs import Input, Tick
 from torchrelay.scheduler.policy.policy import Policy
+from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import (
     Admission,
@@ -24,6 +26,7 @@ from torchrelay.scheduler.policy.types import (
     InstancePhase,
     Placement,
     Role,
+    Roles,
     StoreStatus,
     WorkerStatus,
 )
@@ -71,6 +74,14 @@ def is_known(state: State, worker: WorkerStatus) -> bool:
 def decide_on_all(state: State, now: float) -> None:
     """Decides for all models, and issues the commands."""
     scaling.scale(state, now)
+
+
+def order_roles(state: State, instance: Instance, roles: Roles, now: float) -> None:
+    """Orders other roles of the instance, as the autoscaler does."""
+    own, change = state.strategies, SetRoles(instance.instance_id, roles, Reason("role_short"))
+    state.strategies = replace(own, decide=lambda view: (change,))
+    scaling.scale(state, now)
+    state.strategies = own
 
 
 def actions_due(state: State, now: float) -> Sequence[Action]:
@@ -142,10 +153,7 @@ def _check_number(state: State, command: LoadCommand | SetRolesCommand) -> None:
 
 
 def _check_drains(
-    state: State,
-    drains: Sequence[SchedulerEvent],
-    since: Mapping[str, str | int | float],
-    draining: Collection[str],
+    state: State, drains: Sequence[SchedulerEvent], since: Mapping[str, str | int | float], draining: Collection[str]
 ) -> None:
     """No drain leaves a model below its minimum. A slot changes hands only for a model that requests need or that has a
     minimum, never on a worker that leaves, and one of the last busy ones only after its time slice.

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 from msgspec import structs
 
 from tests.unit.scheduler.policy.invariants import check_state
+from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import ROUND_S, PolicyConfig
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
@@ -24,6 +25,7 @@ from torchrelay.scheduler.policy.effects import (
     SetRolesCommand,
     UnloadCommand,
 )
+from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     Beat,
@@ -64,6 +66,7 @@ from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 MB = 1 << 20
 ROUNDING_S = 1e-9  # of sums of seconds
 NUM_CHUNKS = 8
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
 
 def a_model(name: str = "acme/tiny", **changes: object) -> Model:
@@ -99,6 +102,31 @@ def a_store(store_id: str, host_id: str, copies: Iterable[PackCopy] = (), arena_
 
 def a_copy(model: Model, num_verified: int = NUM_CHUNKS) -> PackCopy:
     return PackCopy(model.pack_id, model.pack_bytes, NUM_CHUNKS, num_verified)
+
+
+def a_slot(
+    model: Model,
+    instance_id: str,
+    roles: Roles = BOTH,
+    phase: InstancePhase = InstancePhase.READY,
+    num_ready: int = 4,
+    num_layers: int = 4,
+) -> SlotStatus:
+    return SlotStatus(phase, instance_id, model.name, model.version_id, model.pack_id, roles, num_ready, num_layers)
+
+
+def an_instance(
+    model: Model,
+    worker: WorkerStatus,
+    roles: Roles = BOTH,
+    phase: InstancePhase = InstancePhase.READY,
+    **changes: object,
+) -> Instance:
+    instance = Instance(
+        f"i-{worker.worker_id}", model.name, model.version_id, model.pack_id, worker.worker_id, worker.incarnation,
+        worker.host_id, roles, phase, since=0.0, created_at=-1e6, accepted_at=1.0,
+    )  # fmt: skip
+    return replace(instance, **changes)  # type: ignore[arg-type]
 
 
 def an_admission(model: Model, request_id: str, attempt: int = 1, now: float = 0.0, **changes: object) -> Admission:
@@ -260,7 +288,7 @@ class PaperCluster:
         if worker_id in self.failing_workers or worker_id not in self.workers:
             self.apply(CommandEnded(Load(instance_id), CommandOutcome.REFUSED, f"{worker_id} is broken"))
             return
-        slot = SlotStatus(InstancePhase.LOADING, instance_id, model.name, model.version_id, model.pack_id, roles, 0, 4)
+        slot = a_slot(model, instance_id, roles, InstancePhase.LOADING, 0)
         self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)
         self.apply(CommandEnded(Load(instance_id), CommandOutcome.ACCEPTED))
         self.report(worker_id)
@@ -337,10 +365,16 @@ class PaperCluster:
         check_state(self.policy.state)
 
 
+def one_host(*workers: WorkerStatus | str, store: StoreStatus | None = None, **config: object) -> PaperCluster:
+    """A host with a store; a name stands for a worker that plays both roles."""
+    scene = PaperCluster(PolicyConfig(**config))  # type: ignore[arg-type]
+    peers = [a_worker(worker) if isinstance(worker, str) else worker for worker in workers]
+    return scene.settle(store or a_store("store-1", "host-1"), *peers)
+
+
 def two_workers_one_host(**config: object) -> PaperCluster:
     """The embedded install: one host, a prefill and a decode worker that can each play both roles."""
-    scene = PaperCluster(PolicyConfig(**config))  # type: ignore[arg-type]
-    return scene.settle(a_store("store-1", "host-1"), *a_pair("w-a", "w-b"))
+    return one_host(*a_pair("w-a", "w-b"), **config)
 
 
 def hosts(num_hosts: int, **config: object) -> PaperCluster:
@@ -356,10 +390,17 @@ def hosts(num_hosts: int, **config: object) -> PaperCluster:
 def two_hosts() -> PaperCluster:
     """A host whose worker prefills, and a host whose worker decodes."""
     scene = PaperCluster(PolicyConfig())
-    prefill, decode = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
-    return scene.settle(
-        a_store("store-1", "host-1"),
-        a_store("store-2", "host-2"),
-        a_worker("p", "host-1", prefill, has_prefix_cache=True),
-        a_worker("d", "host-2", decode),
-    )
+    workers = a_worker("p", "host-1", PREFILL, has_prefix_cache=True), a_worker("d", "host-2", DECODE)
+    return scene.settle(a_store("store-1", "host-1"), a_store("store-2", "host-2"), *workers)
+
+
+class CountedPlacements:
+    """The scheduler's own, and how many instances each looked at."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def __call__(self, *args: Any) -> Placement | NoPlacement:
+        _, _, _, prefills, decodes, _ = args
+        self.numbers.append(len({*prefills, *decodes}))
+        return place(*args)

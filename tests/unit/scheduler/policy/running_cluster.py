@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from tests.unit.scheduler.policy.invariants import placements_of, waiting_of
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_slot
 from torchrelay.common.liveness import SILENT_S, EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import (
@@ -375,7 +375,7 @@ class RunningCluster(PaperCluster):
         if self.workers[worker_id].slot.phase is not InstancePhase.FREE:
             self.apply(CommandEnded(Load(instance_id), CommandOutcome.REFUSED, f"the slot of {worker_id} is taken"))
             return
-        slot = SlotStatus(InstancePhase.LOADING, instance_id, model.name, model.version_id, model.pack_id, roles, 0, 4)
+        slot = a_slot(model, instance_id, roles, InstancePhase.LOADING, 0)
         self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)
         self._loads[instance_id] = self.now
         self.apply(CommandEnded(Load(instance_id), CommandOutcome.ACCEPTED))
@@ -441,10 +441,7 @@ class RunningCluster(PaperCluster):
         if fault is Fault.IDLE_LIAR:
             progress, running = EngineProgress(worker.progress.num_advances + 1, False), []
         self.workers[worker_id] = replace(
-            worker,
-            num_running=len(running),
-            prefill_tokens_per_s=self.tokens_per_s,
-            progress=progress,
+            worker, num_running=len(running), prefill_tokens_per_s=self.tokens_per_s, progress=progress
         )
         super().report(worker_id)
 

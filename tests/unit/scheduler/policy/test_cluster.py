@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import (
+    MB,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_slot,
+    a_store,
+    a_worker,
+    an_instance,
+)
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
+from torchrelay.scheduler.policy.cluster.instances import Instances, InstanceTransition, TransitionKind
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSize, SlotSizes
@@ -28,7 +38,7 @@ from torchrelay.scheduler.policy.types import (
     WorkerStatus,
 )
 
-LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
+LOADING = a_slot(a_model(), "i1", BOTH, InstancePhase.LOADING, 1)
 
 
 def test_open_stream_alone_updates_slot() -> None:
@@ -46,13 +56,13 @@ def test_open_stream_alone_updates_slot() -> None:
     st.lists(st.tuples(st.sampled_from([0.1, 0.4, 2.0]), st.integers(0, 2), st.booleans(), st.booleans()), max_size=60)
 )
 def test_hung_peer_is_lost_at_first_check_past_limit(beats: list[tuple[float, int, bool, bool]]) -> None:
-    """Not at every look is everybody looked at."""
     membership, now = Membership(fence_s=2.0), 10.0
     expected: dict[str, Liveness] = {}
     num_advances = 0
     for passed_s, number, advances, has_work in beats:
         now += passed_s
         name = f"w{number}"
+        membership.beat_worker(name, f"{name} second", EngineProgress(99), now)  # of another process: does not count
         num_advances += advances
         progress = EngineProgress(num_advances, has_work)
         if name in membership.workers:
@@ -76,7 +86,8 @@ def test_disk_packs_are_known_until_next_disk_report() -> None:
     assert membership.is_on_disk("q") and not membership.is_held("q")
     membership.accept_store(replace(a_store("s1", "host-1"), disk_pack_ids=frozenset({"q"})))
     assert not membership.is_on_disk("p") and membership.is_on_disk("q")
-    membership.drop_store("s1", 1.0)
+    membership.beat_store("s1", "s1 second", 2.0)  # of another process: does not count
+    assert [store.store_id for store in membership.expire(3.1, stale_s=3.0).stores] == ["s1", "s2"]
     assert not membership.is_on_disk("q")
 
 
@@ -109,17 +120,6 @@ def test_second_living_store_of_an_id_is_refused_and_named_once() -> None:
     assert event.reason.startswith("s1 runs twice: the store at twin:1 counts, that at s1:1 is refused")
     scene.apply(PeerGone(Peer("s1", True)))
     assert report(scene.stores["s1"]) == "s1:1"
-
-
-def test_heartbeats_of_other_process_do_not_count() -> None:
-    membership = Membership(fence_s=2.0)
-    membership.accept_worker(a_worker("w", seen_at=0.0), streamed=True)
-    membership.accept_store(a_store("s", "host-1"))
-    membership.beat_worker("w", "w second", EngineProgress(), 2.0)
-    membership.beat_store("s", "s second", 2.0)
-    membership.beat_worker("nobody", "n", EngineProgress(), 2.0)
-    lost = membership.expire(3.1, stale_s=3.0)
-    assert len(lost.workers) == len(lost.stores) == 1
 
 
 def test_idle_or_restarted_stalled_worker_is_present() -> None:
@@ -158,18 +158,20 @@ def test_nearest_tier_is_that_of_a_host_with_a_slot_of_the_size() -> None:
     assert membership.nearest_tier(model.pack_id, 1) is Tier.PEER
 
 
-def an_instance(worker: WorkerStatus, accepted_at: float = 0.0, confirmed: bool = False) -> Instance:
-    return Instance(
-        "i1", "acme/tiny", "v", "p", worker.worker_id, worker.incarnation, worker.host_id, BOTH, InstancePhase.LOADING,
-        1.0, 1.0, accepted_at, confirmed,
-    )  # fmt: skip
+def a_load(worker: WorkerStatus, accepted_at: float = 0.0, **changes: object) -> Instance:
+    loading: dict[str, object] = {"instance_id": "i1", "since": 1.0, "created_at": 1.0, "accepted_at": accepted_at}
+    return an_instance(a_model(), worker, **{"phase": InstancePhase.LOADING} | loading | changes)  # type: ignore[arg-type]
+
+
+def kinds(transitions: Sequence[InstanceTransition]) -> list[TransitionKind]:
+    return [transition.kind for transition in transitions]
 
 
 def test_free_slot_means_failure_only_after_load_is_reported() -> None:
     instances, worker = Instances(OpenAttempts()), a_worker("w")
-    instances.put(an_instance(worker))
+    instances.put(a_load(worker))
     assert instances.observe(worker, now=1.1) == []
-    instances.put(an_instance(worker, accepted_at=1.2))
+    instances.put(a_load(worker, accepted_at=1.2))
     assert instances.observe(worker, now=1.3) == []  # sent before the Load
     (moved,) = instances.observe(replace(worker, slot=LOADING), now=1.4)
     assert moved.kind is TransitionKind.MOVED and moved.instance.confirmed and moved.instance.num_layers_ready == 1
@@ -179,30 +181,28 @@ def test_free_slot_means_failure_only_after_load_is_reported() -> None:
 
 def test_load_failing_before_any_report_is_noticed() -> None:
     instances, worker = Instances(OpenAttempts()), a_worker("w", slot=SlotStatus(error="no space"))
-    again = replace(an_instance(worker, accepted_at=1.0), error_before="no space")
+    again = a_load(worker, accepted_at=1.0, error_before="no space")
     instances.put(again)
     assert instances.observe(worker, now=1.4) == []  # may be the word of the load before
-    assert [change.kind for change in instances.observe(worker, now=1.6)] == [TransitionKind.FAILED]
+    assert kinds(instances.observe(worker, now=1.6)) == [TransitionKind.FAILED]
     instances.put(again)
-    broken = replace(worker, slot=SlotStatus(error="cut off"))
-    assert [change.kind for change in instances.observe(broken, now=1.1)] == [TransitionKind.FAILED]
+    assert kinds(instances.observe(replace(worker, slot=SlotStatus(error="cut off")), now=1.1)) == [
+        TransitionKind.FAILED
+    ]
 
 
 def test_older_report_does_not_undo_drain() -> None:
     instances, worker = Instances(OpenAttempts()), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
-    draining = replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.DRAINING)
-    instances.put(draining)
+    instances.put(a_load(worker, accepted_at=1.0, confirmed=True, phase=InstancePhase.DRAINING))
     instances.observe(worker, now=2.0)
     instance = instances.get("i1")
     assert instance is not None and instance.phase is InstancePhase.DRAINING
-    assert [change.kind for change in instances.observe(replace(worker, slot=SlotStatus()), now=3.0)] == [
-        TransitionKind.RELEASED
-    ]
+    assert kinds(instances.observe(replace(worker, slot=SlotStatus()), now=3.0)) == [TransitionKind.RELEASED]
 
 
 def test_instance_of_a_leaving_worker_drains() -> None:
     instances, worker = Instances(OpenAttempts()), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
-    instances.put(replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.READY))
+    instances.put(a_load(worker, accepted_at=1.0, confirmed=True, phase=InstancePhase.READY))
     (moved,) = instances.observe(replace(worker, is_leaving=True), now=2.0)
     assert moved.instance.phase is InstancePhase.DRAINING and not moved.instance.placeable
     assert (moved.instance.since, moved.instance.reason.cause) == (2.0, "worker_leaves")

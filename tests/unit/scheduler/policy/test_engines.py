@@ -11,13 +11,20 @@ import pytest
 
 from tests.unit.scheduler.policy.dispatch.test_placement import MODEL, NOW, a_candidate, place_at, placed
 from tests.unit.scheduler.policy.dispatch.test_placement import an_admission as a_placeable
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_pair, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import (
+    DECODE,
+    PREFILL,
+    PaperCluster,
+    a_model,
+    a_pair,
+    a_store,
+    a_worker,
+    one_host,
+)
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.handlers import endpoints
 from torchrelay.scheduler.policy.handlers.placement import NoPlacement
-from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, WorkerStatus
-
-PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+from torchrelay.scheduler.policy.types import BOTH, InstancePhase, WorkerStatus
 
 
 def without_handover(worker: WorkerStatus) -> WorkerStatus:
@@ -25,9 +32,7 @@ def without_handover(worker: WorkerStatus) -> WorkerStatus:
 
 
 def test_workers_set_apart_play_both_roles_without_handover() -> None:
-    scene = PaperCluster(PolicyConfig())
-    workers = [without_handover(worker) for worker in a_pair("w-a", "w-b")]
-    scene.settle(a_store("store-1", "host-1"), *workers)
+    scene = one_host(*map(without_handover, a_pair("w-a", "w-b")))
     placement = scene.serve(MODEL, "r1")
     assert not placement.needs_kv_transfer
     (load,) = scene.loads()
@@ -36,8 +41,7 @@ def test_workers_set_apart_play_both_roles_without_handover() -> None:
 
 
 def test_a_load_of_an_engine_without_layer_spans_counts_no_layers() -> None:
-    scene = PaperCluster(PolicyConfig())
-    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a")))
+    scene = one_host(without_handover(a_worker("w-a")))
     scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
     scene.set_slot("w-a", num_layers_ready=2)
@@ -48,8 +52,7 @@ def test_a_load_of_an_engine_without_layer_spans_counts_no_layers() -> None:
 
 
 def test_a_load_whose_engine_starts_after_the_last_layer_is_not_stalled() -> None:
-    scene = PaperCluster(PolicyConfig(slot_setup_s=30.0, load_stall_s=15.0))
-    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a")))
+    scene = one_host(without_handover(a_worker("w-a")), slot_setup_s=30.0, load_stall_s=15.0)
     scene.admit(MODEL, "r1")
     scene.hold("store-1", MODEL)
     scene.set_slot("w-a", num_layers_ready=2, num_layers=2, loaded_share=1.0)
@@ -83,24 +86,24 @@ def test_no_placement_on_a_prefill_and_a_decode_instance_without_handover() -> N
     assert answer.reason == "no instance with KV for the answer can compute the prompt or get its KV"
 
 
-def two_engines() -> PaperCluster:
-    """A host with a worker of each engine; vLLM's comes first by its name, and has the pack of the model near."""
-    own, other = a_worker("w-b", "host-1"), without_handover(a_worker("w-a", "host-1"))
-    return PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), own, other)
+def running(scene: PaperCluster, request_id: str) -> str:
+    """The worker that computes the request."""
+    scene.pass_time(1.0)
+    scene.finish_loads()
+    scene.pass_time(0.2)
+    scene.check()
+    return scene.placed(request_id).decode.worker_id
 
 
 def test_a_model_takes_any_engine_where_its_favourite_is_busy() -> None:
-    scene = two_engines()
+    scene = one_host("w-b", without_handover(a_worker("w-a")))  # vLLM's comes first by its name
     scene.admit(a_model(engine="torchrelay"), "r1")
     scene.admit(a_model("acme/other"), "r2")
-    scene.pass_time(1.0)
-    scene.finish_loads()
-    placement = scene.placed("r2")
-    assert placement.prefill.worker_id == "w-a"
+    assert running(scene, "r2") == "w-a"
 
 
 def test_a_slot_with_another_engine_is_not_taken_from_its_model() -> None:
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"), a_worker("w-c"))
+    scene = one_host("w-b", a_worker("w-c"))
     scene.serve(a_model(), "r1")
     scene.release("r1")
     scene.admit(a_model("acme/other", engine="vllm"), "r2")
@@ -110,23 +113,16 @@ def test_a_slot_with_another_engine_is_not_taken_from_its_model() -> None:
 
 def test_an_adapter_gets_an_instance_on_its_engine_while_its_base_runs_on_another() -> None:
     """It was placed on the base's instance, and its worker refused it."""
-    scene = PaperCluster(PolicyConfig())
-    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a", "host-1")))
+    scene = one_host(without_handover(a_worker("w-a")))
     base = a_model("acme/base")
     scene.serve(base, "r1")
     scene.settle(a_worker("w-b", "host-1"))
     scene.admit(replace(base, name="acme/adapter", engine="torchrelay"), "r2")
-    scene.pass_time(1.0)
-    scene.finish_loads()
-    placement, running = scene.placement("r2"), scene.placement("r1")
-    assert placement is not None and placement.prefill.worker_id == placement.decode.worker_id == "w-b"
-    assert running is not None and running.decode.worker_id == "w-a" and scene.refusal("r1") is None
+    assert running(scene, "r2") == "w-b"
+    assert scene.placed("r1").decode.worker_id == "w-a" and scene.refusal("r1") is None
     scene.release("r1")
     scene.admit(base, "r3")
-    scene.pass_time(1.0)
-    again = scene.placed("r3")
-    assert again.decode.worker_id == "w-b"
-    scene.check()
+    assert running(scene, "r3") == "w-b"
 
 
 @pytest.mark.parametrize(
@@ -134,29 +130,15 @@ def test_an_adapter_gets_an_instance_on_its_engine_while_its_base_runs_on_anothe
 )
 def test_a_model_is_loaded_into_a_slot_of_its_devices(changes: dict[str, Any], worker_id: str) -> None:
     pair, single = without_handover(a_worker("w-a", num_devices=2)), without_handover(a_worker("w-c"))
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), pair, a_worker("w-b"), single)
+    scene = one_host(pair, "w-b", single)
     scene.admit(a_model(**changes), "r1")
-    scene.pass_time(1.0)
-    scene.finish_loads()
-    placement = scene.placed("r1")
-    assert placement.prefill.worker_id == placement.decode.worker_id == worker_id
-    scene.check()
-
-
-def running(scene: PaperCluster, request_id: str) -> str:
-    """The worker that computes the request."""
-    scene.pass_time(1.0)
-    scene.finish_loads()
-    scene.pass_time(0.2)
-    placement = scene.placed(request_id)
-    scene.check()
-    return placement.decode.worker_id
+    assert running(scene, "r1") == worker_id
 
 
 def test_calls_leave_instances_with_fewer_devices_than_their_model_needs_now() -> None:
     """Calls went on to the instances of one device after a change of ``vllm`` to ``vllm:2``."""
     single, pair = without_handover(a_worker("w-a")), without_handover(a_worker("w-b", num_devices=2))
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), single, pair)
+    scene = one_host(single, pair)
     scene.admit(a_model(engine="vllm"), "r1")
     assert running(scene, "r1") == "w-a"
     scene.admit(a_model(engine="vllm", num_devices=2), "r2")
@@ -167,7 +149,7 @@ def test_calls_leave_instances_with_fewer_devices_than_their_model_needs_now() -
 
 def test_calls_leave_another_engine_once_a_worker_with_theirs_appears() -> None:
     """They stayed, because no worker had the engine at the change."""
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"))
+    scene = one_host("w-b")
     scene.admit(a_model(), "r1")
     assert running(scene, "r1") == "w-b"
     scene.admit(a_model(engine="vllm"), "r2")
@@ -182,7 +164,7 @@ def test_calls_leave_another_engine_once_a_worker_with_theirs_appears() -> None:
 @pytest.mark.parametrize("late", ["w-a", "w-b"])
 def test_calls_leave_another_engine_after_a_restart_of_the_scheduler(late: str) -> None:
     """The new scheduler saw no change of the model, and took over its instances on other engines."""
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w-b"))
+    scene = one_host("w-b")
     scene.admit(a_model(), "r1")
     assert running(scene, "r1") == "w-b"
     again = PaperCluster(PolicyConfig())
@@ -200,8 +182,7 @@ def test_calls_leave_another_engine_after_a_restart_of_the_scheduler(late: str) 
 
 
 def test_a_model_that_takes_any_slot_keeps_its_instances() -> None:
-    scene = PaperCluster(PolicyConfig())
-    scene.settle(a_store("store-1", "host-1"), without_handover(a_worker("w-a", num_devices=2)), a_worker("w-b"))
+    scene = one_host(without_handover(a_worker("w-a", num_devices=2)), "w-b")
     scene.admit(a_model(engine="vllm", num_devices=2), "r1")
     assert running(scene, "r1") == "w-a"
     scene.admit(a_model(), "r2")

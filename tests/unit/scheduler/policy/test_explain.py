@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, PaperCluster, a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
+from tests.unit.scheduler.policy.paper_cluster import (
+    NUM_CHUNKS,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_store,
+    a_worker,
+    an_instance,
+    one_host,
+)
+from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.handlers.views import worth_lines
@@ -35,25 +43,31 @@ def opened(cold: bool, key: AttemptKey = KEY) -> AttemptPlaced:
     )
 
 
-def an_instance() -> Instance:
-    roles = frozenset[object]()
-    return Instance(
-        "i1", "acme/tiny", "v", "p", "w", "", "h", roles, InstancePhase.READY, 0, 10.1, accepted_at=10.4  # type: ignore[arg-type]
-    )  # fmt: skip
+INSTANCE = an_instance(a_model(), a_worker("w"), instance_id="i1", pack_id="p", created_at=10.1, accepted_at=10.4)
+
+
+def a_relay(*stamps_us: int, source: str = "store-9") -> PackCopy:
+    """Its begin, its first chunk and its end, by the store's clock."""
+    return PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", *stamps_us, source)
+
+
+def request(explain: ExplainLog, request_id: str = "r1") -> tuple[list[TimedPhase], list[SchedulerEvent]]:
+    """The phases of the request, and the decisions that concern it."""
+    explained = explain.request(request_id)
+    assert explained is not None
+    return list(explained[0]), list(explained[1])
 
 
 def test_cold_request_shows_load_of_its_instances() -> None:
     explain = ExplainLog()
-    copy = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 10_150_000, 10_160_000, 10_300_000, "store-9")
     slot = SlotStatus(InstancePhase.READY, "i1", load_phases=(TimedPhase("map", 10_310_000, 10_320_000, "w"),))
     explain.placed(opened(cold=True))
-    explain.observe(an_instance(), SlotStatus(), "store-1", None)
-    explain.observe(an_instance(), slot, "store-1", copy)
-    phases = [TimedPhase("queue", 10_000_000, 10_600_000), TimedPhase("first_token", 10_600_000, 10_700_000)]
-    explain.released(KEY, phases, 10.8)
-    explained = explain.request("r1")
-    assert explained is not None
-    phases, decisions = explained
+    explain.observe(INSTANCE, SlotStatus(), "store-1", None)
+    explain.observe(INSTANCE, slot, "store-1", a_relay(10_150_000, 10_160_000, 10_300_000))
+    explain.released(
+        KEY, [TimedPhase("queue", 10_000_000, 10_600_000), TimedPhase("first_token", 10_600_000, 10_700_000)], 10.8
+    )
+    phases, decisions = request(explain)
     assert [phase.name for phase in phases] == ["queue", "plan", "relay", "map", "first_token"]
     assert phases[2].where == "store-1" and phases[2].detail == "1 kB from store-9, first chunk after 10.0 ms"
     assert [event.kind for event in decisions] == ["place"] and "250 ms" in decisions[0].reason
@@ -64,9 +78,7 @@ def test_placement_event_names_targets() -> None:
     wanted = {"service_class": ServiceClass.INTERACTIVE, "ttft_target_s": 0.2, "tbt_target_s": 0.05}
     explain.placed(structs.replace(opened(cold=False), **wanted))
     explain.placed(structs.replace(opened(cold=False, key=AttemptKey("r1", 2)), **wanted | {"ttft_target_s": 0.0}))
-    explained = explain.request("r1")
-    assert explained is not None
-    first, resumed = (event.reason for event in explained[1])
+    first, resumed = (event.reason for event in request(explain)[1])
     wishes = "targets (interactive): the first token within 200 ms of its arrival, 50 ms between tokens"
     assert first.endswith(f"in 250 ms; {wishes}")
     assert resumed.endswith("in 250 ms; target: 50 ms between tokens")
@@ -74,28 +86,24 @@ def test_placement_event_names_targets() -> None:
 
 def test_present_copy_is_empty_relay_and_warm_request_has_none() -> None:
     explain = ExplainLog()
-    old = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 5_000_000, 5_000_001, 6_000_000, "remote")
-    explain.observe(an_instance(), SlotStatus(), "store-1", old)
+    explain.observe(INSTANCE, SlotStatus(), "store-1", a_relay(5_000_000, 5_000_001, 6_000_000, source="remote"))
     explain.placed(opened(cold=True))
     explain.placed(opened(cold=False, key=AttemptKey("r2", 1)))
-    cold, warm = explain.request("r1"), explain.request("r2")
-    assert cold is not None and [phase.name for phase in cold[0]] == ["queue", "plan", "relay"]
-    assert cold[0][-1].begin_us == cold[0][-1].end_us and "host copy present" in cold[0][-1].detail
-    assert warm is not None and [phase.name for phase in warm[0]] == ["queue"]
+    cold, warm = request(explain)[0], request(explain, "r2")[0]
+    assert [phase.name for phase in cold] == ["queue", "plan", "relay"]
+    assert cold[-1].begin_us == cold[-1].end_us and "host copy present" in cold[-1].detail
+    assert [phase.name for phase in warm] == ["queue"]
 
 
 @pytest.mark.parametrize("ahead_s", [-3600, 3600])
 def test_store_clock_does_not_date_load(ahead_s: int) -> None:
     """A relay of a store whose clock is behind was taken for one that had ended before the load was ordered."""
-    explain, ahead_us = ExplainLog(), ahead_s * 1_000_000
-    stamps = (10_150_000 + ahead_us, 10_160_000 + ahead_us, 10_300_000 + ahead_us)
-    copy = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", *stamps, "store-9")
+    explain = ExplainLog()
     explain.placed(opened(cold=True))
-    explain.observe(an_instance(), SlotStatus(), "store-1", None)
-    explain.observe(an_instance(), SlotStatus(), "store-1", copy)
-    explained = explain.request("r1")
-    assert explained is not None
-    (relay,) = (phase for phase in explained[0] if phase.name == "relay")
+    explain.observe(INSTANCE, SlotStatus(), "store-1", None)
+    stamps_us = (stamp + ahead_s * 1_000_000 for stamp in (10_150_000, 10_160_000, 10_300_000))
+    explain.observe(INSTANCE, SlotStatus(), "store-1", a_relay(*stamps_us))
+    (relay,) = (phase for phase in request(explain)[0] if phase.name == "relay")
     assert relay.detail.startswith("1 kB from store-9") and relay.duration_s == pytest.approx(0.15)
 
 
@@ -107,9 +115,7 @@ def test_decisions_after_the_end_of_a_request_are_none_of_its() -> None:
     explain.note(SchedulerEvent(11.5, "idle", "acme/tiny", "i2", "idle for 1 s"))
 
     def kinds() -> list[str]:
-        explained = explain.request("r1")
-        assert explained is not None
-        return [event.kind for event in explained[1]]
+        return [event.kind for event in request(explain)[1]]
 
     assert kinds() == ["place", "load", "idle"], "it still runs"
     explain.released(KEY, [TimedPhase("decode", 99_000_000, 99_500_000)], 11.0)
@@ -122,10 +128,9 @@ def test_rings_are_bounded() -> None:
     explain = ExplainLog(max_requests=3)
     for number in range(10):
         explain.placed(opened(cold=False, key=AttemptKey(f"r{number}", 1)))
-    assert explain.request("r6") is None and explain.request("r9") is not None
+    assert explain.request("r6") is None
     explain.released(AttemptKey("r9", 1), [TimedPhase("x", 1, 2)] * 1000, 10.8)
-    explained = explain.request("r9")
-    assert explained is not None and len(explained[0]) <= 64
+    assert len(request(explain, "r9")[0]) <= 64
     for number in range(1000):
         explain.note(SchedulerEvent(float(number), "load", "acme/tiny", "i", "because"))
     assert len(explain.model("acme/tiny")) == 100
@@ -136,15 +141,12 @@ def test_prediction_is_shown_beside_measurement() -> None:
     explain, placed = ExplainLog(), opened(cold=False)
     explain.placed(placed)
     explain.record_accuracy(KEY, placed.placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=1e6), 11.0)
-    explained = explain.request("r1")
-    assert explained is not None
-    told = explained[1][-1]
-    assert (told.kind, told.at) == ("predict", 11.0)
-    assert "first token predicted 250 ms, measured 300 ms" in told.reason
-    assert "between tokens predicted 20.0 ms, measured 21.0 ms" in told.reason
+    decisions = request(explain)[1]
+    assert (decisions[-1].kind, decisions[-1].at) == ("predict", 11.0)
+    assert "first token predicted 250 ms, measured 300 ms" in decisions[-1].reason
+    assert "between tokens predicted 20.0 ms, measured 21.0 ms" in decisions[-1].reason
     explain.record_accuracy(KEY, placed.placement, Outcome(), 12.0)  # it ended without a token: nothing to compare
-    again = explain.request("r1")
-    assert again is not None and len(again[1]) == len(explained[1])
+    assert request(explain)[1] == decisions
 
 
 BUSY, WAITING, OTHER = a_model("acme/busy"), a_model("acme/waiting"), a_model("birch/other")
@@ -152,8 +154,7 @@ BUSY, WAITING, OTHER = a_model("acme/busy"), a_model("acme/waiting"), a_model("b
 
 def one_slot(busy: Model = BUSY, **config: object) -> PaperCluster:
     """A slot whose model gets a request every 0.1 s, each of which runs on."""
-    scene = PaperCluster(PolicyConfig(**config))  # type: ignore[arg-type]
-    scene.settle(a_store("s", "host-1", map(a_copy, (BUSY, WAITING, OTHER))), a_worker("w"))
+    scene = one_host("w", store=a_store("s", "host-1", map(a_copy, (BUSY, WAITING, OTHER))), **config)
     for number in range(20):
         scene.serve(busy, f"r{number}")
         scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
@@ -171,16 +172,13 @@ def test_waiting_model_names_victim_time_slice_and_bid() -> None:
     scene.pass_time(2.0)
     lines = told(scene, WAITING.name)
     assert list(lines) == ["bid", "victim", "why"]
-    assert lines["bid"].startswith(
-        "a slot for a time slice of 10 s saves 4.5 late requests (1 request waiting, 0.1 more per second)"
-    )
+    saved = "saves 4.5 late requests (1 request waiting, 0.1 more per second)"
+    assert lines["bid"].startswith(f"a slot for a time slice of 10 s {saved}")
     assert lines["bid"].endswith(": 272 device seconds")
-    assert lines["victim"].startswith("the slot on w, of acme/busy: it asks ") and lines["victim"].endswith(
-        "against 4.5 saved"
-    )
-    assert (
-        "the time slice of that slot ends in 6 s" in lines["why"] and "it is taken in 58 s all the same" in lines["why"]
-    )
+    assert lines["victim"].startswith("the slot on w, of acme/busy: it asks ")
+    assert lines["victim"].endswith("against 4.5 saved")
+    assert "the time slice of that slot ends in 6 s" in lines["why"]
+    assert "it is taken in 58 s all the same" in lines["why"]
 
 
 def test_reason_of_the_time_slice_has_the_numbers_that_were_explained() -> None:
@@ -198,13 +196,10 @@ def test_busy_model_bids_for_one_more_and_asks_for_its_slot() -> None:
     scene = one_slot()
     lines = told(scene, BUSY.name)
     assert list(lines) == ["bid", "ask"]
-    assert (
-        lines["bid"].startswith("one more instance beside 1 saves ")
-        and " and costs 1.0 (60 device seconds): " in lines["bid"]
-    )
-    assert "on w for a time slice costs " in lines["ask"] and lines["ask"].endswith(
-        "; its own time slice goes on for 8 s"
-    )
+    assert lines["bid"].startswith("one more instance beside 1 saves ")
+    assert " and costs 1.0 (60 device seconds): " in lines["bid"]
+    assert "on w for a time slice costs " in lines["ask"]
+    assert lines["ask"].endswith("; its own time slice goes on for 8 s")
 
 
 def test_competing_tenants_see_no_names_nor_counts_of_each_other() -> None:
@@ -227,7 +222,7 @@ def test_tenants_of_the_same_files_see_no_counts_of_all_together() -> None:
 
 
 def test_advice_is_told_as_the_reason() -> None:
-    scene = PaperCluster(PolicyConfig(scaling=ScalingMode.ADVISE)).settle(a_store("s", "host-1"), a_worker("w"))
+    scene = one_host("w", scaling=ScalingMode.ADVISE)
     scene.admit(WAITING, "w")
     assert told(scene, WAITING.name)["why"].startswith("the scheduler only advises")
 
@@ -247,7 +242,7 @@ def test_explaining_changes_no_decision() -> None:
 def test_tenant_that_asks_sees_no_model_of_the_tenant_that_called_last() -> None:
     """The name of the last caller was taken for that of the tenant that asks."""
     secret = a_model("birch/secret")
-    scene = PaperCluster(PolicyConfig()).settle(a_store("s", "host-1", map(a_copy, (WAITING, secret))), a_worker("w"))
+    scene = one_host("w", store=a_store("s", "host-1", map(a_copy, (WAITING, secret))))
     scene.serve(secret, "busy")
     scene.apply(FirstToken(AttemptKey("busy", 1)))
     scene.admit(WAITING, "own")

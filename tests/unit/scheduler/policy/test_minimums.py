@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
+from tests.unit.scheduler.policy.paper_cluster import (
+    PaperCluster,
+    a_model,
+    a_store,
+    a_worker,
+    one_host,
+    two_workers_one_host,
+)
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import RefusalReason
@@ -28,7 +35,7 @@ def set_minimums(scene: PaperCluster, *models: Model) -> None:
 
 
 def one_slot() -> PaperCluster:
-    return PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    return one_host("w-a")
 
 
 def test_minimum_is_loaded_without_request_until_removed() -> None:
@@ -63,7 +70,7 @@ def test_minimum_takes_idle_slot_and_keeps_it() -> None:
 
 
 def test_larger_minimum_of_identical_uploads_counts() -> None:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
+    scene = one_host(*(a_worker(f"w-{n}") for n in range(4)))
     set_minimums(scene, replace(KEPT, min_instances=2), replace(KEPT, name="birch/same", min_instances=1))
     scene.pass_time(5.0)
     assert len(list(scene.policy.state.instances)) == 2
@@ -158,7 +165,7 @@ def test_request_without_unreserved_slot_is_refused_in_time() -> None:
 
 
 def test_request_with_freeable_slot_is_not_refused() -> None:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
+    scene = one_host("w-a", a_worker("w-b"))
     set_minimums(scene, KEPT)
     scene.admit(OTHER, "r1")
     third = a_model("acme/third")
@@ -172,7 +179,7 @@ def test_request_with_freeable_slot_is_not_refused() -> None:
 
 def test_request_whose_kv_fits_only_reserved_slots_is_refused() -> None:
     small = a_worker("w-small", kv_pool_bytes=1024 * 200)
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-large"))
+    scene = one_host("w-large")
     set_minimums(scene, KEPT)
     scene.settle(small)
     scene.admit(OTHER, "small")
@@ -215,7 +222,7 @@ EVERY_S = 60.0
 
 
 def asked_every_minute(num_times: int) -> PaperCluster:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = one_host("w-a")
     for number in range(num_times):
         scene.serve(MODEL, f"r{number}")
         scene.release(f"r{number}")

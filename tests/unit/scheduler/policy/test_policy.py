@@ -16,6 +16,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
     a_store,
     a_worker,
     hosts,
+    one_host,
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
@@ -86,7 +87,7 @@ def test_slot_is_kept_for_the_timeout_of_the_scheduler_or_of_the_model(
     num_devices: int, own_s: float, expected: float
 ) -> None:
     workers = a_worker("w-a", num_devices=num_devices), a_worker("w-b", num_devices=num_devices)
-    scene = PaperCluster(PolicyConfig(idle_timeout_s=8.0)).settle(a_store("store-1", "host-1"), *workers)
+    scene = one_host(*workers, idle_timeout_s=8.0)
     assert kept_s(scene, a_model(idle_timeout_s=own_s, num_devices=num_devices)) == pytest.approx(expected, abs=0.6)
 
 

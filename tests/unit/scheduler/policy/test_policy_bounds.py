@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.unit.scheduler.policy.invariants import CheckedPolicy
-from tests.unit.scheduler.policy.paper_cluster import MB, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import DECODE, MB, PREFILL, a_model, a_store, a_worker
 from tests.unit.scheduler.policy.running_cluster import CONFIG, Fault, RunningCluster
 from torchrelay.scheduler.policy.types import Model, Role, ServiceClass
 
 VERSIONS = [a_model(f"acme/m{number}") for number in range(3)]
 MODELS = [*VERSIONS, a_model("beta/m0", version_id=VERSIONS[0].version_id, pack_id=VERSIONS[0].pack_id)]
-PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
 
 class Running(RuleBasedStateMachine):

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker, an_admission
+from tests.unit.scheduler.policy.paper_cluster import (
+    MB,
+    CountedPlacements,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_store,
+    a_worker,
+    an_admission,
+    one_host,
+)
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed
-from torchrelay.scheduler.policy.handlers import dispatch
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
-from torchrelay.scheduler.policy.inputs import (
-    Admit,
-    Beat,
-    FirstToken,
-    GatewayChanged,
-    StoreReported,
-    Tick,
-    Withdraw,
-)
-from torchrelay.scheduler.policy.types import AttemptKey, Peer, Placement
+from torchrelay.scheduler.policy.inputs import Admit, Beat, FirstToken, GatewayChanged, StoreReported, Tick, Withdraw
+from torchrelay.scheduler.policy.types import AttemptKey, Peer
 
 MODEL = a_model("acme/m0")
 
@@ -86,23 +86,16 @@ def test_event_cost_is_independent_of_cluster_size() -> None:
     )
 
 
-def test_expired_requests_are_not_placed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_requests_are_not_placed_one_by_one(counted: CountedPlacements) -> None:
     """All of them would be late at any place, and all were evaluated whenever a single request could be placed."""
-    scene = PaperCluster(PolicyConfig(replicate=False)).settle(a_store("s1", "h1"), a_worker("w1", "h1"))
+    scene = one_host("w1", replicate=False)
     for number in range(100):
         scene.admit(MODEL, f"r{number}", num_prompt_tokens=1000, ttft_target_s=0.5)
     scene.pass_time(1.0)
-    num_looks = 0
-
-    def look(*args: Any, **options: Any) -> Placement | NoPlacement:
-        nonlocal num_looks
-        num_looks += 1
-        return place(*args, **options)
-
-    monkeypatch.setattr(dispatch, "place", look)
+    counted.numbers.clear()
     scene.finish_loads()
     placed = [each for each in scene.answers if isinstance(each, Placed)]
-    assert len(placed) >= 1 and num_looks <= 2 * len(placed) + 2
+    assert len(placed) >= 1 and len(counted.numbers) <= 2 * len(placed) + 2
 
 
 def test_long_queue_is_cheap_while_settling() -> None:
@@ -121,28 +114,19 @@ def test_long_queue_is_cheap_while_settling() -> None:
     assert (more - fewer) / 1000 < 100
 
 
-def test_too_large_requests_are_not_placed_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_requests_are_not_placed_at_each_call(counted: CountedPlacements) -> None:
     """Each call for their model tried to place all of them, until its instances changed."""
-    scene = PaperCluster(PolicyConfig(replicate=False)).settle(
-        a_store("s1", "host-1"), a_worker("small", kv_pool_bytes=1 << 20), a_worker("large", kv_pool_bytes=1 << 26)
-    )
+    scene = one_host(a_worker("small", kv_pool_bytes=1 << 20), "large", replicate=False)
     scene.kill("large")
     for number in range(20):
         scene.admit(MODEL, f"large {number}", num_prompt_tokens=2000, max_tokens=100)
     scene.serve(MODEL, "small", max_tokens=10)
     assert scene.placement("small") is not None
-    num_tries = 0
-
-    def try_to_place(*args: Any, **options: Any) -> Placement | NoPlacement:
-        nonlocal num_tries
-        num_tries += 1
-        return place(*args, **options)
-
-    monkeypatch.setattr(dispatch, "place", try_to_place)
+    counted.numbers.clear()
     scene.release("small")
     scene.pass_time(1.0)
-    assert num_tries == 0
-    scene.settle(a_worker("large", kv_pool_bytes=1 << 26, incarnation="large second"))
+    assert not counted.numbers
+    scene.settle(a_worker("large", incarnation="large second"))
     scene.finish_loads()
     scene.pass_time(0.2)
     assert scene.placement("large 0") is not None, "the model has an instance that is large enough"
@@ -173,7 +157,7 @@ def test_requests_that_cannot_be_placed_cost_others_little(max_tokens: int, is_g
 
 def test_withdrawal_evaluates_own_version_only() -> None:
     def cost_of_a_withdrawal(num_others: int) -> int:
-        scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
+        scene = one_host("w")
         for number in range(num_others):
             scene.admit(a_model(f"acme/other-{number}"), f"r{number}")
         admission = scene.admit(MODEL, "withdrawn")

@@ -18,20 +18,15 @@ from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import (
-    BOTH,
     AttemptKey,
-    InstancePhase,
     Model,
     Placement,
-    Role,
-    Roles,
     SlotStatus,
     StoreStatus,
     WorkerRef,
     WorkerStatus,
 )
 
-PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = PolicyConfig()
 
 
@@ -49,15 +44,6 @@ class Slot(NamedTuple):
 
 def a_demand(model: Model, num_waiting: int = 1, **changes: object) -> Demand:
     return replace(Demand(model, num_waiting, 0, 0.0), **changes)  # type: ignore[arg-type]
-
-
-def an_instance(
-    model: Model, worker: WorkerStatus, roles: Roles = BOTH, phase: InstancePhase = InstancePhase.READY
-) -> Instance:
-    return Instance(
-        f"i-{worker.worker_id}", model.name, model.version_id, model.pack_id, worker.worker_id, worker.incarnation,
-        worker.host_id, roles, phase, since=0.0, created_at=-1e6, accepted_at=1.0,
-    )  # fmt: skip
 
 
 def a_view(
@@ -117,12 +103,6 @@ def crowded_demand(model: Model, num_waiting: int = 40, **changes: object) -> De
 def answers(num_answers: int, arrivals_per_s: float, **changes: object) -> DecodeDemand:
     """An instance holds 10 answers of 10 s each: one of them is one second of its work."""
     demand = DecodeDemand(
-        num_answers,
-        num_held=10,
-        num_most=20,
-        answer_s=10.0,
-        arrivals_per_s=arrivals_per_s,
-        target_s=2.0,
-        late_s=60.0,
+        num_answers, num_held=10, num_most=20, answer_s=10.0, arrivals_per_s=arrivals_per_s, target_s=2.0, late_s=60.0
     )
     return replace(demand, **changes)  # type: ignore[arg-type]

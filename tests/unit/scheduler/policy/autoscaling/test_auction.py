@@ -9,40 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
-    DECODE,
-    PREFILL,
-    Slot,
-    a_demand,
-    a_view,
-    an_instance,
-    crowded_demand,
-)
-from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load, SetRoles
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import Slot, a_demand, a_view, crowded_demand
+from tests.unit.scheduler.policy.paper_cluster import DECODE, PREFILL, a_model, a_store, a_worker, an_instance
+from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load
 from torchrelay.scheduler.policy.autoscaling.auction import auction
-from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, FreeSlots, assign
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, assign
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Role, Roles
 
 MODEL = a_model()
-
-
-def test_growth_reason_names_figures() -> None:
-    model = a_model(max_instances=2)
-    first, second = a_worker("w-a"), a_worker("w-b")
-    load = Slot(an_instance(model, first), 0)
-    demand = crowded_demand(model, 60, oldest_wait_s=2.3, load_s={Tier.REMOTE: 1.0})
-    (wake,) = auction(a_view([demand], [load], [first, second], [a_store("store-1", "host-1")]))
-    assert isinstance(wake, Load)
-    assert wake.reason.text == (
-        "2 per role wanted: the next saves 138.8 late requests, costs 1.0, and loads in 1 s; a queue of 6 s, "
-        "a wait of 2.3 s (target 600 ms), 60 waiting"
-    )
-    figures = wake.reason.figures
-    assert figures["num_saved"] == pytest.approx(138.8, abs=0.05) and figures["num_paid"] == pytest.approx(62 / 60)
-    assert (figures["load_s"], figures["held_s"]) == (1.0, 61.0)
 
 
 def test_uncrowded_instance_is_drained_though_used() -> None:
@@ -58,49 +34,6 @@ def test_uncrowded_instance_is_drained_though_used() -> None:
     assert drained(last_full_at=30.0) == ["i-w1"]
     assert drained(last_full_at=50.0) == []
     assert drained(last_full_at=50.0, spare_s=20.0) == ["i-w1"]
-
-
-def test_reason_for_tenant_hides_other_tenants() -> None:
-    model = a_model(max_instances=5)
-    first, second = a_worker("w-a"), a_worker("w-b")
-    load = Slot(an_instance(model, first), 0)
-    demand = crowded_demand(model, 32, by_tenant={"acme": (30, 0), "birch": (2, 1)})
-    (wake,) = auction(a_view([demand], [load], [first, second], [a_store("store-1", "host-1")]))
-    assert isinstance(wake, Load) and wake.reason.text.endswith("32 waiting")
-    assert wake.reason.by_tenant == {
-        "acme": "growth, 30 waiting",
-        "birch": "growth, 2 waiting, 1 placed on loading instances",
-    }
-
-
-def test_slots_need_store_with_free_space() -> None:
-    model, other = a_model(), a_model("acme/other")
-    pinned = replace(a_copy(other), num_pins=1)
-    stores = {
-        "small": a_store("s1", "small", arena_bytes=model.pack_bytes - 1),
-        "pinned": a_store("s2", "pinned", [pinned], arena_bytes=2 * model.pack_bytes - 1),
-        "evictable": a_store("s3", "evictable", [a_copy(other)], arena_bytes=2 * model.pack_bytes - 1),
-        "there": a_store("s4", "there", [a_copy(model), pinned], arena_bytes=2 * model.pack_bytes),
-    }
-    workers = [a_worker(f"w {host_id}", host_id) for host_id in (*stores, "no store")]
-    view = a_view([], workers=workers, stores=stores.values())
-    slots = sorted(FreeSlots(view.instances, view.membership).of(model, frozenset(["w there"])))
-    assert [(slot.worker_id, slot.tier, slot.avoided) for slot in slots] == [
-        ("w evictable", Tier.PEER, False),
-        ("w there", Tier.HOST, True),
-    ]
-
-
-def test_missing_role_is_set_if_no_slot_is_free() -> None:
-    prefill, free = a_worker("w1"), a_worker("w2")
-    load = Slot(an_instance(MODEL, prefill, PREFILL), 0)
-    store = a_store("s1", "host-1")
-    with_slot = auction(a_view([a_demand(MODEL)], [load], [prefill, free], [store]))
-    assert [type(action) for action in with_slot] == [Load]
-    without = auction(a_view([a_demand(MODEL)], [load], [prefill], [store]))
-    assert [(type(action), action.roles) for action in without if isinstance(action, SetRoles)] == [(SetRoles, BOTH)]
-    only_prefill = replace(prefill, playable_roles=PREFILL)
-    assert auction(a_view([a_demand(MODEL)], [load], [only_prefill], [store])) == ()
 
 
 @pytest.mark.parametrize(("num_cold", "drained"), [(0, ["i-w1"]), (3, [])])
@@ -173,10 +106,7 @@ def test_growth_leaves_slots_to_starving_models() -> None:
         a_worker("w2", playable_roles=DECODE),
         a_worker("w3", playable_roles=PREFILL),
     )
-    loads = [
-        Slot(an_instance(crowded, w1, PREFILL), 9),
-        Slot(an_instance(crowded, w2, DECODE), 9),
-    ]
+    loads = [Slot(an_instance(crowded, w1, PREFILL), 9), Slot(an_instance(crowded, w2, DECODE), 9)]
     store = a_store("s1", "host-1")
     demands = [crowded_demand(crowded), a_demand(waiting, 1)]
     assert auction(a_view(demands, loads, [w1, w2, w3], [store])) == ()  # w3 is half of what `waiting` needs

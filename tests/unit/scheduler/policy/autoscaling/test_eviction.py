@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import DECODE, PREFILL, RULES, Slot, a_view
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_pair, a_store, a_worker
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import RULES, Slot, a_view
+from tests.unit.scheduler.policy.paper_cluster import (
+    DECODE,
+    MB,
+    PREFILL,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_pair,
+    a_store,
+    a_worker,
+    an_instance,
+)
 from torchrelay.scheduler.policy.autoscaling.actions import Drain, SetRoles
 from torchrelay.scheduler.policy.autoscaling.auction import auction
 from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.autoscaling.view import View
-from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles, StoreStatus, WorkerStatus
 
@@ -28,11 +38,10 @@ LEAVING: dict[str, Any] = {"phase": InstancePhase.DRAINING, "since": NOW - 1.0}
 def slot(number: int, model: str, num_open: int = 0, roles: Roles = BOTH, **changes: Any) -> Slot:
     """The slot of worker ``w{number}``, with instance ``i{number}``. ``changes``: of the instance, or of its load."""
     of_load = {name: changes.pop(name) for name in Slot._fields if name in changes}
-    instance = Instance(
-        f"i{number}", model, a_model(model).version_id, a_model(model).pack_id, f"w{number}", f"w{number} first",
-        "host-1", roles, InstancePhase.READY, since=1.0, created_at=-1e6, accepted_at=0.5, confirmed=True,
-    )  # fmt: skip
-    return Slot(replace(instance, **changes), num_open, 1.0)._replace(**of_load)
+    changes = {"instance_id": f"i{number}", "since": 1.0, "confirmed": True, **changes}
+    return Slot(an_instance(a_model(model), a_worker(f"w{number}"), roles, **changes), num_open, 1.0)._replace(
+        **of_load
+    )
 
 
 def slots(model: str, number: int, num_open: int = 0, **changes: Any) -> list[Slot]:
@@ -226,35 +235,6 @@ def test_whose_slot_is_drained(loads: Sequence[Slot], demands: Sequence[Demand],
     assert drained(loads, demands) == expected
 
 
-def after(loads: Iterable[Slot], leaving: Iterable[str]) -> list[Slot]:
-    """The slots once the instances drain."""
-    draining = {"phase": InstancePhase.DRAINING, "since": NOW}
-    return [
-        load._replace(instance=replace(load.instance, **draining)) if load.instance.instance_id in leaving else load  # type: ignore[arg-type]
-        for load in loads
-    ]
-
-
-def test_repeated_decisions_drain_slots_once() -> None:
-    """Any slot that was leaving, for whomever, ended the search; and with workers of one role each, every decision
-    drained two more, as none of them alone was enough.
-    """
-    apart = [slot(n, f"acme/{n // 2}", 0, DECODE if n % 2 else PREFILL) for n in range(16)]
-    many = [waiting(f"acme/new {number}") for number in range(6)]
-    grown = [slot(0, "acme/crowded", 1), *(slot(n, f"acme/{n}") for n in range(1, 5))]
-    of_tenants = [slot(n, f"t{n}/busy", 1, tenants=frozenset({f"t{n}"})) for n in range(5)]
-    for loads, demands, num_drained in (
-        (apart, [waiting()], 2),
-        (slots("acme/", 8), many, 6),
-        (grown, [crowded(max_instances=3)], 2),
-        (of_tenants, [waiting(wait_s=5.0, number=5)], 1),
-    ):
-        leaving: list[str] = []
-        for _ in range(4):
-            leaving += drained(after(loads, leaving), demands)
-        assert len(set(leaving)) == len(leaving) == num_drained
-
-
 @pytest.mark.parametrize("roles", [[BOTH], [PREFILL, DECODE], [BOTH] * 3], ids=["alone", "apart", "three"])
 def test_busy_model_filling_arena_ends_its_turn(roles: list[Roles]) -> None:
     """Only with space for both packs was its slot usable; else who waited, waited until it was idle."""
@@ -271,23 +251,6 @@ def test_overdue_model_takes_slot_that_holds_it_although_another_slot_pays() -> 
     loads = [slot(0, "acme/large", 1, arrivals_per_s=50.0), slot(1, "acme/small", 1)]
     demand = Demand(a_model("acme/new", num_devices=2), 1, 0, LONGEST_S)
     assert drained(loads, [demand], workers={"num_devices": 2}) == ["i0"]
-
-
-@pytest.mark.parametrize("num_open", [0, 1], ids=["idle", "busy"])
-def test_tenant_takes_one_overdue_slot_per_turn(num_open: int) -> None:
-    """Its 64 models with a request a minute each took as many slots of others."""
-    loads = slots("birch/", 6, num_open, last_active=NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
-    late = [waiting(f"acme/{number}", LONGEST_S + number) for number in range(4)]
-    shared = waiting("acme/new", 100.0, by_tenant={"acme": (1, 0), "birch": (0, 1), "cedar": (1, 0)})
-    for demands, taken_at, tenants in (
-        ([*late, waiting("cedar/new", 100.0)], {"acme": NOW - SLICE_S}, ["cedar", "acme"]),
-        ([*late, waiting("cedar/new", 100.0)], {"acme": NOW - SLICE_S + 0.1}, ["cedar"]),
-        ([shared], {"acme": NOW}, ["cedar"]),
-        ([shared], {"acme": NOW, "cedar": NOW}, []),
-    ):
-        assert [drain.overdue_tenant for drain in drains(loads, demands, overdue_slots_at=taken_at)] == tenants
-    profitable = drains(slots("birch/", 4, 1), [waiting(f"acme/{number}", 100.0) for number in range(4)])
-    assert [drain.overdue_tenant for drain in profitable] == [""] * 4, "a slot that pays counts against no tenant"
 
 
 def test_instance_of_a_model_that_cannot_serve_goes_soon() -> None:
@@ -380,37 +343,6 @@ def test_model_gives_up_one_slot_per_decision() -> None:
     ]
 
 
-def told(*args: Any, **changes: Any) -> list[str]:
-    return [drain.reason.text for drain in drains(*args, **changes)]
-
-
-def test_eviction_reason_names_figures_and_no_counts_of_other_tenants() -> None:
-    idle = slot(0, "acme/idle", last_active=NOW - 12.0, reload_s=4.0, tenants=frozenset(("acme",)))
-    crowd = slot(1, "acme/crowded", 9)
-    again = "to load it again takes 4 s"
-    assert told([idle], [waiting()]) == [
-        f"idle for 12 s, and acme/new has waited 100 ms for a slot; {again} (0.0 late requests)"
-    ]
-    assert told([idle, crowd], [crowded()]) == [
-        f"idle for 12 s, and acme/crowded saves 147.9 late requests; {again} (0.0 late requests)"
-    ]
-    (drain,) = drains([idle, crowd], [crowded(oldest_wait_s=5.0), waiting()])
-    assert drain.reason.cause == "evict" and "grow" not in drain.reason.text, "a starving model comes before growth"
-    assert told([slot(n, "birch/busy", 1) for n in (0, 1)], [waiting(wait_s=1.25)]) == [
-        "a model of another tenant has waited 1.25 s for a slot, and this model can do without one; without it 0.0 "
-        "requests of this model are late"
-    ]
-    assert told([slot(0, "birch/busy", 1, since=NOW - 30.0)], [waiting(wait_s=11.5)]) == [
-        "a model of another tenant has waited 11.5 s, and no slot can be spared; this one was held for 30 s; "
-        "without it 0.0 requests of this model are late"
-    ]
-    other, crowd = crowded("birch/crowded"), slot(1, "birch/crowded", 9)
-    text = f"idle for 12 s, and a model of another tenant needs more instances; {again}"
-    assert told([idle, crowd], [other]) == [f"{text} (0.0 late requests)"]
-    shared = idle._replace(tenants=frozenset(("acme", "cedar")))
-    assert told([shared, crowd], [other]) == [text]
-
-
 def test_predicted_reload_is_at_most_the_load() -> None:
     """At the default rate 40 GB take ten seconds, for which a waiting model was kept from an idle one's slot."""
     scene = PaperCluster().settle(a_store("store-1", "host-1", arena_bytes=100_000 * MB), a_worker("w-a"))
@@ -421,6 +353,12 @@ def test_predicted_reload_is_at_most_the_load() -> None:
     scene.admit(a_model("acme/second", pack_bytes=40_000 * MB), "r2")
     scene.pass_time(1.0)
     assert scene.placement("r2") is not None
+
+
+def test_starving_model_comes_before_growth() -> None:
+    loads = [slot(0, "acme/idle", last_active=NOW - 12.0, reload_s=4.0), slot(1, "acme/crowded", 9)]
+    (drain,) = drains(loads, [crowded(oldest_wait_s=5.0), waiting()])
+    assert drain.reason.cause == "evict" and "has waited" in drain.reason.text
 
 
 def report_pins(scene: PaperCluster, store_id: str) -> None:

@@ -13,17 +13,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import (
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import Slot, a_demand, a_view, answers, crowded_demand
+from tests.unit.scheduler.policy.invariants import order_roles
+from tests.unit.scheduler.policy.paper_cluster import (
     DECODE,
+    MB,
     PREFILL,
-    Slot,
-    a_demand,
-    a_view,
+    PaperCluster,
+    a_model,
+    a_slot,
+    a_store,
+    a_worker,
     an_instance,
-    answers,
-    crowded_demand,
+    one_host,
 )
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from tests.unit.scheduler.policy.running_cluster import SERVED, RunningCluster
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load, SetRoles
@@ -32,7 +35,7 @@ from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.effects import Recall
-from torchrelay.scheduler.policy.handlers import scaling, views
+from torchrelay.scheduler.policy.handlers import views
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, FirstToken, Release, RoleChange
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.types import (
@@ -43,7 +46,6 @@ from torchrelay.scheduler.policy.types import (
     Pool,
     Role,
     Roles,
-    SlotStatus,
     WorkerStatus,
 )
 
@@ -241,7 +243,7 @@ def apart(num_decode: int = 1) -> PaperCluster:
         for number in range(num_decode + 1)
     ]
     prefills = [a_worker(f"p{number}", "host-1", PREFILL, latency=latency) for number in range(2)]
-    return PaperCluster().settle(a_store("store-1", "host-1"), *prefills, *decodes)
+    return one_host(*prefills, *decodes)
 
 
 def learn_length(scene: PaperCluster, num_tokens: int) -> None:
@@ -310,9 +312,7 @@ LATENCY = latency_of(1e-3, 0.02, 0.002)
 
 
 def ready(worker_id: str, roles: Roles) -> WorkerStatus:
-    instance_id = f"i of {worker_id}"
-    slot = SlotStatus(InstancePhase.READY, instance_id, MODEL.name, MODEL.version_id, MODEL.pack_id, roles, 4, 4)
-    return a_worker(worker_id, slot=slot, latency=LATENCY)
+    return a_worker(worker_id, slot=a_slot(MODEL, f"i of {worker_id}", roles), latency=LATENCY)
 
 
 def a_cluster(playing: Mapping[str, Roles], obedient: bool = True) -> PaperCluster:
@@ -321,12 +321,10 @@ def a_cluster(playing: Mapping[str, Roles], obedient: bool = True) -> PaperClust
 
 
 def order(scene: PaperCluster, worker_id: str, roles: Roles) -> None:
-    """Orders other roles of the worker's instance, as the autoscaler does."""
     state = scene.policy.state
     instance = state.instances.on_worker(worker_id)
     assert instance is not None
-    (change,) = [action for action in decided(DECODE_SHORT, TWO_PREFILLS) if isinstance(action, SetRoles)]
-    scaling._set_roles(state, replace(change, instance_id=instance.instance_id, roles=roles), scene.now)
+    order_roles(state, instance, roles, scene.now)
     scene.do(state.take_effects())
 
 
@@ -358,8 +356,6 @@ def test_prompts_that_have_not_begun_leave_an_instance_that_stops_prefill() -> N
     assert {admit(scene, number).decode.worker_id for number in range(30, 34)} == {"p0"}
     told = [event.reason for event in scene.told("recall")]
     assert told[0] == "attempt 1 has not begun, and p0 gives up prefill"
-    (told_roles,) = scene.told("set_roles")
-    assert "decode needs this instance more than prefill" in told_roles.reason
     scene.check()
 
 
@@ -410,9 +406,7 @@ def test_no_call_is_lost_by_role_changes(steps: list[tuple[str, float]]) -> None
         if kind == "calls":
             for _ in range(int(number)):
                 num_calls += 1
-                scene.call(
-                    f"r{num_calls}", MODEL, num_tokens=100 + 50 * (num_calls % 5), decode_s=0.4 * (num_calls % 4)
-                )
+                scene.call(f"r{num_calls}", MODEL, 100 + 50 * (num_calls % 5), decode_s=0.4 * (num_calls % 4))
         elif kind == "time":
             scene.pass_time(number)
         elif kind == "gateway":

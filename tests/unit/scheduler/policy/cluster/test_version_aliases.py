@@ -9,9 +9,9 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import (
     PaperCluster,
     a_model,
-    a_store,
     a_worker,
     hosts,
+    one_host,
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
@@ -63,20 +63,6 @@ def test_refusals_name_the_model_that_was_called() -> None:
         assert refusal.message.startswith(f"{own.name} could not be loaded")
 
 
-def test_eviction_of_shared_instance_names_no_tenant() -> None:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.serve(ACME, "r1")
-    scene.admit(BIRCH, "r2")
-    for request_id in ("r1", "r2"):
-        scene.release(request_id)
-    scene.admit(a_model("acme/other"), "r3")
-    scene.pass_time(0.5)
-    evicted = [event.reason for event in scene.told("evict")]
-    assert evicted == [
-        "idle for 0 ms, and a model of another tenant has waited 0 ms for a slot; to load it again takes 0 ms"
-    ]
-
-
 def test_timeline_uses_model_name_of_request() -> None:
     scene = two_workers_one_host()
     scene.failing_workers = {"w-a", "w-b"}
@@ -88,7 +74,7 @@ def test_timeline_uses_model_name_of_request() -> None:
 
 
 def test_tenant_reads_number_of_own_waiting_requests() -> None:
-    scene = PaperCluster().settle(a_store("store-1", "host-1"))
+    scene = one_host()
     for number in range(3):
         scene.admit(ACME, f"a{number}")
     scene.admit(BIRCH, "b0")

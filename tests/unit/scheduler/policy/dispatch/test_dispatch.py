@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,86 +11,40 @@ from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.dispatch.test_placement import a_candidate
 from tests.unit.scheduler.policy.paper_cluster import (
+    CountedPlacements,
     PaperCluster,
     a_copy,
     a_model,
+    a_slot,
     a_store,
     a_worker,
     an_admission,
     two_hosts,
 )
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.estimates.requests import Callers
-from torchrelay.scheduler.policy.handlers import dispatch
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement, pause_s, place
+from torchrelay.scheduler.policy.handlers.placement import pause_s
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction
-from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import (
-    BOTH,
-    Admission,
-    AttemptKey,
-    InstancePhase,
-    Model,
-    Placement,
-    SlotStatus,
-    WorkerRef,
-)
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, Placement, SlotStatus, WorkerRef
 
-A, B, C = (AttemptKey(name, 1) for name in "abc")
+A, B = (AttemptKey(name, 1) for name in "ab")
 
 
-def test_work_shrinks_with_time_of_running_prompt_only() -> None:
+def test_prompt_behind_an_overdue_one_has_not_begun() -> None:
     queue = PrefillQueue()
-    assert (queue.ahead_s(5.0), queue.less_ahead_at(0.1)) == (0.0, 0.0)
     queue.add(A, 1.0, now=10.0)
     queue.add(B, 2.0, now=10.2)
-    assert queue.ahead_s(10.5) == pytest.approx(2.5)
-    assert queue.ahead_s(15.0) == pytest.approx(2.0), "B has not begun as long as nobody says that A is computed"
+    assert queue.ahead_and_overdue_s(10.5) == pytest.approx((2.5, 0.0))
+    assert queue.ahead_and_overdue_s(15.0) == pytest.approx((2.0, 4.0)), "nobody says that A is computed"
     assert queue.less_ahead_at(2.5) == pytest.approx(10.5)
     assert math.isinf(queue.less_ahead_at(2.0)), "time alone does not help"
-
-
-def test_not_begun_excludes_first_unless_loading() -> None:
-    queue = PrefillQueue()
-    for key, prefill_s in ((A, 1.0), (B, 2.0), (C, 0.5)):
-        queue.add(key, prefill_s, now=10.0)
-    assert list(queue.not_begun(10.25, is_loading=False)) == [(B, 0.75), (C, 2.75)]
-    assert list(queue.not_begun(14.0, is_loading=False)) == [(B, 3.0), (C, 5.0)]
-    assert list(queue.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0), (C, 3.0)]
-
-
-def test_loading_instance_has_computed_the_layers_that_it_has() -> None:
-    queue = PrefillQueue()
-    assert queue.left_by_layer_s(0.5, 10.0) == 0.0
-    queue.add(A, 1.0, now=10.0)
-    queue.add(B, 2.0, now=10.0)
-    assert queue.left_by_layer_s(0.5, 10.4) == pytest.approx(2.6), "one prompt at a time"
-    assert queue.left_by_layer_s(0.5, 12.0) == pytest.approx(1.5), "it waits for the other layers"
-    queue.add(C, 1.0, now=12.0)
-    assert [queue.left_by_layer_s(0.5, now) for now in (12.0, 12.1, 14.0)] == pytest.approx([2.5, 2.4, 2.0])
-    queue.leave(A, now=14.0)
-    assert queue.left_by_layer_s(1.0, 14.0) == pytest.approx(0.0)
-
-
-def test_pauses_accumulate_and_pass_without_prompts() -> None:
-    queue = PrefillQueue()
-    queue.add(A, 1.0, now=10.0, pause_s=0.15)
-    assert queue.paused_s(0.2, now=10.5) == 0.0, "less than a step"
-    queue.add(B, 1.0, now=10.5, pause_s=0.15)
-    assert queue.paused_s(0.2, now=10.5) == pytest.approx(0.1)
-    queue.leave(A, now=11.0)
-    assert queue.paused_s(0.2, now=11.9) == pytest.approx(0.1), "B is computed meanwhile"
-    queue.leave(B, now=12.0)
-    assert queue.paused_s(0.2, now=12.04) == pytest.approx(0.06)
-    assert queue.paused_s(0.2, now=12.1) == pytest.approx(0.0)
-    queue.add(C, 1.0, now=12.1, pause_s=0.1)
-    assert queue.paused_s(0.2, now=12.1) == pytest.approx(0.1), "a step was owed yet"
+    assert list(queue.not_begun(10.25, is_loading=False)) == [(B, 0.75)]
+    assert list(queue.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0)]
 
 
 def test_pauses_pass_beside_a_prompt_that_is_overdue() -> None:
@@ -211,44 +164,10 @@ def test_number_of_blocks_equals_linear_scan(notes: list[tuple[list[int], int]])
 MODEL = a_model(pack_bytes=1024)
 
 
-class CountedPlacements:
-    """The scheduler's own, and how many instances each looked at."""
-
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-
-    def __call__(
-        self,
-        state: State,
-        admission: Admission,
-        model: Model,
-        prefills: Sequence[Instance],
-        decodes: Sequence[Instance],
-        now: float,
-    ) -> Placement | NoPlacement:
-        self.numbers.append(len({*prefills, *decodes}))
-        return place(state, admission, model, prefills, decodes, now)
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> CountedPlacements:
-    counted = CountedPlacements()
-    monkeypatch.setattr(dispatch, "place", counted)
-    return counted
-
-
 def a_cluster(num_workers: int) -> PaperCluster:
     """All have the model, and nothing to do."""
     scene = PaperCluster(PolicyConfig(replicate=False))
-    workers = [
-        a_worker(
-            f"w{number:03}",
-            slot=SlotStatus(
-                InstancePhase.READY, f"i{number:03}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 4, 4
-            ),
-        )
-        for number in range(num_workers)
-    ]
+    workers = [a_worker(f"w{n:03}", slot=a_slot(MODEL, f"i{n:03}")) for n in range(num_workers)]
     scene.settle(a_store("s", "host-1", [a_copy(MODEL)]), *workers)
     return scene
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
-from tests.unit.scheduler.policy.paper_cluster import MB, a_model
+from tests.unit.scheduler.policy.paper_cluster import DECODE, MB, PREFILL, a_model, a_worker, an_instance
 from tests.unit.scheduler.policy.paper_cluster import an_admission as an_untargeted_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.instance import Instance
@@ -31,7 +29,6 @@ from torchrelay.scheduler.policy.types import (
     WorkerRef,
 )
 
-PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = PolicyConfig()
 MODEL = a_model()
 
@@ -62,27 +59,12 @@ def a_candidate(
     latency = LatencyModel(
         StepCost(per_position_s=1 / tokens_per_s, num_steps=100), StepCost(step_s, step_s / 8, step_s / 8000, 100)
     )
-    instance = Instance(
-        instance_id=f"i-{worker_id}",
-        model=MODEL.name,
-        version_id=MODEL.version_id,
-        pack_id=MODEL.pack_id,
-        worker_id=worker_id,
-        incarnation="",
-        host_id="host-1",
-        roles=roles,
-        phase=InstancePhase.LOADING if load_left_s else InstancePhase.READY,
-        since=0.0,
-        created_at=0.0,
-        worker_ref=WorkerRef(worker_id, f"{worker_id}:1", f"i-{worker_id}"),
-        plays_prefill=Role.PREFILL in roles,
-        plays_decode=Role.DECODE in roles,
-        latency=latency,
-        full_step_s=latency.queued_s(512),
-        kv_pool_bytes=free + seen * MODEL.kv_bytes_per_token,
-        hands_over=hands_over,
-        loaded_at=NOW + load_left_s,
-    )
+    instance = an_instance(
+        MODEL, a_worker(worker_id), roles, InstancePhase.LOADING if load_left_s else InstancePhase.READY,
+        worker_ref=WorkerRef(worker_id, f"{worker_id}:1", f"i-{worker_id}"), latency=latency,
+        plays_prefill=Role.PREFILL in roles, plays_decode=Role.DECODE in roles, full_step_s=latency.queued_s(512),
+        kv_pool_bytes=free + seen * MODEL.kv_bytes_per_token, hands_over=hands_over, loaded_at=NOW + load_left_s,
+    )  # fmt: skip
     work = instance.work
     work.kv_bytes, work.num_choices, work.num_attended = seen * MODEL.kv_bytes_per_token, num_decoding, seen
     if queued:
@@ -100,11 +82,7 @@ def a_state() -> State:
 
 
 def place_at(
-    admission: Admission,
-    *instances: Instance,
-    now: float = NOW,
-    state: State | None = None,
-    model: Model = MODEL,
+    admission: Admission, *instances: Instance, now: float = NOW, state: State | None = None, model: Model = MODEL
 ) -> Placement | NoPlacement:
     prefills = [instance for instance in instances if instance.plays_prefill]
     decodes = [instance for instance in instances if instance.plays_decode]
@@ -256,36 +234,3 @@ def test_why_there_is_no_place() -> None:
     )
     crowded = place_at(admission, a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance))
     assert isinstance(crowded, NoPlacement)
-
-
-candidates = st.builds(
-    a_candidate,
-    worker_id=st.uuids().map(str),
-    roles=st.sampled_from([PREFILL, DECODE, BOTH]),
-    load_left_s=st.sampled_from([0.0, 0.5, 3.0]),
-    queued=st.integers(0, 5000),
-    free=st.integers(0, 1 << 20),
-    num_decoding=st.integers(0, 70),
-)
-
-
-@given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
-def test_placement_always_has_roles_and_kv(candidates: list[Instance], tokens: int, choices: int) -> None:
-    admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
-    placement = place_at(admission, *candidates)
-    by_worker = {candidate.worker_id: candidate for candidate in candidates}
-    fits = [
-        candidate
-        for candidate in candidates
-        if candidate.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and len(candidate.work.decodes) < 64
-    ]
-    prefills = [candidate for candidate in candidates if candidate.plays_prefill]
-    if isinstance(placement, NoPlacement):
-        is_full = any(each.ahead_s(NOW) >= each.full_step_s for each in prefills)
-        assert is_full or not prefills or not any(candidate.plays_decode for candidate in fits)
-        assert not is_full or placement.due > NOW
-        return
-    prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
-    assert prefill.plays_prefill and decode.plays_decode and decode in fits
-    assert prefill.ahead_s(NOW) < prefill.full_step_s, "nothing is dispatched that cannot begin"
-    assert placement.cold == bool(prefill.load_left_s(NOW) or decode.load_left_s(NOW))

@@ -8,24 +8,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tests.unit.scheduler.policy.paper_cluster import (
-    MB,
-    PaperCluster,
-    a_model,
-    a_store,
-    a_worker,
-    two_hosts,
-)
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker, one_host, two_hosts
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy import versions
-from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.inputs import (
-    Admit,
-    FirstToken,
-    GatewayChanged,
-    Release,
-    Withdraw,
-)
+from torchrelay.scheduler.policy.inputs import Admit, FirstToken, GatewayChanged, Release, Withdraw
 from torchrelay.scheduler.policy.prediction import UNPREDICTED, Outcome
 from torchrelay.scheduler.policy.types import AttemptKey, LatencyTargets, Placement, ServiceClass
 
@@ -40,7 +26,7 @@ def correction_at(scene: PaperCluster, placement: Placement) -> float:
 
 
 def test_each_refused_client_gets_time_of_its_own_place() -> None:
-    scene = PaperCluster(PolicyConfig(queue_limit=4)).settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
+    scene = one_host(a_worker("w", kv_pool_bytes=MB), queue_limit=4)
     # The pool holds a single request; none of them becomes late, since late requests would be refused first.
     size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100, "ttft_target_s": 1000.0}
     scene.serve(MODEL, "r0", **size)
@@ -79,7 +65,7 @@ def test_model_targets_precede_scheduler_targets() -> None:
 
 def test_more_instances_are_wanted_sooner_for_a_shorter_target() -> None:
     def num_wanted(target_s: float) -> int:
-        scene = PaperCluster().settle(a_store("s1", "host-1"), *(a_worker(f"w{number}") for number in range(4)))
+        scene = one_host(*(a_worker(f"w{number}") for number in range(4)))
         model = replace(MODEL, targets=LatencyTargets(standard_ttft_s=target_s))
         for number in range(20):
             scene.admit(model, f"r{number}", num_prompt_tokens=500)
@@ -127,7 +113,7 @@ def test_cached_prompts_do_not_fill_instance() -> None:
     """Workers report whole prompts; what is dispatched here is predicted without the part that is cached."""
     model = a_model(routing_block_tokens=64, idle_timeout_s=600.0)
     worker = a_worker("w", latency=LATENCY, has_prefix_cache=True, kv_pool_bytes=1024 * MB)
-    scene = PaperCluster().settle(a_store("s1", "host-1"), worker)
+    scene = one_host(worker)
     prompt: dict[str, Any] = {"num_prompt_tokens": 4000, "block_hashes": tuple(bytes([number]) for number in range(60))}
     scene.warm_up(model, **prompt)
     scene.pass_time(60.0, step_s=1.0)
@@ -141,7 +127,7 @@ def test_cached_prompts_do_not_fill_instance() -> None:
 @pytest.mark.parametrize("is_worker_first", [True, False])
 def test_prompts_of_earlier_scheduler_are_ahead(is_worker_first: bool) -> None:
     """Gateways tell of them without a prediction, before or after their workers report."""
-    old = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
+    old = one_host(a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
     old.warm_up(MODEL)
     first = old.admit(MODEL, "first", num_prompt_tokens=60 * LATENCY.token_budget)
     placement = structs.replace(old.placed("first"), predicted=UNPREDICTED)
@@ -173,7 +159,7 @@ def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("other", ["", "birch/tiny"])
 def test_few_prompts_are_bound_ahead_of_other_tenant(other: str) -> None:
     model = a_model(idle_timeout_s=600.0)
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
+    scene = one_host(a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
     scene.warm_up(model)
     scene.pass_time(10.0, step_s=1.0)
     if other:
@@ -197,7 +183,7 @@ def test_few_prompts_are_bound_ahead_of_other_tenant(other: str) -> None:
 )
 def test_repeated_request_is_next_by_its_first_deadline(is_recalled: bool, again: dict[str, Any]) -> None:
     """It counted as late by then, and went behind all newcomers that could be in time yet."""
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene = one_host(a_worker("w", latency=LATENCY))
     scene.warm_up(MODEL)
     full: dict[str, Any] = {"num_prompt_tokens": 2 * LATENCY.token_budget, "tbt_target_s": 10.0}
     if is_recalled:
@@ -215,7 +201,7 @@ def test_repeated_request_is_next_by_its_first_deadline(is_recalled: bool, again
 @pytest.mark.parametrize("age_s", [0.0, 60.0])
 def test_outage_of_scheduler_makes_no_request_late(age_s: float) -> None:
     """Requests that had waited for a scheduler bought an instance as soon as their prompts were computed."""
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene = one_host(a_worker("w", latency=LATENCY))
     scene.serve(MODEL, "cold")
     scene.pass_time(1.0)
     scene.admit(MODEL, "r", age_s=age_s)
@@ -226,7 +212,7 @@ def test_outage_of_scheduler_makes_no_request_late(age_s: float) -> None:
 
 @pytest.mark.parametrize("num_short", [1, 3])
 def test_long_prompt_yields_only_if_not_all_are_in_time(num_short: int) -> None:
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
+    scene = one_host(a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
     scene.warm_up(MODEL)
     budget = LATENCY.token_budget
     full_s, long_s, short_s = (LATENCY.prefill_s(num) for num in (2 * budget, budget, budget // 2))
@@ -244,7 +230,7 @@ def test_long_prompt_yields_only_if_not_all_are_in_time(num_short: int) -> None:
 
 def test_answers_in_flight_are_corrected_by_own_prediction() -> None:
     """The factor that had been learned since its placement was counted as part of its prediction."""
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene = one_host(a_worker("w", latency=LATENCY))
     scene.serve(MODEL, "cold")
     scene.release("cold")
     factors, in_flight = [], list[Placement]()

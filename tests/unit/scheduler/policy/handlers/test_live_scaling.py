@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, an_admission
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_slot, a_store, a_worker, an_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Recall
@@ -15,7 +15,7 @@ from torchrelay.scheduler.policy.explain import placement_event
 from torchrelay.scheduler.policy.handlers.live_scaling import goes_before
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
-from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, ServiceClass, SlotStatus
+from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, ServiceClass
 
 NUM_LAYERS = 24
 STEP_S = 0.48  # of a prompt of a full step
@@ -44,9 +44,7 @@ class Cluster:
         self.load(num_layers)
 
     def _report(self, worker_id: str, phase: InstancePhase, num_ready: int) -> None:
-        slot = SlotStatus(
-            phase, f"i of {worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, num_ready, NUM_LAYERS
-        )
+        slot = a_slot(MODEL, f"i of {worker_id}", BOTH, phase, num_ready, NUM_LAYERS)
         self.scene.workers[worker_id] = a_worker(worker_id, f"h of {worker_id}", slot=slot, latency=LATENCY)
         self.scene.report(worker_id)
 
@@ -130,21 +128,12 @@ def test_loaded_instance_is_kept_for_recalled_prompts() -> None:
     cluster.answer_first("w1")
     assert len(cluster.recalls()) == 2
     cluster.admit(1)
+    cluster.admit(1, ServiceClass.INTERACTIVE)
     assert cluster.at("w1") == [], "two recalled prompts fill its next step"
     for number in range(2):
         cluster.return_recalled(number)
     assert cluster.at("w1") == ["r1", "r2"]
     assert not any(instance.returning for instance in cluster.scene.policy.state.instances)
-
-
-def test_recalled_prompts_are_placed_first_when_they_return() -> None:
-    cluster = Cluster()
-    cluster.admit(12)
-    cluster.answer_first("w1")
-    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=512, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
-    for number in range(2):
-        cluster.return_recalled(number)
-    assert cluster.at("w1") == ["r1", "r2"]
 
 
 def test_no_instance_is_kept_for_requests_that_ended() -> None:
@@ -233,10 +222,6 @@ def test_several_loaded_instances_take_over_from_one() -> None:
     cluster.scene.check()
 
 
-def ready(worker_id: str, host_id: str) -> SlotStatus:
-    return SlotStatus(InstancePhase.READY, f"i of {worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 4, 4)
-
-
 def a_loading_instance(**config: object) -> PaperCluster:
     """With three prompts of 100 tokens dispatched to it; predicted to load for another 12 s."""
     scene = PaperCluster(PolicyConfig(max_instances=1, relay_bytes_per_s=2e6, **config))  # type: ignore[arg-type]
@@ -247,9 +232,11 @@ def a_loading_instance(**config: object) -> PaperCluster:
     return scene
 
 
-def a_newcomer_is_ready(scene: PaperCluster) -> None:
-    scene.workers["w2"] = a_worker("w2", "host-2", slot=ready("w2", "host-2"))
+def a_newcomer_is_ready(scene: PaperCluster) -> list[AttemptKey]:
+    """The prompts that are recalled for it."""
+    scene.workers["w2"] = a_worker("w2", "host-2", slot=a_slot(MODEL, "i of w2"))
     scene.report("w2")
+    return recalled(scene)
 
 
 def recalled(scene: PaperCluster) -> list[AttemptKey]:
@@ -264,8 +251,7 @@ def ask_again(scene: PaperCluster, keys: list[AttemptKey]) -> None:
 
 def test_prompt_that_begins_meanwhile_stays() -> None:
     scene = a_loading_instance()
-    a_newcomer_is_ready(scene)
-    keys = recalled(scene)
+    keys = a_newcomer_is_ready(scene)
     scene.apply(FirstToken(keys[0]))
     scene.pass_time(2.0)
     assert len(recalled(scene)) == 3
@@ -275,8 +261,7 @@ def test_prompt_that_begins_meanwhile_stays() -> None:
 
 def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     scene = a_loading_instance(queue_limit=1)
-    a_newcomer_is_ready(scene)
-    first = recalled(scene)[0]
+    first = a_newcomer_is_ready(scene)[0]
     arrived_at = scene.policy.state.attempts.get(first)
     assert arrived_at is not None
     del scene.workers["w2"]
@@ -297,35 +282,19 @@ def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     assert not scene.policy.state.membership.suspects, "its workers have not failed it"
 
 
-def test_recalled_prompt_that_returns_to_its_worker_has_no_source() -> None:
+@pytest.mark.parametrize("returns_to", ["its own worker", "another; its own is lost", "another; its own is suspected"])
+def test_recalled_prompt_has_no_source_that_it_cannot_use(returns_to: str) -> None:
     scene = a_loading_instance()
-    a_newcomer_is_ready(scene)
-    keys = recalled(scene)
-    del scene.workers["w2"]
-    scene.pass_time(4.0)
-    ask_again(scene, keys[:1])
-    placement = scene.placed(keys[0].request_id, attempt=2)
-    assert placement.prefill.worker_id == "w1" and placement.prompt_source is None
-
-
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_prompt_of_lost_or_suspected_worker_has_no_source(is_lost: bool) -> None:
-    scene = a_loading_instance()
-    a_newcomer_is_ready(scene)
-    key = recalled(scene)[0]
-    if is_lost:
-        del scene.workers["w1"]
-        scene.pass_time(4.0)
-    else:
+    key = a_newcomer_is_ready(scene)[0]
+    if returns_to.endswith("suspected"):
         scene.policy.state.membership.suspect("w1", scene.now)
+    else:
+        del scene.workers["w1" if returns_to.endswith("lost") else "w2"]
+        scene.pass_time(4.0)
     ask_again(scene, [key])
     placement = scene.placed(key.request_id, attempt=2)
-    assert placement.prefill.worker_id == "w2" and placement.prompt_source is None
-
-
-def leave(scene: PaperCluster, worker_id: str) -> None:
-    scene.workers[worker_id] = replace(scene.workers[worker_id], is_leaving=True)
-    scene.report(worker_id)
+    assert placement.prefill.worker_id == ("w1" if returns_to == "its own worker" else "w2")
+    assert placement.prompt_source is None
 
 
 def test_prompts_on_leaving_worker_wait_for_another() -> None:
@@ -333,7 +302,8 @@ def test_prompts_on_leaving_worker_wait_for_another() -> None:
     scene.workers["w2"] = a_worker("w2", "host-2")
     scene.report("w2")
     assert recalled(scene) == []
-    leave(scene, "w1")
+    scene.workers["w1"] = replace(scene.workers["w1"], is_leaving=True)
+    scene.report("w1")
     keys = recalled(scene)
     assert sorted(keys) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
     told = [event.reason for event in scene.told("recall")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, one_host, two_workers_one_host
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import LoadNotice
 from torchrelay.scheduler.policy.inputs import GatewayChanged, Withdraw
@@ -40,7 +40,7 @@ def test_told_time_falls_as_layers_arrive() -> None:
 
 
 def test_loaded_model_of_suspect_worker_is_not_said_to_load() -> None:
-    scene, model = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w")), a_model()
+    scene, model = one_host("w"), a_model()
     scene.serve(model, "first")
     num_told = len(notices_of(scene))
     scene.admit(model, "r", attempt=2, lost_workers=("w",))
@@ -68,7 +68,7 @@ def test_told_once_a_second_while_requests_wait_for_a_load() -> None:
 
 
 def test_model_without_a_slot_is_told_so() -> None:
-    scene = PaperCluster(PolicyConfig()).settle(a_store("store-1", "host-1"), a_worker("w"))
+    scene = one_host("w")
     busy, model = a_model("acme/busy"), a_model("acme/other")
     scene.serve(busy, "r")
     scene.admit(model, "s")
@@ -88,7 +88,7 @@ def test_time_covers_the_prompts_that_wait() -> None:
 
 
 def test_retry_time_of_a_cold_model_falls_as_layers_arrive() -> None:
-    scene = PaperCluster(PolicyConfig(queue_limit=1)).settle(a_store("store-1", "host-1"), a_worker("w"))
+    scene = one_host("w", queue_limit=1)
     scene.admit(MODEL, "r", num_prompt_tokens=10)
     told_s = []
     for num_layers in range(1, 4):

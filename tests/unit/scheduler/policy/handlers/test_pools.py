@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, one_host
 from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 from torchrelay.scheduler.policy.effects import LoadCommand, RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.handlers.pools import pool_target
-from torchrelay.scheduler.policy.inputs import LauncherReported, MinimumsSet
-from torchrelay.scheduler.policy.types import PoolTarget, Role
+from torchrelay.scheduler.policy.inputs import LauncherReported, MinimumsSet, Withdraw
+from torchrelay.scheduler.policy.types import AttemptKey, PoolTarget, Role
 
 ADVISE = PolicyConfig(pool_mode=PoolMode.ADVISE)
 FIRST, SECOND = a_model("acme/first", idle_timeout_s=1.0), a_model("acme/second")
@@ -42,12 +42,7 @@ def targets(scene: PaperCluster) -> dict[int, tuple[int, int]]:
             PolicyConfig(pool_max_slots=2),
             "2: 4 slots needed: 1 in use, 3 for a; the pool's maximum is 2",
         ),
-        (
-            PoolTarget(),
-            {},
-            PolicyConfig(pool_min_slots=1),
-            "1: 0 slots needed: 0 in use; the pool's minimum is 1",
-        ),
+        (PoolTarget(), {}, PolicyConfig(pool_min_slots=1), "1: 0 slots needed: 0 in use; the pool's minimum is 1"),
     ],
 )
 def test_target_and_its_reason(
@@ -58,7 +53,7 @@ def test_target_and_its_reason(
 
 
 def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
-    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.ADVISE)
     scene.pass_time(1.0)
     assert targets(scene) == {}
     scene.admit(FIRST, "r1")
@@ -77,7 +72,7 @@ def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
 
 
 def test_queue_of_a_model_that_serves_raises_the_target() -> None:
-    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = one_host("w-a", pool_mode=PoolMode.ADVISE)
     scene.serve(FIRST, "r")
     for number in range(300):
         scene.admit(FIRST, f"r{number}", num_prompt_tokens=1000)
@@ -86,7 +81,7 @@ def test_queue_of_a_model_that_serves_raises_the_target() -> None:
 
 
 def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)
     scene.pass_time(1.0)
     assert targets(scene) == {1: (0, 1)}
     (event,) = scene.told(topic="scale.pool")
@@ -94,7 +89,7 @@ def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
 
 
 def test_request_waits_for_the_slot_that_a_launcher_starts() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW)
     scene.pass_time(2 * scene.config.unserved_s)  # without any worker
     scene.admit(FIRST, "r1")
     scene.admit(a_model("acme/wide", num_devices=2), "r2")
@@ -121,7 +116,7 @@ def wanted(scene: PaperCluster) -> dict[Role | None, int]:
 
 
 def test_request_is_refused_with_the_reason_once_the_start_of_its_slot_is_overdue() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW, unserved_s=1.0)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW, unserved_s=1.0)
     scene.admit(FIRST, "r1")
     scene.pass_time(800.0, step_s=1.0)
     assert "no worker has started for 600 s" in scene.refused("r1").message
@@ -154,7 +149,7 @@ def test_starts_may_take_as_long_as_the_longest_seen() -> None:
 
 
 def test_first_request_changes_the_target_at_once() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW)
     scene.pass_time(2.0)
     assert scene.policy.state.pool_targets == {}
     scene.admit(FIRST, "r1")
@@ -167,7 +162,7 @@ def test_first_request_changes_the_target_at_once() -> None:
 
 
 def test_workers_of_a_single_role_have_targets_of_their_own() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene = one_host(pool_mode=PoolMode.FOLLOW)
     scene.pass_time(2.0)
     scene.admit(FIRST, "r1")
     assert wanted(scene) == {None: 1, Role.PREFILL: 1, Role.DECODE: 1}
@@ -201,12 +196,17 @@ def test_advice_changes_no_decision() -> None:
     assert advised == plain and num_advised > 0 and num_plain == 0
 
 
-def test_minimum_of_a_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() -> None:
-    """A launcher started slots of its own engine for it, and never enough."""
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW))
-    scene.settle(a_store("store-1", "host-1"), a_worker("w-a"))
-    scene.apply(MinimumsSet((a_model("acme/other", engine="vllm", min_instances=3),)))
-    scene.admit(FIRST, "r1")
+def test_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() -> None:
+    """A launcher started slots of its own engine for it, which could not serve it, and never enough."""
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_worker("w-a"))  # its store is away
+    other = a_model("acme/other", engine="vllm")
+    scene.pass_time(2.0)
+    scene.admit(other, "r1")
+    assert targets(scene) == {1: (1, 0)}
+    scene.admit(FIRST, "r2")
+    assert targets(scene) == {1: (1, 1)}
+    scene.apply(Withdraw(AttemptKey("r1", 1)))
+    scene.apply(MinimumsSet((replace(other, min_instances=3),)))
     scene.pass_time(2.0)
     assert targets(scene) == {1: (1, 1)}
     scene.settle(replace(a_worker("w-b"), engine="vllm"))
@@ -214,24 +214,12 @@ def test_minimum_of_a_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() ->
     assert targets(scene) == {1: (2, 4)}, "a slot of the pool has the engine now"
 
 
-def test_call_of_a_model_whose_engine_the_pool_lacks_raises_no_target() -> None:
-    """A launcher started a worker of its own engine for it, which could not serve it."""
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_worker("w-a"))  # its store is away
-    scene.pass_time(2.0)
-    assert targets(scene) == {1: (1, 0)}
-    scene.admit(a_model("acme/other", engine="vllm"), "r1")
-    assert targets(scene) == {1: (1, 0)}
-    scene.admit(FIRST, "r2")
-    assert targets(scene) == {1: (1, 1)}
-
-
 MODEL = a_model()
 OTHER = a_model("acme/other", version_id="v-other", pack_id="p-other")
 
 
 def a_cluster() -> PaperCluster:
-    config = PolicyConfig(scaling=ScalingMode.ADVISE, idle_timeout_s=5.0)
-    return PaperCluster(config).settle(a_store("s1", "host-1"), a_worker("w1", "host-1"), a_worker("w2", "host-1"))
+    return one_host("w1", "w2", scaling=ScalingMode.ADVISE, idle_timeout_s=5.0)
 
 
 def advice(scene: PaperCluster) -> list[SchedulerEvent]:
@@ -252,28 +240,19 @@ def test_request_for_model_at_zero_is_refused_and_its_load_is_advised() -> None:
     assert not scene.policy.state.instances.of_version(MODEL.version_id)
 
 
-def test_minimum_is_loaded_and_drain_is_advised() -> None:
+def test_minimum_is_loaded_and_drain_is_advised_once_a_minute() -> None:
     scene = a_cluster()
-    for model in (replace(MODEL, min_instances=1), replace(MODEL, min_instances=0)):
-        scene.models[model.version_id] = model
-        scene.apply(MinimumsSet((model,) if model.min_instances else ()))
+    scene.models[MODEL.version_id] = kept = replace(MODEL, min_instances=1)
+    for minimums in ((kept,), ()):
+        scene.apply(MinimumsSet(minimums))
         scene.finish_loads()
         scene.pass_time_with_beats(20.0)
     (instance,) = scene.policy.state.instances.of_version(MODEL.version_id)
     assert not scene.unloads()
-    advised = advice(scene)
-    assert [event.subject for event in advised] == [instance.instance_id]
-    assert advised[0].reason.startswith("would drain: idle for")
+    (advised,) = advice(scene)
+    assert advised.subject == instance.instance_id and advised.reason.startswith("would drain: idle for")
+    scene.pass_time_with_beats(50.0)
+    first, second = advice(scene)
+    assert second.at - first.at >= 60.0, "it still stands"
     scene.admit(MODEL, "r1")
     assert scene.placement("r1") is not None, "what is loaded serves"
-
-
-def test_advice_that_stands_is_repeated_after_a_minute() -> None:
-    scene = a_cluster()
-    scene.models[MODEL.version_id] = kept = replace(MODEL, min_instances=1)
-    scene.apply(MinimumsSet((kept,)))
-    scene.finish_loads()
-    scene.apply(MinimumsSet(()))
-    scene.pass_time_with_beats(70.0)
-    first, second = advice(scene)
-    assert second.at - first.at >= 60.0

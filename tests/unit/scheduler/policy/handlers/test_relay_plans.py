@@ -113,13 +113,6 @@ def test_refused_relay_has_failed() -> None:
     assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
 
 
-def test_wake_plan_names_predictions() -> None:
-    scene = hosts(2, replicate=False)
-    scene.admit(MODEL, "r1")
-    (plan,) = scene.told("plan")
-    assert "from remote at 500 MB/s, ready in 67.4 ms" in plan.reason
-
-
 def test_wake_on_host_with_pack_names_no_relay() -> None:
     scene = hosts(1, replicate=False)
     scene.hold("store-1", MODEL)

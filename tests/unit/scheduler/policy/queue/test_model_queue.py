@@ -85,26 +85,6 @@ def test_timely_service_is_not_charged_to_batch_work() -> None:
     assert order_of(queues) == ["chat", "a", "b"]
 
 
-def test_removed_or_parked_request_is_not_next() -> None:
-    queues = queues_with(of("t", "a"), of("t", "b"), of("t", "c"))
-    queues.remove(AttemptKey("a", 1), NOW)
-    queues.park(AttemptKey("b", 1))
-    following = queues.next(MODEL.version_id, NOW)
-    assert following is not None and following.key.request_id == "c"
-    assert queues.num_waiting(MODEL.version_id) == 2
-    queues.unpark(AttemptKey("b", 1))
-    assert order_of(queues) == ["b", "c"] and len(queues) == 0 and queues.versions == ()
-
-
-def test_parked_late_request_stays_late() -> None:
-    queues = queues_with(of("t", "late"), of("t", "in time"))
-    assert queues.fall_late(AttemptKey("late", 1), 5.0)
-    queues.park(AttemptKey("late", 1))
-    queues.unpark(AttemptKey("late", 1))
-    assert not queues.fall_late(AttemptKey("late", 1), 1.0)
-    assert order_of(queues) == ["in time", "late"]
-
-
 def test_full_queue_refuses_tenant_with_most_requests() -> None:
     queues = queues_with(*(of("crowd", f"c{n}") for n in range(3)), of("other", "o"), limit=4)
     newcomer = of("alone", "a")
@@ -124,14 +104,6 @@ def test_full_queue_refuses_late_request_first() -> None:
     assert displaced is not None and displaced.key.request_id == "a1", "it waits longest"
     displaced = queues.displaced_by(of("birch", "newcomer"))
     assert displaced is not None and displaced.key.request_id == "a1", "its tenant has most requests"
-
-
-def test_full_queue_keeps_requests_with_tokens() -> None:
-    begun = [of("crowd", f"c{n}", num_forced_tokens=5) for n in (1, 2)]
-    displaced = queues_with(of("crowd", "c0"), *begun, limit=3).displaced_by(of("alone", "a"))
-    assert displaced is not None and displaced.key.request_id == "c0"
-    newcomer = of("alone", "a")
-    assert queues_with(*begun, limit=2).displaced_by(newcomer) is newcomer
 
 
 def test_total_limit_refuses_tenant_with_most_requests() -> None:
@@ -178,32 +150,36 @@ def test_refund_remains_when_last_request_falls_late() -> None:
     assert order_of(queues) == ["again", "late", "b3"]
 
 
-def test_late_batch_work_waits_with_late_requests() -> None:
-    batch = of("a", "batch", service_class=ServiceClass.BATCH, ttft_target_s=600.0)
-    queues = queues_with(batch, of("a", "late", ttft_target_s=1.0), of("a", "r"))
-    queues.fall_late(batch.key, rank=NOW)
-    queues.fall_late(AttemptKey("late", 1), rank=NOW + 1.0)
-    assert order_of(queues) == ["r", "batch", "late"]
-
-
 @given(
-    st.lists(st.tuples(st.floats(0.1, 100.0), st.floats(0.01, 2.0), st.booleans()), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.floats(0.1, 100.0), st.floats(0.01, 2.0), st.booleans(), st.sampled_from(ServiceClass)),
+        min_size=1,
+        max_size=12,
+    ),
     st.randoms(use_true_random=False),
 )
-def test_requests_in_time_go_by_deadline_before_late_ones(
-    requests: list[tuple[float, float, bool]], order: random.Random
+def test_requests_in_time_go_by_deadline_before_late_ones_before_batch_work(
+    requests: list[tuple[float, float, bool, ServiceClass]], order: random.Random
 ) -> None:
-    """Whatever the order of arrival and whichever requests fall late."""
-    arrivals = [(of("t", f"r{n}", ttft_target_s=target_s), s, late) for n, (target_s, s, late) in enumerate(requests)]
+    """Whatever the order of arrival, whichever requests fall late, and whichever are parked for a while."""
+    arrivals = []
+    for number, (target_s, prompt_s, is_late, service_class) in enumerate(requests):
+        target_s += 100.0 * (service_class is ServiceClass.BATCH)
+        request = of("t", f"r{number}", ttft_target_s=target_s, service_class=service_class)
+        is_last = service_class is ServiceClass.BATCH and not is_late
+        rank = late_rank(request, prompt_s) if is_late else request.deadline
+        arrivals.append(((is_last, is_late, rank), request))
     order.shuffle(arrivals)
-    queues = queues_with(*(admission for admission, _, _ in arrivals))
-    for admission, prompt_s, is_late in arrivals:
+    queues = queues_with(*(request for _, request in arrivals))
+    for (_, is_late, rank), request in arrivals:
         if is_late:
-            queues.fall_late(admission.key, late_rank(admission, prompt_s))
-    expected = sorted(
-        arrivals, key=lambda each: (each[2], late_rank(each[0], each[1]) if each[2] else each[0].deadline)
-    )
-    assert order_of(queues) == [admission.key.request_id for admission, _, _ in expected]
+            assert queues.fall_late(request.key, rank) and not queues.fall_late(request.key, rank - 9.0)
+        if order.random() < 0.5:
+            queues.park(request.key)
+            assert queues.num_waiting(MODEL.version_id) == len(requests)
+            queues.unpark(request.key)
+    assert order_of(queues) == [request.key.request_id for _, request in sorted(arrivals, key=lambda each: each[0])]
+    assert len(queues) == 0 and queues.versions == ()
 
 
 @given(prompt_s=st.floats(0.01, 2.0), interval_s=st.floats(0.5, 60.0), others_s=st.floats(0.01, 2.0))

@@ -18,7 +18,9 @@ MB = 1e6
 S1, S2, S3 = (a_store(f"s{number}", f"h{number}") for number in (1, 2, 3))
 
 
-def receiving(store: StoreStatus, *shares: SourceShare) -> StoreStatus:
+def receiving(store: StoreStatus, **mb_per_s: float) -> StoreStatus:
+    """The store follows these sources."""
+    shares = tuple(SourceShare(source, 0, rate * MB, True) for source, rate in mb_per_s.items())
     return replace(store, copies={MODEL.pack_id: replace(a_copy(MODEL, 3), relay_begin_us=1, shares=shares)})
 
 
@@ -55,7 +57,7 @@ def test_meter_smooths_and_survives_counter_reset() -> None:
 
 def test_reached_rate_is_capacity_of_all_links() -> None:
     report = Reports(S1, S2, S3)
-    report(receiving(S2, SourceShare("s1", 0, 30 * MB, True), SourceShare("s3", 0, 10 * MB, True)), 100.5)
+    report(receiving(S2, s1=30, s3=10), 100.5)
     nodes = report.links.nodes([S1, S2, S3], [], 100.5)
     assert nodes["s2"].residual_in == 40 * MB
     assert nodes["s1"].residual_out == nodes["s3"].residual_out == 40 * MB  # the target may have been what held it up
@@ -65,13 +67,13 @@ def test_reached_rate_is_capacity_of_all_links() -> None:
 def test_sender_reaches_sum_of_what_its_followers_get() -> None:
     report = Reports(S1, S2, S3)
     for store in (S2, S3):
-        report(receiving(store, SourceShare("s1", 0, 30 * MB, True)), 100.5)
+        report(receiving(store, s1=30), 100.5)
     assert report.node(S1, 100.5).residual_out == 60 * MB
     report.links.fell_short("s1", 100.5)
     report(receiving(S2), 100.6)  # it follows another source now
-    report(receiving(S3, SourceShare("s1", 0, 70 * MB, True)), 100.6)
+    report(receiving(S3, s1=70), 100.6)
     assert report.node(S1, 100.6).residual_out == 60 * MB, "it is not known to be faster yet"
-    report(receiving(S2, SourceShare("s1", 0, 70 * MB, True)), 100.7)
+    report(receiving(S2, s1=70), 100.7)
     assert report.node(S1, 100.7).residual_out == pytest.approx(140 * MB, rel=1e-3)
 
 
@@ -80,7 +82,7 @@ def test_remote_transfers_do_not_measure_links() -> None:
     copy = replace(
         a_copy(MODEL), source=REMOTE, relay_begin_us=99_000_000, relay_first_us=99_900_000, relay_end_us=100_000_000
     )
-    report(receiving(S1, SourceShare(REMOTE, 0, 900 * MB, True)), 100.0)
+    report(receiving(S1, remote=900), 100.0)
     report(replace(S2, copies={MODEL.pack_id: copy}), 100.1)
     nodes = report.links.nodes([S1, S2], [], 100.1)
     assert nodes["s1"].residual_in == nodes["s2"].residual_in == nodes["s1"].residual_out == DEFAULT_BYTES_PER_S
@@ -89,24 +91,24 @@ def test_remote_transfers_do_not_measure_links() -> None:
 
 def test_peak_fades_only_while_transfers_are_measured() -> None:
     report = Reports(S1, S2, S3)
-    report(receiving(S2, SourceShare("s1", 0, 100 * MB, True)), 100.5)
+    report(receiving(S2, s1=100), 100.5)
     report(S2, 100.6)
     night_later = 40_000.0
     for store in (S1, S2, S3):
         report(store, night_later)
     assert report.node(S2, night_later).residual_in == 100 * MB
     for tick in range(3001):  # 300 s, the half-life
-        report(receiving(S3, SourceShare("s1", 0, 20 * MB, True)), night_later + tick / 10)
+        report(receiving(S3, s1=20), night_later + tick / 10)
     assert report.node(S2, night_later + 300).residual_in == pytest.approx(50 * MB, rel=0.01)
 
 
 def test_link_of_lost_store_counts_as_untried_again() -> None:
     report = Reports(S1, S2)
-    report(receiving(S2, SourceShare("s1", 0, 30 * MB, True)), 100.5)
+    report(receiving(S2, s1=30), 100.5)
     assert report.node(S1, 100.5).residual_out == 30 * MB
     report.links.forget_store(S1)
     assert report.node(S1, 100.5).residual_out == 60 * MB
-    report(receiving(S2, SourceShare("s1", 0, 90 * MB, True)), 100.6)  # it follows it still
+    report(receiving(S2, s1=90), 100.6)  # it follows it still
     assert report.node(S1, 100.6).residual_out == 60 * MB
 
 
@@ -121,31 +123,24 @@ def test_relay_end_is_learned_once_regardless_of_clock(clock_ahead_s: int) -> No
     assert report.node(S1, 3700.5).residual_out == MODEL.pack_bytes / 0.5
     # Nothing is learned again from the same stamps: the peak fades by what is measured meanwhile.
     for tick in range(3001):
-        report(receiving(S3, SourceShare("s1", 0, MB, True)), 3701.0 + tick / 10)
+        report(receiving(S3, s1=1), 3701.0 + tick / 10)
         report(whole, 3701.0 + tick / 10)
     assert report.node(S1, 4001.0).residual_out == pytest.approx(MODEL.pack_bytes / 0.5 / 2, rel=0.01)
 
 
-def test_kv_is_background_of_its_direction_only() -> None:
+def test_background_is_kv_of_its_direction_or_interface_traffic_beside_relays() -> None:
     report = Reports()
     for tick in range(100):
         now = 100 + tick / 10
+        sent = {"nic": NicCounters(int(tick * 5 * MB), 0, 100 * MB), "bytes_sent": int(tick * 3 * MB)}
         report(replace(S1, nic=NicCounters(0, 0, 100 * MB)), now)
-        kv = a_worker("w", "h1", kv_bytes_sent=int(tick * 3 * MB), kv_bytes_received=0)
-        report.links.observe_worker(kv, now)
+        report(replace(S2, **sent), now)  # type: ignore[arg-type]
+        report.links.observe_worker(a_worker("w", "h1", kv_bytes_sent=int(tick * 3 * MB), kv_bytes_received=0), now)
     node = report.node(S1, now)
     assert node.residual_out == pytest.approx(70 * MB, rel=1e-2) and node.busy_out
     assert node.residual_in == 100 * MB
+    assert report.node(S2, now).residual_out == pytest.approx(80 * MB, rel=1e-2)
     assert not report.node(S1, now + 5).busy_out  # the worker fell silent
-
-
-def test_background_is_interface_traffic_beside_relays() -> None:
-    report = Reports()
-    for tick in range(100):
-        now = 100 + tick / 10
-        nic = NicCounters(bytes_sent=int(tick * 5 * MB), bytes_received=0, bytes_per_s=100 * MB)
-        report(replace(S1, nic=nic, bytes_sent=int(tick * 3 * MB)), now)
-    assert report.node(S1, now).residual_out == pytest.approx(80 * MB, rel=1e-2)
 
 
 FAST_1, FAST_2 = (replace(store, nic=NicCounters(0, 0, 100 * MB)) for store in (S1, S2))
@@ -162,27 +157,18 @@ def test_running_relays_take_planned_rates_and_share_when_full() -> None:
     assert report.node(S1, 100.0, small).residual_out == 80 * MB
 
 
-def test_short_direction_is_slow_for_a_while() -> None:
-    report = Reports(FAST_1, FAST_2, S3)
-    report(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), 101.0)
-    report.links.fell_short("s1", 101.0)
-    report(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), 101.0)
-    assert report.node(S1, 101.0).residual_out == 5 * MB
-    assert report.node(S2, 101.0).residual_in == 50 * MB
-    report.links.took_less(S2, 101.0)
-    assert report.node(S2, 101.0).residual_in == 5 * MB
-    assert report.node(S1, 140.0).residual_out > 40 * MB
-
-
-def test_repeatedly_short_link_is_tried_less_often() -> None:
+def test_short_direction_is_slow_for_a_while_and_is_tried_less_often() -> None:
     report = Reports(FAST_1, FAST_2, S3, now=1000.0)
-    report(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), 1000.0)
-    report(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), 1000.0)
+    report(receiving(S2, s1=5), 1000.0)
+    report(receiving(S3, s2=50), 1000.0)
+    assert report.node(S2, 1000.0).residual_in == 50 * MB
+    report.links.took_less(S2, 1000.0)
+    assert report.node(S2, 1000.0).residual_in == 5 * MB
     tried_at = []
     for second in range(1000, 4600):
         if report.node(S1, float(second)).residual_out > 5 * MB:
             tried_at.append(second)
             report.links.fell_short("s1", float(second))
     assert tried_at == [1000, 1030, 1090, 1210, 1450, 1930, 2890, 3850], "and not every 30 s"
-    report(receiving(S2, SourceShare("s1", 0, 80 * MB, True)), 4600.0)
+    report(receiving(S2, s1=80), 4600.0)
     assert report.node(S1, 4600.0).residual_out == pytest.approx(80 * MB), "it has become faster"
