@@ -13,9 +13,10 @@ from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action, 
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import ROUND_S
+from torchrelay.scheduler.policy.dispatch import endpoints, live_scaling
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import AttemptPlaced, Effects, LoadCommand, SchedulerEvent, SetRolesCommand
-from torchrelay.scheduler.policy.handlers import endpoints, live_scaling, scaling, views
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
+from torchrelay.scheduler.policy.handlers import scaling, views
 from torchrelay.scheduler.policy.inputs import Input, Tick
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.reasons import Reason

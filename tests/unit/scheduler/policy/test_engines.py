@@ -22,8 +22,8 @@ from tests.unit.scheduler.policy.paper_cluster import (
     one_host,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.handlers import endpoints
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement
+from torchrelay.scheduler.policy.dispatch import endpoints
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, WorkerStatus
 
 

@@ -12,13 +12,13 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import a_model, a_worker, an_instance, one_host, two_hosts
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.backlogs import prompts_s
 from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WEIGHT, Correction
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels, load_s
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
 from torchrelay.scheduler.policy.estimates.requests import CachedShare
 from torchrelay.scheduler.policy.estimates.token_time import TokenTime
-from torchrelay.scheduler.policy.handlers.backlogs import prompts_s
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome, outcome_of
 from torchrelay.scheduler.policy.storage_tiers import Tier

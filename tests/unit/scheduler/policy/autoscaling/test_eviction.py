@@ -23,9 +23,9 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.scheduler.policy.autoscaling.actions import Drain, SetRoles
 from torchrelay.scheduler.policy.autoscaling.auction import auction
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.autoscaling.view import View
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles, StoreStatus, WorkerStatus
 

@@ -31,9 +31,9 @@ from tests.unit.scheduler.policy.running_cluster import SERVED, RunningCluster
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.auction import auction
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.effects import Recall
 from torchrelay.scheduler.policy.handlers import views
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, FirstToken, Release, RoleChange

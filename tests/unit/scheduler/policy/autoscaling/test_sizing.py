@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.bids import Bid
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.growth import wanted_instances
-from torchrelay.scheduler.policy.autoscaling.lateness import Fluid, displaced, load_cost, nobody, weight
-from torchrelay.scheduler.policy.autoscaling.usage import MEAN_S, NEVER, WINDOW_S, ArrivalRate, Gaps, Usage
 from torchrelay.scheduler.policy.autoscaling.version_rotation import MOST_PER_S, VersionTurns
 from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
+from torchrelay.scheduler.policy.demand.demand import Demand
+from torchrelay.scheduler.policy.demand.lateness import Fluid, displaced, load_cost, nobody, weight
+from torchrelay.scheduler.policy.demand.usage import MEAN_S, NEVER, WINDOW_S, ArrivalRate, Gaps, Usage
 from torchrelay.scheduler.policy.types import BOTH, Role
 
 RULES = PolicyConfig()

@@ -25,9 +25,9 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.dispatch.placement import pause_s
+from torchrelay.scheduler.policy.estimates.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.estimates.requests import Callers
-from torchrelay.scheduler.policy.handlers.placement import pause_s
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction
 from torchrelay.scheduler.policy.types import BOTH, AttemptKey, Placement, SlotStatus, WorkerRef

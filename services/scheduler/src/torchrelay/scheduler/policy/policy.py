@@ -25,16 +25,14 @@ from typing import assert_never
 from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.cluster.instances import TransitionKind
 from torchrelay.scheduler.policy.config import ROUND_S, TURN_S, PolicyConfig
+from torchrelay.scheduler.policy.dispatch import dispatch, endpoints, recalls
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, SchedulerEvent
 from torchrelay.scheduler.policy.handlers import (
     command_outcomes,
-    dispatch,
-    endpoints,
     instance_changes,
     lifecycle,
     load_notices,
     pools,
-    recalls,
     refusals,
     relay_plans,
     reserved_slots,

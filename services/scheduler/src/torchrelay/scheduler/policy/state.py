@@ -8,26 +8,26 @@ from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT
-from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import AvoidedWorkers, LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
-from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
-from torchrelay.scheduler.policy.autoscaling.usage import Usage
 from torchrelay.scheduler.policy.autoscaling.version_rotation import VersionTurns
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempts
+from torchrelay.scheduler.policy.cluster.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.cluster.tenant_slots import TenantSlots, VersionSlots
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.cluster.version_endpoints import VersionEndpoints
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
-from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
+from torchrelay.scheduler.policy.demand.lateness import load_cost
+from torchrelay.scheduler.policy.demand.usage import Usage
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
+from torchrelay.scheduler.policy.estimates.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.queue.due_times import DueTimes
 from torchrelay.scheduler.policy.queue.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.queue.model_queue import ModelQueues

@@ -54,7 +54,7 @@ LateRank: TypeAlias = Callable[[Admission, float], float]
 
 
 class LoadingPrompts(Enum):
-    """The prompts that a loading instance gets while others are loaded; see ``handlers/live_scaling.py``."""
+    """The prompts that a loading instance gets while others are loaded; see ``dispatch/live_scaling.py``."""
 
     NONE = "none"  # it computes once it is loaded
     KEPT = "kept"  # it computes layer by layer as it loads, and keeps its prompts

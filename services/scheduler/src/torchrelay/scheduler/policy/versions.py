@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
-from torchrelay.scheduler.policy.autoscaling.usage import Usage
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
-from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
+from torchrelay.scheduler.policy.cluster.version_endpoints import VersionEndpoints
+from torchrelay.scheduler.policy.demand.usage import Usage
 from torchrelay.scheduler.policy.types import MAX_VERSIONS, AttemptKey, Model
 
 
@@ -24,7 +24,7 @@ class Version:
     aliases: VersionAliases = field(default_factory=VersionAliases)
     usage: Usage = field(default_factory=Usage)
     failures: LoadFailures = field(default_factory=LoadFailures)
-    endpoints: VersionEndpoints | None = None  # None: to be built; see ``handlers/endpoints.py``
+    endpoints: VersionEndpoints | None = None  # None: to be built; see ``dispatch/endpoints.py``
     too_large: set[AttemptKey] = field(default_factory=set)  # parked requests with more KV than ``too_large_for`` has
     too_large_for: VersionEndpoints | None = None
     slot_lost_at: float = -math.inf  # while requests waited

@@ -29,12 +29,12 @@ from typing import NamedTuple
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Drain, SetRoles
 from torchrelay.scheduler.policy.autoscaling.bids import Bid, Gain, overdue_s, overdue_tenant
-from torchrelay.scheduler.policy.autoscaling.demand import Demand, sizings_of
-from torchrelay.scheduler.policy.autoscaling.lateness import displaced
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger, fewest
 from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.demand.demand import Demand, sizings_of
+from torchrelay.scheduler.policy.demand.lateness import displaced
 from torchrelay.scheduler.policy.reasons import Figures, Reason
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Model, Role, Roles

@@ -22,12 +22,12 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.asks import take_idle_slots, take_slots
 from torchrelay.scheduler.policy.autoscaling.bids import Gain
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.growth import gains_of, growth_of, growth_reason, growth_slots, role_change
 from torchrelay.scheduler.policy.autoscaling.idle_slots import idle_slots
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, FreeSlots, SlotAssignment, assign
 from torchrelay.scheduler.policy.autoscaling.view import View
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Role, Roles
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.lateness import displaced
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.demand.demand import Demand
+from torchrelay.scheduler.policy.demand.lateness import displaced
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import Roles
 

@@ -13,11 +13,11 @@ from itertools import count
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.bids import Gain
-from torchrelay.scheduler.policy.autoscaling.demand import Demand, Sizing, sizings_of
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, FreeSlots, SlotAssignment, assign
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.demand.demand import Demand, Sizing, sizings_of
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.types import ROLES, InstancePhase, Role

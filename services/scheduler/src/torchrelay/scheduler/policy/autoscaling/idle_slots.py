@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, SetRoles
-from torchrelay.scheduler.policy.autoscaling.demand import Demand, Sizing, sizings_of
 from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
 from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.demand.demand import Demand, Sizing, sizings_of
 from torchrelay.scheduler.policy.reasons import Reason
 
 _CANCELLED = Reason("cancel", "no request waits for it any more")

@@ -16,13 +16,13 @@ from torchrelay.scheduler.policy.autoscaling.actions import Load
 from torchrelay.scheduler.policy.autoscaling.asks import TIME_SLICE, Ask, ask_of, is_of_tenant
 from torchrelay.scheduler.policy.autoscaling.auction import auction
 from torchrelay.scheduler.policy.autoscaling.bids import Bid, overdue_s
-from torchrelay.scheduler.policy.autoscaling.demand import Demand, sizings_of
 from torchrelay.scheduler.policy.autoscaling.growth import next_load_s
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import ScalingMode
+from torchrelay.scheduler.policy.demand.demand import Demand, sizings_of
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles
 
 

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torchrelay.scheduler.policy.autoscaling.demand import DecodeDemand, Demand, most_in_time
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.handlers import backlogs, endpoints
+from torchrelay.scheduler.policy.demand.demand import DecodeDemand, Demand, most_in_time
+from torchrelay.scheduler.policy.dispatch import backlogs, endpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Model, Role
 

@@ -8,8 +8,9 @@ from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
+from torchrelay.scheduler.policy.dispatch import dispatch
 from torchrelay.scheduler.policy.estimates.requests import CachedShare
-from torchrelay.scheduler.policy.handlers import dispatch, lifecycle, scaling
+from torchrelay.scheduler.policy.handlers import lifecycle, scaling
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import InstancePhase

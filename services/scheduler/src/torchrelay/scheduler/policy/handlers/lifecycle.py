@@ -11,7 +11,8 @@ from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.handlers import backlogs, dispatch, scaling
+from torchrelay.scheduler.policy.dispatch import backlogs, dispatch
+from torchrelay.scheduler.policy.handlers import scaling
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.queue.model_queue import MAX_RETRY_S, MIN_RETRY_S
 from torchrelay.scheduler.policy.state import State

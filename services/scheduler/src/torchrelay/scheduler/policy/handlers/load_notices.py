@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from torchrelay.scheduler.policy.dispatch import backlogs, endpoints
 from torchrelay.scheduler.policy.effects import LoadNotice
-from torchrelay.scheduler.policy.handlers import backlogs, endpoints
 from torchrelay.scheduler.policy.state import State
 
 _EVERY_S: Final = 1.0  # between notices about a version

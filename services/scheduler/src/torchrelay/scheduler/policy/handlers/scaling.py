@@ -10,11 +10,12 @@ from dataclasses import replace
 from torchrelay.common.quantities import format_count
 from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action, Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.load_failures import LOAD_STALLED
-from torchrelay.scheduler.policy.autoscaling.usage import Usage
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import ScalingMode
+from torchrelay.scheduler.policy.demand.usage import Usage
+from torchrelay.scheduler.policy.dispatch import recalls
 from torchrelay.scheduler.policy.effects import Hop, LoadCommand, LoadOrder, SetRolesCommand, UnloadCommand
-from torchrelay.scheduler.policy.handlers import demands, recalls, relay_plans
+from torchrelay.scheduler.policy.handlers import demands, relay_plans
 from torchrelay.scheduler.policy.handlers.views import view_of
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.slot_worth import WorthLine, slot_worth
 from torchrelay.scheduler.policy.autoscaling.view import VersionUse, View
 from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.handlers import demands
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.storage_tiers import Tier

@@ -10,7 +10,7 @@ from torchrelay.common.liveness import SILENT_S
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.handlers import endpoints
+from torchrelay.scheduler.policy.dispatch import endpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import BOTH, PromptSource, Role, Roles
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.autoscaling.lateness import Fluid
-from torchrelay.scheduler.policy.autoscaling.usage import WINDOW_S
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.demand.lateness import Fluid
+from torchrelay.scheduler.policy.demand.usage import WINDOW_S
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, ROLES, Model, Role, Roles

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.handlers import endpoints
+from torchrelay.scheduler.policy.dispatch import endpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
+from torchrelay.scheduler.policy.cluster.version_endpoints import VersionEndpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.storage_tiers import tier_of
 from torchrelay.scheduler.policy.types import InstancePhase, Model, Role, WorkerRef, WorkerStatus

@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.cluster.instance import Instance, ReturningPrompt
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.handlers import endpoints, recalls
-from torchrelay.scheduler.policy.handlers.placement import MOVE_S
+from torchrelay.scheduler.policy.dispatch import endpoints, recalls
+from torchrelay.scheduler.policy.dispatch.placement import MOVE_S
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import LoadingPrompts
 from torchrelay.scheduler.policy.types import Admission, Model, ServiceClass

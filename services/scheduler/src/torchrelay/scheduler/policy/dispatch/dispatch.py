@@ -10,12 +10,12 @@ from operator import itemgetter
 from msgspec import structs
 
 from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.cluster.candidate_index import CandidateIndex
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.dispatch.candidate_index import CandidateIndex
-from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
-from torchrelay.scheduler.policy.handlers import backlogs, endpoints, live_scaling
-from torchrelay.scheduler.policy.handlers.placement import MAX_SCORED, NoPlacement, place
+from torchrelay.scheduler.policy.cluster.version_endpoints import VersionEndpoints
+from torchrelay.scheduler.policy.dispatch import backlogs, endpoints, live_scaling
+from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, NoPlacement, place
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement, ServiceClass
