@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +19,12 @@ from tests.unit.scheduler.service.scripted_cluster import (
     a_version,
     cluster,
 )
+from tests.unit.scheduler.service.test_controller import inputs, recorded_controller
 from torchrelay.common.errors import Overloaded
 from torchrelay.control.v1 import param_store_pb2, reports_pb2, scheduler_pb2
 from torchrelay.scheduler.policy.effects import LoadCommand, LoadOrder
-from torchrelay.scheduler.policy.inputs import CommandOutcome, Load
+from torchrelay.scheduler.policy.inputs import CommandOutcome
 from torchrelay.scheduler.service.actuator import Actuator
-from torchrelay.scheduler.service.controller import Controller
 
 PACK = a_version().pack_id
 MB = 1e6
@@ -139,31 +138,16 @@ async def test_wake_without_hosts_calls_no_peer() -> None:
         Actuator(nobody, nobody, tasks).start(LoadCommand(a_model(), ()))
 
 
-class Forgetful:
-    """A controller that remembers no version any more."""
-
-    version = Controller.version
-
-    def __init__(self) -> None:
-        self.epoch = SimpleNamespace(value=1)
-        self._versions: dict[str, Any] = {}
-        self._with_minimum: dict[str, Any] = {}
-        self.applied: list[Any] = []
-
-    def apply(self, given: object) -> None:
-        self.applied.append(given)
-
-
 async def test_load_of_a_forgotten_version_is_refused() -> None:
     """It ended the whole scheduler, since the tasks of its commands are a group."""
-    controller: Any = Forgetful()
+    controller, log = recorded_controller()
     nobody: Any = None
     order = LoadOrder("i-1", "worker-1", frozenset())
     async with asyncio.TaskGroup() as tasks:
         await Actuator(controller, nobody, tasks)._load(LoadCommand(a_model(), ()), order)
-    [refused] = controller.applied
-    assert (refused.command, refused.outcome) == (Load("i-1"), CommandOutcome.NOT_FOUND)
-    assert "not remembered any more" in refused.cause
+    [refused] = inputs(log, "CommandEnded")
+    assert (refused["command"]["instance_id"], refused["outcome"]) == ("i-1", CommandOutcome.NOT_FOUND)
+    assert "not remembered any more" in refused["cause"]
 
 
 def num_copies(view: scheduler_pb2.ClusterView) -> int:
