@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +19,12 @@ from tests.unit.scheduler.service.scripted_cluster import (
     a_version,
     cluster,
 )
+from tests.unit.scheduler.service.test_controller import inputs, recorded_controller
 from torchrelay.common.errors import Overloaded
 from torchrelay.control.v1 import param_store_pb2, reports_pb2, scheduler_pb2
 from torchrelay.scheduler.policy.effects import LoadCommand, LoadOrder
-from torchrelay.scheduler.policy.inputs import CommandOutcome, Load
+from torchrelay.scheduler.policy.inputs import CommandOutcome
 from torchrelay.scheduler.service.actuator import Actuator
-from torchrelay.scheduler.service.controller import Controller
 
 PACK = a_version().pack_id
 MB = 1e6
@@ -51,30 +50,17 @@ async def a_store(it: ScriptedCluster, number: int, mb_per_s: float, whole: bool
     return store
 
 
-async def first_relay(gateway: GatewayClient, store: ScriptedStore) -> param_store_pb2.RelayRequest:
-    await gateway.place("r1")
-    await eventually(lambda: bool(store.relays))
-    return store.relays[0]
-
-
-async def test_slow_sources_are_striped(it: ScriptedCluster) -> None:
-    await a_store(it, 1, 60)
-    await a_store(it, 2, 40)
-    target = await a_store(it, 3, 100, whole=False)
-    async with it.scheduler(replicate=False) as address, GatewayClient(address) as gateway:
-        relay = await first_relay(gateway, target)
-    assert [source.holder_id for source in relay.sources] == ["store-1", "store-2", "remote"]
-    assert relay.num_striped == 2
-    assert relay.urgency == param_store_pb2.RELAY_URGENCY_URGENT
-
-
 async def test_slow_relay_gets_another_source(it: ScriptedCluster) -> None:
     await a_store(it, 1, 60)
     await a_store(it, 2, 100)
     target = await a_store(it, 3, 50, whole=False)
     async with it.scheduler(replicate=False) as address, GatewayClient(address) as gateway:
-        relay = await first_relay(gateway, target)
-        assert relay.sources[0].holder_id == "store-1" and relay.num_striped == 1
+        await gateway.place("r1")
+        await eventually(lambda: bool(target.relays))
+        relay = target.relays[0]
+        assert relay.sources[0].holder_id == "store-1" and relay.sources[-1].holder_id == "remote"
+        assert relay.num_striped == 1
+        assert relay.urgency == param_store_pb2.RELAY_URGENCY_URGENT
         share = reports_pb2.SourceShare(holder_id="store-1", num_bytes=1, bytes_per_s=5 * MB, following=True)
         target.copies[PACK].shares.append(share)
         await target.touch()
@@ -139,31 +125,16 @@ async def test_wake_without_hosts_calls_no_peer() -> None:
         Actuator(nobody, nobody, tasks).start(LoadCommand(a_model(), ()))
 
 
-class Forgetful:
-    """A controller that remembers no version any more."""
-
-    version = Controller.version
-
-    def __init__(self) -> None:
-        self.epoch = SimpleNamespace(value=1)
-        self._versions: dict[str, Any] = {}
-        self._with_minimum: dict[str, Any] = {}
-        self.applied: list[Any] = []
-
-    def apply(self, given: object) -> None:
-        self.applied.append(given)
-
-
 async def test_load_of_a_forgotten_version_is_refused() -> None:
     """It ended the whole scheduler, since the tasks of its commands are a group."""
-    controller: Any = Forgetful()
+    controller, log = recorded_controller()
     nobody: Any = None
     order = LoadOrder("i-1", "worker-1", frozenset())
     async with asyncio.TaskGroup() as tasks:
         await Actuator(controller, nobody, tasks)._load(LoadCommand(a_model(), ()), order)
-    [refused] = controller.applied
-    assert (refused.command, refused.outcome) == (Load("i-1"), CommandOutcome.NOT_FOUND)
-    assert "not remembered any more" in refused.cause
+    [refused] = inputs(log, "CommandEnded")
+    assert (refused["command"]["instance_id"], refused["outcome"]) == ("i-1", CommandOutcome.NOT_FOUND)
+    assert "not remembered any more" in refused["cause"]
 
 
 def num_copies(view: scheduler_pb2.ClusterView) -> int:

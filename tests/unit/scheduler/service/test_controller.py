@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from enum import IntEnum
 from typing import Any
 
 import grpc
@@ -27,7 +28,7 @@ from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents
 from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.effects import Placed
+from torchrelay.scheduler.policy.effects import Placed, RefusalReason
 from torchrelay.scheduler.policy.inputs import GatewayChanged
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass, SlotClass
@@ -418,10 +419,17 @@ def test_model_has_targets_and_slots_of_version() -> None:
     assert model_from_proto(version).slot_class == SlotClass(2, "vllm")
 
 
-def test_service_class_numbers_match_protocol() -> None:
-    assert {f"SERVICE_CLASS_{ServiceClas.name}": ServiceClas.value for ServiceClas in ServiceClass} == dict(
-        scheduler_pb2.ServiceClass.items()
-    )
+@pytest.mark.parametrize(
+    ("kind", "protocol", "prefix"),
+    [
+        (ServiceClass, scheduler_pb2.ServiceClass, "SERVICE_CLASS"),
+        (RefusalReason, scheduler_pb2.Refusal.Reason, "REASON"),
+        (types.Role, types_pb2.Role, "ROLE"),
+    ],
+)
+def test_numbers_match_protocol(kind: type[IntEnum], protocol: Any, prefix: str) -> None:
+    ours = {f"{prefix}_{each.name}": each.value for each in kind}
+    assert ours == {name: number for name, number in protocol.items() if name != f"{prefix}_UNSPECIFIED"}
 
 
 @pytest.mark.parametrize(

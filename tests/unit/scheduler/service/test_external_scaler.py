@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.certificates import Authority
 from tests.support.wait import HANG_S, eventually
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store
 from tests.unit.scheduler.service.scripted_cluster import (
     SCHEDULER_TOKEN,
     GatewayClient,
@@ -32,9 +31,8 @@ from torchrelay.control.v1 import external_scaler_pb2 as pb
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.policy import policy
-from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.types import Pool, Role
-from torchrelay.scheduler.service.external_scaler import MAX_STREAMS, num_wanted, selected_pool
+from torchrelay.scheduler.service.external_scaler import MAX_STREAMS, selected_pool
 
 POOL = {"scalerAddress": "demo-scheduler:7102", "numDevices": "1"}
 FOLLOW: dict[str, Any] = {"pool_mode": "follow"}
@@ -351,14 +349,3 @@ def test_bad_metadata_is_refused_by_its_key(metadata: dict[str, str], key: str, 
     with pytest.raises(InvalidRequest, match=fault) as refused:
         selected_pool(metadata)
     assert refused.value.field == f"scalerMetadata.{key}"
-
-
-def test_wanted_slots_are_those_of_the_targets() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW))
-    state = scene.policy.state
-    assert num_wanted(state, Pool(1)) is None, "it is not known in the settling time"
-    scene.settle(a_store("store-1", "host-1"))
-    pools = [Pool(1), Pool(1, Role.PREFILL), Pool(1, Role.DECODE), Pool(2)]
-    assert [num_wanted(state, pool) for pool in pools] == [0, 0, 0, 0]
-    scene.admit(a_model("acme/first"), "r1")
-    assert [num_wanted(state, pool) for pool in pools] == [1, 1, 1, 0]

@@ -91,10 +91,9 @@ class Controller:
         meter = metrics.get_meter("torchrelay.scheduler")
         self._metrics = SchedulerMetrics(meter, policy.state, lambda: event_publisher.num_dropped)
 
-    def apply(self, input_: inputs.Input) -> None:
-        self._apply(input_, self.clock.now())
-
-    def _apply(self, input_: inputs.Input, now: float) -> None:
+    def apply(self, input_: inputs.Input, now: float | None = None) -> None:
+        """Applies the input, at ``now`` if its time is known already, and carries out the effects."""
+        now = self.clock.now() if now is None else now
         if self._recorder is not None:
             self._recorder.record(input_, now)
         self._carry_out(self.policy.apply(input_, now))
@@ -132,7 +131,7 @@ class Controller:
                 if now - ticked_at > _LOOP_STALL_S:
                     listening_since = now
                 ticked_at = now
-                self._apply(inputs.Tick(listening_since), now)
+                self.apply(inputs.Tick(listening_since), now)
                 await asyncio.sleep(0)  # more may be due at once: messages that have come are handled in between
                 self._forget_lost_peers()
         finally:
@@ -156,7 +155,7 @@ class Controller:
         if request.HasField("current"):
             current = converters.placement_from_proto(request.current, admission.key)
         model = self._note_version(request.version)
-        self._apply(inputs.Admit(admission, model, current, request.is_computed), now)
+        self.apply(inputs.Admit(admission, model, current, request.is_computed), now)
 
     def _note_version(self, version: types_pb2.ModelVersion) -> Model:
         """The model of a version. Most requests name a version exactly as the last request did, so it is cached."""
@@ -181,7 +180,7 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome, now)
             self._metrics.ended(attempt.admission, attempt.placement, outcome, release.ttft_s)
-        self._apply(inputs.Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
+        self.apply(inputs.Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
 
     def is_present(self, peer: Peer) -> bool:
         return self.status(peer) is not None
@@ -202,16 +201,16 @@ class Controller:
         num_peers = len(membership.workers) + len(membership.stores) + (not self.is_present(peer))
         self.epoch.check(report.epoch, peer.node_id, num_peers, now)
         if report.is_beat:
-            self._apply(converters.beat_from_proto(report), now)
+            self.apply(converters.beat_from_proto(report), now)
             return
         if streamed:
             self._streamed[peer] = report
         elif report == self._streamed.pop(peer, None) and self.repeated(peer):
             return
         if isinstance(report, WorkerReport):
-            self._apply(inputs.WorkerReported(converters.worker_from_proto(report, now), streamed), now)
+            self.apply(inputs.WorkerReported(converters.worker_from_proto(report, now), streamed), now)
         else:
-            self._apply(inputs.StoreReported(converters.store_from_proto(report, now), streamed), now)
+            self.apply(inputs.StoreReported(converters.store_from_proto(report, now), streamed), now)
             report.ClearField("disk")  # the policy has it; a view of many stores would grow too large
         if self.is_accepted(report):
             self.reports[peer] = report
@@ -300,10 +299,9 @@ class Controller:
     def _record_placement(self, placed: effects.AttemptPlaced) -> None:
         self.explain.placed(placed)
         self._metrics.placed(placed)
-        begin_ns, end_ns = int(placed.admitted_at * 1e9), int(placed.placed_at * 1e9)
         if placed.traceparent:
-            request_id = placed.key.request_id
-            record_span("scheduler.queue", placed.traceparent, begin_ns, end_ns, request_id=request_id)
+            begin_ns, end_ns = int(placed.admitted_at * 1e9), int(placed.placed_at * 1e9)
+            record_span("scheduler.queue", placed.traceparent, begin_ns, end_ns, request_id=placed.key.request_id)
 
     # Watchers of the cluster
 

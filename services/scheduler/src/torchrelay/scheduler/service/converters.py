@@ -29,7 +29,11 @@ _PHASES = {reports_pb2.SlotState.State.Value(f"STATE_{phase.name}"): phase for p
 
 def _from_message(kind: type[_T], message: Message, **others: Any) -> _T:
     """An object with all fields that its class and the message have by the same name, and ``others``."""
-    return kind(**{name: getattr(message, name) for name in _same_names(type(message), kind)} | others)
+    return kind(**_fields_of(message, kind) | others)
+
+
+def _fields_of(message: Message, kind: type) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in _same_names(type(message), kind)}
 
 
 def to_message(kind: type[_M], value: object, **others: Any) -> _M:
@@ -139,11 +143,7 @@ def model_from_proto(version: types_pb2.ModelVersion) -> types.Model:
         version,
         name=version.model,
         kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
-        idle_timeout_s=scaling.idle_timeout_s,
-        max_instances=scaling.max_instances,
-        num_devices=scaling.num_devices or 1,
-        engine=scaling.engine,
-        min_instances=scaling.min_instances,
+        **_fields_of(scaling, types.Model) | {"num_devices": scaling.num_devices or 1},
         scheduled=tuple(
             types.ScheduledMinimum(float(each.begin_unix_s), float(each.end_unix_s), each.num_instances, each.entry)
             for each in scaling.scheduled

@@ -14,7 +14,6 @@ from typing import Final
 from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
 from torchrelay.common.identity.callers import ANYONE, MethodCallers
 from torchrelay.control.v1 import external_scaler_pb2, external_scaler_pb2_grpc
-from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Pool, PoolTarget, Role
 from torchrelay.scheduler.service.controller import CallContext, Controller
 
@@ -50,13 +49,6 @@ def selected_pool(metadata: Mapping[str, str]) -> Pool:
     return Pool(int(devices), _ROLES[role])
 
 
-def num_wanted(state: State, pool: Pool) -> int | None:
-    """Slots that the pool should have; None until the pools were evaluated."""
-    if state.pools_evaluated_at is None:
-        return None
-    return state.pool_targets.get(pool, PoolTarget()).num_wanted
-
-
 def _invalid(key: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, field=f"scalerMetadata.{key}")
 
@@ -76,7 +68,7 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
     async def IsActive(
         self, request: external_scaler_pb2.ScaledObjectRef, context: CallContext
     ) -> external_scaler_pb2.IsActiveResponse:
-        return external_scaler_pb2.IsActiveResponse(result=self._num_wanted(request) > 0)
+        return external_scaler_pb2.IsActiveResponse(result=self._known_number(request) > 0)
 
     async def StreamIsActive(
         self, request: external_scaler_pb2.ScaledObjectRef, context: CallContext
@@ -91,7 +83,7 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         sent: bool | None = None
         while not self._is_closed:
             evaluated.clear()
-            number = num_wanted(self._controller.policy.state, pool)
+            number = self._num_wanted(pool)
             if number is not None and (number > 0) != sent:
                 sent = number > 0
                 yield external_scaler_pb2.IsActiveResponse(result=sent)
@@ -110,12 +102,17 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         if request.metric_name != METRIC:
             message = f"there is no metric {request.metric_name[:_MAX_SHOWN]!r}; ask for {METRIC}"
             raise InvalidRequest(message, field="metricName")
-        number = self._num_wanted(request.scaled_object_ref)
+        number = self._known_number(request.scaled_object_ref)
         value = external_scaler_pb2.MetricValue(metric_name=METRIC, metric_value=number, metric_value_float=number)
         return external_scaler_pb2.GetMetricsResponse(metric_values=[value])
 
-    def _num_wanted(self, scaled_object: external_scaler_pb2.ScaledObjectRef) -> int:
-        number = num_wanted(self._controller.policy.state, selected_pool(scaled_object.scaler_metadata))
+    def _num_wanted(self, pool: Pool) -> int | None:
+        """Slots that the pool should have; None until the pools were evaluated."""
+        state = self._controller.policy.state
+        return None if state.pools_evaluated_at is None else state.pool_targets.get(pool, PoolTarget()).num_wanted
+
+    def _known_number(self, scaled_object: external_scaler_pb2.ScaledObjectRef) -> int:
+        number = self._num_wanted(selected_pool(scaled_object.scaler_metadata))
         if number is None:
             raise Unavailable("the scheduler has just become active, and knows in a second how many slots it wants")
         return number
