@@ -233,7 +233,7 @@ def check_indexes(state: State) -> None:
     assert len({instance.worker_id for instance in all_instances}) == len(all_instances)
     assert set(instances.versions) == {instance.version_id for instance in all_instances}
     for instance in all_instances:
-        assert instance.work is state.attempts.at(instance.instance_id) and instance.work.is_present
+        assert instance.work is state.attempts.work_of(instance.instance_id) and instance.work.is_present
         assert instances.get(instance.instance_id) is instances.on_worker(instance.worker_id) is instance
         assert instance in instances.of_version(instance.version_id) and instance in instances.on_host(instance.host_id)
     by_phase = {phase: {each.instance_id for each in all_instances if each.phase is phase} for phase in InstancePhase}

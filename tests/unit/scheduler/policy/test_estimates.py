@@ -258,7 +258,7 @@ def test_tbt_uses_mean_length_and_kv_the_maximum() -> None:
         admission = scene.admit(SMALL_KV, request_id, max_tokens=100_000, num_choices=2)
         scene.apply(FirstToken(admission.key))
         placement = scene.placed(request_id)
-        assert attempts.at(placement.decode.instance_id).kv_bytes == admission.kv_bytes(SMALL_KV)
+        assert attempts.work_of(placement.decode.instance_id).kv_bytes == admission.kv_bytes(SMALL_KV)
         scene.apply(Release(admission.key, True, Outcome(num_output_tokens=40)))
         return placement.predicted.step_s
 

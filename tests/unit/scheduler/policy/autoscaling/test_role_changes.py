@@ -375,8 +375,8 @@ def test_answers_go_on_where_decode_stops() -> None:
     scene.apply(CommandEnded(RoleChange("i of d0"), CommandOutcome.ACCEPTED))
     scene.pass_time(0.5)
     assert admit(scene, 30).prefill.worker_id == "d0"
-    assert scene.policy.state.attempts.at("i of d0").queue.owes_pauses, "to the answers that go on there"
-    assert scene.policy.state.attempts.at("i of d0").decodes.keys() >= set(at_d0[:2])
+    assert scene.policy.state.attempts.work_of("i of d0").queue.owes_pauses, "to the answers that go on there"
+    assert scene.policy.state.attempts.work_of("i of d0").decodes.keys() >= set(at_d0[:2])
     scene.apply(Release(at_d0[0], True, Outcome(ttft_s=0.1, tbt_s=0.02, num_output_tokens=50, ended_at=scene.now)))
     scene.check()
 

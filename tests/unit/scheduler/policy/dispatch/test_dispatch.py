@@ -74,10 +74,10 @@ def test_pause_ends_with_last_answer() -> None:
     attempts.computed(other, 1.0)
     prompt = begin("prompt", 2.0, pause_s=0.5)
     attempts.close(other, 2.1)
-    assert attempts.at("both").queue.owes_pauses, "one answer is there yet"
+    assert attempts.work_of("both").queue.owes_pauses, "one answer is there yet"
     attempts.close(answer, 2.2)
     attempts.computed(prompt, 3.0)
-    work = attempts.at("both")
+    work = attempts.work_of("both")
     assert work.has_answers and not work.queue.owes_pauses
     assert work.queue.paused_s(0.01, 3.0) == 0.0
 

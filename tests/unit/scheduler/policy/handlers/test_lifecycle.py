@@ -81,7 +81,7 @@ def test_lost_first_token_counts_with_repeated_admission() -> None:
     admission = scene.admit(MODEL, "r1")
     placement = scene.placed("r1")
     assert not placement.cold
-    bound = scene.policy.state.attempts.at(placement.prefill.instance_id)
+    bound = scene.policy.state.attempts.work_of(placement.prefill.instance_id)
     assert admission.key in bound.prefills
     scene.apply(GatewayChanged("gateway-1", False))
     scene.apply(GatewayChanged("gateway-1", True))

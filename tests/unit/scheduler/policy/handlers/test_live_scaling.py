@@ -69,7 +69,7 @@ class Cluster:
         return [admission.key.request_id for admission in self.scene.policy.state.queues]
 
     def at(self, worker_id: str) -> list[str]:
-        return [key.request_id for key in self.scene.policy.state.attempts.at(f"i of {worker_id}").prefills]
+        return [key.request_id for key in self.scene.policy.state.attempts.work_of(f"i of {worker_id}").prefills]
 
     def recalls(self) -> list[AttemptKey]:
         return [answer.key for answer in self.scene.answers if isinstance(answer, Recall)]

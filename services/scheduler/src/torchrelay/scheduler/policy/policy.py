@@ -1,18 +1,20 @@
 """All decisions of the scheduler: inputs in, effects out. No I/O and no clock, so that a simulation runs the same code.
 
-    on each input:            change the state; mark the versions that it concerns
-        for versions whose requests may be placed:                           dispatch.place_version
+    on each input:      change the state; mark the versions that it concerns
+        for versions whose requests may be placed:                                       dispatch.place_version
             while some instance has less than one full step of prompts queued:
                 of the tenant with the fewest tokens, the earliest deadline that can be met, else the first late request
-                goes to the pair with the least time to the first token and delay of later tokens
-    on each tick, one of:     place what is due by time alone, and decide on the marked versions:    scaling.scale
-            bid = late requests that a slot saves; ask = late requests that it costs its model, and the load back
-            a free slot, else the cheapest slot that asks no more than is bid
-            more instances while each saves more late requests than it costs
-            drain what is unused for as long as its next load costs
+                goes to the pair with the least time to the first token and delay of later tokens    placement.place
+    on each tick, one of:
+        place what is due by time alone, and hold an auction for the marked versions:          auction.auction
+            bid = late requests that a slot saves                                               bids, lateness
+            ask = late requests that it costs its model, and the load back                      asks.ask_of
+            first slots: a free one, else the cheapest that asks no more than is bid            asks.take_slots
+            more: while each saves more late requests than it costs                             Fluid.wanted
+            drain what is unused for as long as its next load costs                             idle_slots
         every 20 ms, a turn:  mark idle versions and a few others; order copies of packs
         every 100 ms, a round: expire silent peers and stalled loads, refuse what cannot be served,
-                               decide on all that wait, order copies of packs
+                               mark all that wait, order copies of packs
 
 Called from a single thread, one input at a time.
 """
