@@ -130,30 +130,6 @@ async def test_view_says_why_the_workers_of_a_launcher_wait(it: ScriptedCluster)
             running.cancel()
 
 
-async def scales_from_zero_and_back(address: str, keda: Keda, gateway: GatewayClient, tls: Tls | None = None) -> None:
-    """A request at zero is pushed, and the metric is what the view shows."""
-    (spec,) = (await keda.stub.GetMetricSpec(ref())).metric_specs
-    assert (spec.metric_name, spec.target_size, spec.target_size_float) == ("slots-wanted", 1, 1.0)
-    stream = keda.stream()
-    assert not await read(stream)
-    assert not await keda.is_active() and await keda.metric() == 0
-    await gateway.admit("r1")
-    assert await read(stream)
-    assert await keda.is_active()
-    view = await cluster(address, lambda view: bool(view.pools), tls=tls)
-    assert [(pool.num_devices, pool.num_wanted) for pool in view.pools] == [(1, await keda.metric())] == [(1, 1)]
-    assert [await keda.metric(numDevices="1", role=role) for role in ("prefill", "decode")] == [1, 1]
-    assert not await keda.is_active(numDevices="2")
-    await gateway.send(withdraw=scheduler_pb2.Withdraw(key=types_pb2.AttemptKey(request_id="r1", attempt=1)))
-    assert not await read(stream)
-    assert not await keda.is_active() and await keda.metric() == 0
-
-
-async def test_request_at_zero_is_pushed(it: ScriptedCluster) -> None:
-    async with served(it) as (address, keda), GatewayClient(address) as gateway:
-        await scales_from_zero_and_back(address, keda, gateway)
-
-
 def pem_of(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
     return files.ca.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
 
@@ -169,7 +145,22 @@ async def test_request_at_zero_is_pushed_over_tls_to_the_clusters_own_alone(
     own_keda = grpc.ssl_channel_credentials(ca, *of_keda)
     async with it.scheduler(tls=tls, keda_port=port, **FOLLOW, **own) as address:
         async with GatewayClient(address, tls=tls) as gateway, keda_of(port, own_keda) as keda:
-            await scales_from_zero_and_back(address, keda, gateway, tls)
+            (spec,) = (await keda.stub.GetMetricSpec(ref())).metric_specs
+            assert (spec.metric_name, spec.target_size, spec.target_size_float) == ("slots-wanted", 1, 1.0)
+            stream = keda.stream()
+            assert not await read(stream)
+            assert not await keda.is_active() and await keda.metric() == 0
+            await gateway.admit("r1")
+            assert await read(stream)
+            assert await keda.is_active()
+            view = await cluster(address, lambda view: bool(view.pools), tls=tls)
+            assert [(pool.num_devices, pool.num_wanted) for pool in view.pools] == [(1, 1)]
+            assert await keda.metric() == 1
+            assert [await keda.metric(numDevices="1", role=role) for role in ("prefill", "decode")] == [1, 1]
+            assert not await keda.is_active(numDevices="2")
+            await gateway.send(withdraw=scheduler_pb2.Withdraw(key=types_pb2.AttemptKey(request_id="r1", attempt=1)))
+            assert not await read(stream)
+            assert not await keda.is_active() and await keda.metric() == 0
         _, *of_other = pem_of(Authority(tmp_path / "other").node("keda", dns=("keda",)))
         for credentials in (None, grpc.ssl_channel_credentials(ca), grpc.ssl_channel_credentials(ca, *of_other)):
             async with keda_of(port, credentials) as keda:
@@ -244,39 +235,6 @@ async def test_streams_end_without_an_error_when_the_scheduler_leaves(it: Script
             assert not await read(stream)
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() == grpc.StatusCode.OK
-
-
-async def accepts_connections(port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except ConnectionRefusedError:
-        return False
-    writer.close()
-    await writer.wait_closed()
-    return True
-
-
-async def test_standby_refuses_connections_until_it_is_active(it: ScriptedCluster, ports: Ports) -> None:
-    """KEDA takes any scheduler that accepts its connection for the active one."""
-    first, second, stood_by = ports.free(), ports.free(), asyncio.Event()
-    leased: dict[str, Any] = {"lease_s": 1.0, **FOLLOW}
-
-    async def stand_by() -> None:
-        async with serving(it.settings(keda_port=second, port=control, **leased)):
-            await stood_by.wait()
-
-    control = ports.free()
-    async with asyncio.TaskGroup() as tasks:
-        async with it.scheduler(keda_port=first, **leased):
-            standby = tasks.create_task(stand_by())
-            await eventually(lambda: accepts_connections(control), "the standby's health checks")
-            assert await accepts_connections(first) and not await accepts_connections(second)
-        assert not await accepts_connections(first)
-        await eventually(lambda: accepts_connections(second), "the standby's service for KEDA")
-        async with keda_of(second) as keda:
-            assert not await read(keda.stream())
-        assert not standby.done()
-        stood_by.set()
 
 
 async def test_taken_port_is_named_by_its_setting(it: ScriptedCluster) -> None:
