@@ -247,9 +247,7 @@ class Attempt:
             if not self.resolved.pooling:
                 phases.append(("decode", self.first_token_unix_us, self.ended_unix_us))
         own = [
-            types_pb2.Phase(
-                name=name, begin_unix_us=begin, end_unix_us=end, where=where, detail=_DETAILS.get(name, "")
-            )
+            types_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where, detail=_DETAILS.get(name, ""))
             for name, begin, end in phases
         ]
         if self.error:
