@@ -21,7 +21,6 @@ from torchrelay.scheduler.policy.types import Admission, Model, ServiceClass
 
 _MIN_WAIT_S = 0.001
 _RETURN_S = 0.5  # no instance is kept free any longer for a recalled prompt
-_CACHED_SHARE = 0.5  # of a prompt: an instance that has as much in its cache computes it itself
 
 
 def is_live(state: State, version_id: str) -> bool:
@@ -124,7 +123,7 @@ def prefills_ahead(
     """
     loading = [instance for instance in prefills if instance.is_loading]
     num_loaded, mode = len(prefills) - len(loading), state.strategies.loading_prompts
-    if not num_loaded or not loading or mode is LoadingPrompts.NONE or _is_cached(state, admission, model, prefills):
+    if not num_loaded or not loading or mode is LoadingPrompts.NONE:
         return ()
     latency = loading[0].latency
     prompt_s = admission.num_contexts * latency.prefill_s(admission.num_context_tokens)
@@ -151,18 +150,6 @@ def prefills_ahead(
         return instance.computed_s(bound_s[instance] + prompt_s, now) <= last_s
 
     return [instance for instance in takes if gains(instance)]
-
-
-def _is_cached(state: State, admission: Admission, model: Model, prefills: Sequence[Instance]) -> bool:
-    """Whether a loaded instance has most of the prompt in its cache."""
-    if not admission.block_hashes:
-        return False
-    enough = _CACHED_SHARE * admission.num_context_tokens
-    return any(
-        state.prefix_index.num_blocks(each.instance_id, admission.block_hashes) * model.routing_block_tokens > enough
-        for each in prefills
-        if not each.is_loading
-    )
 
 
 def _by_work_ahead(prefills: Sequence[Instance], now: float) -> Sequence[Instance]:
