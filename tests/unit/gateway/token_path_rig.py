@@ -23,10 +23,10 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.health import Faults, no_fault
 from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.core import EmbeddingSpec
+from torchrelay.gateway.exchange.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.grpc.server import public_grpc_server
 from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
-from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import TokenPath, open_token_path
 

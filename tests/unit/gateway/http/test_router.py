@@ -274,7 +274,7 @@ async def test_compressed_body_is_refused_by_name(rig: RestRig) -> None:
 
 
 async def test_body_that_stops_ends_its_request(rig: RestRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrelay.gateway.openai.http_request.BODY_SILENCE_S", 0.2)
+    monkeypatch.setattr("torchrelay.gateway.exchange.http_request.BODY_SILENCE_S", 0.2)
     files = [{"path": "f", "size": 9, "sha256": "0" * 64}]
     upload = (await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})).json()["id"]
     for method, path in (("POST", "/v1/keys"), ("PUT", f"/v1/uploads/{upload}/files/f")):

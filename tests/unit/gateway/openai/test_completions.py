@@ -23,12 +23,13 @@ from torchrelay.common.tokens.text_stream import TextStream
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.exchange.logprobs import LogprobFormatter
+from torchrelay.gateway.exchange.whole_answer import ChoiceBuffer
 from torchrelay.gateway.inference.choice_reader import ScoredToken
 from torchrelay.gateway.inference.core import GenerateParams, TokenLogprobs, Usage
 from torchrelay.gateway.inference.parameter_ranges import MAX_PROMPTS
 from torchrelay.gateway.inference.text.detokenizer import PlacedToken
-from torchrelay.gateway.openai.logprobs import LogprobFormatter
-from torchrelay.gateway.openai.replies import Answer, ChoiceBuffer, ReplyFormat, whole_reply
+from torchrelay.gateway.openai.replies import Answer, ReplyFormat, whole_reply
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.inference.v1 import inference_pb2 as pb
 

@@ -28,9 +28,9 @@ from torchrelay.common.errors import (
 )
 from torchrelay.control.v1.scheduler_pb2 import Loading
 from torchrelay.gateway.core import FinishCause, RequestRate
+from torchrelay.gateway.exchange.errors import error_body, error_headers
+from torchrelay.gateway.exchange.sse import data_event
 from torchrelay.gateway.limits.limiter import RequestRateExceeded
-from torchrelay.gateway.openai.errors import error_body, error_headers
-from torchrelay.gateway.openai.replies import error_event
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": PROMPT, "max_tokens": 3}
 STREAM = {**BODY, "stream": True}
@@ -69,7 +69,7 @@ def test_errors_have_retry_authenticate_and_rate_headers() -> None:
 
 def test_line_ends_of_unicode_are_escaped() -> None:
     text = "a\u2028b\u2029c\u0085d é ☃ \u2027"
-    event = error_event({"text": text})
+    event = data_event({"text": text})
     assert event.decode().splitlines() == [event.decode().strip(), ""]
     assert json.loads(event.removeprefix(b"data: "))["text"] == text
     assert "é ☃" in event.decode()

@@ -14,10 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from torchrelay.common.net.rpc.health import Faults, no_fault
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
-from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
-from torchrelay.gateway.anthropic.asgi_app import MessagesApp
+from torchrelay.gateway.anthropic.dialect import COUNT_PATH, AnthropicDialect, CountTokensApp
+from torchrelay.gateway.anthropic.dialect import PATH as MESSAGES_PATH
 from torchrelay.gateway.background import background
 from torchrelay.gateway.clients.file_reader import StoreFileReader
+from torchrelay.gateway.exchange.asgi_app import WRITE_GAP_S, AnswersApp
+from torchrelay.gateway.exchange.dialect import Dialect
 from torchrelay.gateway.grpc.public_calls import PublicCalls
 from torchrelay.gateway.grpc.reflection import ReflectionServicer
 from torchrelay.gateway.grpc.servicer import GatewayServicer
@@ -36,11 +38,12 @@ from torchrelay.gateway.inference.text.processes.text_processes import TextProce
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.open_inference.servicer import OpenInferenceServicer
-from torchrelay.gateway.openai.asgi_app import PATHS, WRITE_GAP_S, CompletionsApp
+from torchrelay.gateway.openai.dialect import PATHS as COMPLETION_PATHS
+from torchrelay.gateway.openai.dialect import OpenAiDialect
 from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
 from torchrelay.gateway.openai.embeddings.asgi_app import EmbeddingsApp
-from torchrelay.gateway.responses.asgi_app import PATHS as RESPONSES_PATHS
-from torchrelay.gateway.responses.asgi_app import ResponsesApp
+from torchrelay.gateway.responses.dialect import PATH as RESPONSES_PATH
+from torchrelay.gateway.responses.dialect import ResponsesDialect
 from torchrelay.gateway.settings import GatewaySettings
 
 CLOSE_S = 5.0  # for requests that were ended to close, and then for the ledger to write them
@@ -57,12 +60,11 @@ class TokenPath:
     admissions: AdmissionStream
 
 
-_APPS: Final[Mapping[type[CompletionsApp], Iterable[str]]] = {
-    CompletionsApp: PATHS,
-    MessagesApp: MESSAGES_PATHS,
-    ResponsesApp: RESPONSES_PATHS,
-    EmbeddingsApp: (EMBEDDINGS_PATH,),
-}
+DIALECTS: Final[Sequence[tuple[Dialect, Iterable[str]]]] = (
+    (OpenAiDialect(), COMPLETION_PATHS),
+    (AnthropicDialect(), (MESSAGES_PATH,)),
+    (ResponsesDialect(), (RESPONSES_PATH,)),
+)
 
 
 def _by_path(apps: Mapping[str, ASGIApp]) -> ASGIApp:
@@ -114,9 +116,13 @@ async def open_token_path(
             meter=meter,
         )
         stack.push_async_callback(pipeline.stop_all, CLOSE_S)
-        apps: dict[str, ASGIApp] = {}
-        for App, paths in _APPS.items():
-            apps |= dict.fromkeys(paths, App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s))
+        parts = keys, pipeline, shares, settings.max_body_bytes
+        apps: dict[str, ASGIApp] = {
+            EMBEDDINGS_PATH: EmbeddingsApp(OpenAiDialect(), *parts),
+            COUNT_PATH: CountTokensApp(AnthropicDialect(), *parts),
+        }
+        for dialect, paths in DIALECTS:
+            apps |= dict.fromkeys(paths, AnswersApp(dialect, *parts, write_gap_s))
         calls = PublicCalls(keys, shares, settings.message_timeout_s, settings.answer_silence_s)
         servicers = (
             GatewayServicer(calls, catalog, pipeline),

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.gateway.anthropic.errors import error_body
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.exchange.sse import encode_json
+from torchrelay.gateway.exchange.whole_answer import ChoiceBuffer
 from torchrelay.gateway.inference.answers.parts import CallArguments, CallBegin, Part, Reasoning, joined
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
-from torchrelay.gateway.openai.replies import ChoiceBuffer, encode_json
 
 
 def usage_object(usage: Usage) -> dict[str, int]:
@@ -32,7 +35,7 @@ def whole_message(session: RequestSession, shows_reasoning: bool, choice: Choice
     if parsed.content:
         content.append({"type": "text", "text": parsed.content})
     content += [_tool_use(call.id, call.name, _input(call.arguments)) for call in parsed.calls]
-    ending = _ending(choice.finish, session.texts[0].stop_string, has_calls=bool(parsed.calls))
+    ending = _ending(choice.finish, choice.stop_string, has_calls=bool(parsed.calls))
     return encode_json({**_head(session), "content": content, **ending, "usage": usage_object(usage)})
 
 
@@ -69,6 +72,10 @@ class MessageEncoder:
         ending = _ending(self._finish, self._choice.stop_string, has_calls=self._choice.num_calls > 0)
         last = {"type": "message_delta", "delta": ending, "usage": usage_object(usage)}
         return b"".join([*self._begin(), *self._end_block(), _event(last), _event({"type": "message_stop"})])
+
+    def failed(self, error: TorchrelayError) -> bytes:
+        """The last event of a failed stream."""
+        return _event(error_body(error, self._session.request.resolved.request_id))
 
     def _begin(self) -> Iterator[bytes]:
         if not self._has_begun:
@@ -109,11 +116,6 @@ class MessageEncoder:
             self._open = ""
             self._num_blocks += 1
             yield _event({"type": "content_block_stop", "index": self._num_blocks - 1})
-
-
-def error_event(body: dict[str, Any]) -> bytes:
-    """The last event of a failed stream."""
-    return _event(body)
 
 
 def _event(event: dict[str, Any]) -> bytes:

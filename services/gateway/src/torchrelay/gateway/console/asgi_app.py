@@ -11,10 +11,10 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.console.live_feed import LiveFeed
 from torchrelay.gateway.console.static_files import static_files
+from torchrelay.gateway.exchange.errors import error_body, error_headers
+from torchrelay.gateway.exchange.http_exchange import encoded_headers
+from torchrelay.gateway.exchange.http_request import HttpRequest
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
-from torchrelay.gateway.openai.asgi_app import encoded_headers
-from torchrelay.gateway.openai.errors import error_body, error_headers
-from torchrelay.gateway.openai.http_request import HttpRequest
 
 LIVE_PATH = "/console/live"
 

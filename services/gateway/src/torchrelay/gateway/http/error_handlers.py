@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Match
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.validation import describe_error
-from torchrelay.gateway.openai.errors import body, error_body, error_headers
+from torchrelay.gateway.exchange.errors import body, error_body, error_headers
 
 log = get_logger(__name__)
 # Paths of inference, which clients build from a base address with or without the version.

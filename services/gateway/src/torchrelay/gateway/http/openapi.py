@@ -9,11 +9,12 @@ import msgspec
 from fastapi import FastAPI
 
 from torchrelay.common.sampling import RANGES
-from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
+from torchrelay.gateway.anthropic.dialect import COUNT_PATH
+from torchrelay.gateway.anthropic.dialect import PATH as MESSAGES_PATH
 from torchrelay.gateway.anthropic.requests import Body as MessagesBody
+from torchrelay.gateway.exchange.errors import ErrorBody
 from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
 from torchrelay.gateway.openai.embeddings.requests import EmbeddingsBody
-from torchrelay.gateway.openai.errors import ErrorBody
 from torchrelay.gateway.openai.requests import ChatBody, CompletionBody
 from torchrelay.gateway.responses.requests import ResponseBody
 
@@ -94,7 +95,7 @@ def described(app: FastAPI) -> dict[str, Any]:
 
 def _responses(responses: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The successes, and every error that the path can answer with."""
-    error = _REF.format(name="AnthropicError" if path in MESSAGES_PATHS else ErrorBody.__name__)
+    error = _REF.format(name="AnthropicError" if path in (MESSAGES_PATH, COUNT_PATH) else ErrorBody.__name__)
     content = {_JSON: {"schema": {"$ref": error}}}
     is_upload = path.startswith("/v1/uploads")
     return {status: each for status, each in responses.items() if status < "300"} | {
@@ -120,7 +121,7 @@ def _token_operation(path: str, summary: str, body: dict[str, Any]) -> dict[str,
     return {
         "summary": summary,
         "operationId": path.removeprefix("/v1/").replace("/", "_"),
-        "security": [_BEARER, _API_KEY] if path in MESSAGES_PATHS else [_BEARER],
+        "security": [_BEARER, _API_KEY] if path in (MESSAGES_PATH, COUNT_PATH) else [_BEARER],
         "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
         "responses": _responses({"200": {"description": "the answer", "content": answer}}, path),
     }

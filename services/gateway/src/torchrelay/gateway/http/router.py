@@ -15,18 +15,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
-from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
+from torchrelay.gateway.anthropic.dialect import COUNT_PATH
+from torchrelay.gateway.anthropic.dialect import PATH as MESSAGES_PATH
 from torchrelay.gateway.auth.api_keys import ApiKeys
+from torchrelay.gateway.exchange.errors import body, error_body, error_headers
+from torchrelay.gateway.exchange.http_exchange import CLOSE, encoded_headers
+from torchrelay.gateway.exchange.http_request import HttpRequest
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
-from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS, encoded_headers
+from torchrelay.gateway.openai.dialect import PATHS as COMPLETION_PATHS
 from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
-from torchrelay.gateway.openai.errors import body, error_body, error_headers
-from torchrelay.gateway.openai.http_request import HttpRequest
 from torchrelay.gateway.openai.unusable_text import check_text
-from torchrelay.gateway.responses.asgi_app import PATHS as RESPONSES_PATHS
+from torchrelay.gateway.responses.dialect import PATH as RESPONSES_PATH
 
-_TOKEN_PATHS = PATHS.keys() | MESSAGES_PATHS | RESPONSES_PATHS | {EMBEDDINGS_PATH}
+_TOKEN_PATHS = {*COMPLETION_PATHS, MESSAGES_PATH, COUNT_PATH, RESPONSES_PATH, EMBEDDINGS_PATH}
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
 

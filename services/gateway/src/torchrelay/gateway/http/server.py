@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from torchrelay.common.host.addresses import listening_socket
-from torchrelay.gateway.openai.asgi_app import CLOSE
+from torchrelay.gateway.exchange.http_exchange import CLOSE
 
 LAST_REQUEST_S = 0.25  # for a request that is on its way when the server stops
 BACKLOG = 1024

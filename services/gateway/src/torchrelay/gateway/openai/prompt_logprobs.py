@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from torchrelay.gateway.exchange.logprobs import EncodedLogprobs, LogprobFormatter, token_text
 from torchrelay.gateway.inference.choice_reader import ScoredToken
 from torchrelay.gateway.inference.core import TokenLogprobs
 from torchrelay.gateway.inference.execution.prompt_scores import PromptScores
@@ -16,7 +17,6 @@ from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.inference.text.decoder_cache import ModelDecoder
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.limits.shares import ShareAccount
-from torchrelay.gateway.openai.logprobs import EncodedLogprobs, LogprobFormatter, token_text
 
 _NUM_AT_ONCE: Final = 128  # tokens: a prompt may have as many as the context, and other requests go on meanwhile
 

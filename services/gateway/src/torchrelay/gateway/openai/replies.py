@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.exchange.dialect import total_usage
+from torchrelay.gateway.exchange.logprobs import LogprobFormatter
+from torchrelay.gateway.exchange.sse import encode_json
+from torchrelay.gateway.exchange.whole_answer import ChoiceBuffer
 from torchrelay.gateway.inference.answers.parts import (
     CallArguments,
     CallBegin,
@@ -23,26 +27,9 @@ from torchrelay.gateway.inference.answers.parts import (
     joined,
 )
 from torchrelay.gateway.inference.core import ResolvedRequest, Usage
-from torchrelay.gateway.openai.logprobs import EncodedLogprobs, LogprobFormatter
 from torchrelay.gateway.openai.prompt_logprobs import PromptLogprobs
 
 DONE = b"data: [DONE]\n\n"
-# Characters at which clients split lines that take more than line feeds for their ends.
-_LINE_ENDS = {"\u0085".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
-
-
-def comment(text: str) -> bytes:
-    """A comment, which clients ignore. ``text``: one line."""
-    return f": {text}\n\n".encode()
-
-
-def encode_json(value: Any) -> bytes:
-    """JSON without characters that any client takes for the end of a line."""
-    encoded = msgspec.json.encode(value)
-    if b"\xe2\x80" in encoded or b"\xc2\x85" in encoded:
-        for character, escaped in _LINE_ENDS.items():
-            encoded = encoded.replace(character, escaped)
-    return encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +45,6 @@ class ReplyFormat:
     num_echoed_top: int | None = None  # likely tokens beside each of an echoed prompt; None: no logprobs of it
     num_prompt_top: int | None = None  # the same in ``prompt_logprobs``
 
-    @property
-    def num_held_bytes(self) -> int:
-        """The bytes of the request's body that the reply repeats."""
-        return 0
-
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     counts: dict[str, Any] = {
@@ -74,31 +56,6 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     if usage.num_reasoning_tokens is not None:
         counts["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning_tokens}
     return counts
-
-
-def total_usage(usages: Sequence[Usage]) -> Usage:
-    if len(usages) == 1:
-        return usages[0]
-    return Usage(
-        sum(usage.num_prompt_tokens for usage in usages),
-        sum(usage.num_cached_prompt_tokens for usage in usages),
-        sum(usage.num_output_tokens for usage in usages),
-    )
-
-
-@dataclass(slots=True)
-class ChoiceBuffer:
-    """A choice of a non-streamed reply, as it accumulates."""
-
-    parts: list[Part] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish: FinishCause | None = None
-    logprobs: list[EncodedLogprobs] = field(default_factory=list)  # of each token, if requested
-    logprob_sum: float = 0.0
-    num_parts: list[int] = field(default_factory=list)  # after each of these
-
-    def mean_logprob(self) -> float:
-        return self.logprob_sum / max(1, len(self.logprobs))
 
 
 def finish_reason(cause: FinishCause | None, has_calls: object) -> str:
@@ -273,8 +230,3 @@ class StreamReply:
             return b""
         self._without_prompt.discard(choice)
         return b',"prompt_token_ids":' + encode_json(self._prompt)
-
-
-def error_event(body: Any) -> bytes:
-    """The last event of a failed stream."""
-    return b"data: " + encode_json(body) + b"\n\n"

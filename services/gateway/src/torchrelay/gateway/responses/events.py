@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torchrelay.common.ids import new_id
-from torchrelay.gateway.openai.replies import encode_json
+from torchrelay.gateway.exchange.sse import encode_json
 
 
 class Event(NamedTuple):

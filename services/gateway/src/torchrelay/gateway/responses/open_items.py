@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
+from torchrelay.gateway.exchange.sse import encode_json
 from torchrelay.gateway.inference.answers.parts import CallBegin
-from torchrelay.gateway.openai.replies import encode_json
 from torchrelay.gateway.responses.events import Event, event_of, underscored_id
 from torchrelay.gateway.responses.tools import INPUT, ToolName
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.gateway.core import FinishCause, ServiceClass
+from torchrelay.gateway.exchange.logprobs import LogprobFormatter
+from torchrelay.gateway.exchange.sse import comment, encode_json
+from torchrelay.gateway.exchange.whole_answer import ChoiceBuffer
 from torchrelay.gateway.inference.answers.parts import Part
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.limits.shares import ShareAccount
-from torchrelay.gateway.openai.logprobs import LogprobFormatter
-from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, comment, encode_json
 from torchrelay.gateway.responses.events import Event, event_of
 from torchrelay.gateway.responses.output import Output
 from torchrelay.gateway.responses.requests import ResponseBody, TextFormat
@@ -24,15 +25,11 @@ _TIERS: Final = {ServiceClass.STANDARD: "default", ServiceClass.BATCH: "flex", S
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseFormat(ReplyFormat):
+class ResponseFormat:
     """The format of a response. ``settings``: the fields that repeat the request's, as JSON without its braces."""
 
-    settings: bytes = b""
-    tool_names: Mapping[str, ToolName] = field(default_factory=dict)
-
-    @property
-    def num_held_bytes(self) -> int:
-        return len(self.settings)
+    settings: bytes
+    tool_names: Mapping[str, ToolName]
 
 
 def format_of(body: ResponseBody, tools: Tools) -> ResponseFormat:
@@ -56,11 +53,7 @@ def format_of(body: ResponseBody, tools: Tools) -> ResponseFormat:
         "truncation": "disabled",
         "user": body.user,
     }
-    return ResponseFormat(
-        is_chat=True,
-        settings=encode_json(settings)[1:-1],
-        tool_names=tools.names,
-    )
+    return ResponseFormat(encode_json(settings)[1:-1], tools.names)
 
 
 class Reply:

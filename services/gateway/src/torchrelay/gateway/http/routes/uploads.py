@@ -17,10 +17,10 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
 from torchrelay.gateway.core import ANY_ENGINE, ENGINE_FORMS, OWN_ENGINE
+from torchrelay.gateway.exchange.errors import error_body
 from torchrelay.gateway.http.dependencies import Caller, Changer, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
 from torchrelay.gateway.http.whole_number import WholeNumber
-from torchrelay.gateway.openai.errors import error_body
 from torchrelay.gateway.resource_names import check_name
 
 log = get_logger(__name__)

@@ -6,17 +6,18 @@ All inputs are encoded before the call is admitted, so that a faulty input costs
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.core import Principal
+from torchrelay.gateway.exchange.asgi_app import TokenPathApp
+from torchrelay.gateway.exchange.each import each
+from torchrelay.gateway.exchange.http_exchange import HttpExchange
 from torchrelay.gateway.inference.core import EmbeddingDelta
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.limits.shares import ShareAccount
-from torchrelay.gateway.openai.asgi_app import CompletionsApp, HttpExchange
 from torchrelay.gateway.openai.embeddings.requests import (
     EmbeddingsBody,
     decode_embeddings,
@@ -27,16 +28,14 @@ from torchrelay.gateway.openai.embeddings.vectors import FLOAT_BYTES, encoded, r
 
 PATH: Final = "/v1/embeddings"
 MAX_RUNNING: Final = 32  # inputs of one request at once
-T = TypeVar("T")
-Input = TypeVar("Input")
 
 
-class EmbeddingsApp(CompletionsApp):
+class EmbeddingsApp(TokenPathApp):
     """The ASGI application, for the requests that the router sends it: HTTP, and ``PATH``."""
 
-    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:
-        with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
-            body = decode_embeddings(await exchange.request.read(self._max_body_bytes, body_bytes))
+    async def complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:
+        with self.shares.body_bytes.account(principal.tenant_id) as body_bytes:
+            body = decode_embeddings(await self.read(exchange, body_bytes))
             async with exchange.request.until_disconnect():
                 reply = await self._reply(exchange, principal, body, held, body_bytes)
                 await exchange.reply_in_parts(reply)
@@ -53,33 +52,33 @@ class EmbeddingsApp(CompletionsApp):
         num_inputs = len(params)
         body.input = ""  # the texts are in ``params`` now, which are dropped once they are encoded
         held.take(min(num_inputs, MAX_RUNNING) - 1)
-        model, embedding = await self._pipeline.embedding_model(principal, body.model)
+        model, embedding = await self.pipeline.embedding_model(principal, body.model)
         size = num_dimensions(body, embedding)
 
         async def prompt_of(index: int) -> Sequence[int]:
             try:
-                return await self._pipeline.embedding_prompt(principal, model, params[index])
+                return await self.pipeline.embedding_prompt(principal, model, params[index])
             except InvalidRequest as error:
                 if num_inputs > 1 and error.field == "input":
                     error.message = f"input[{index}]: {error.message}"
                 raise
 
-        prompts = await _each(range(num_inputs), prompt_of)
+        prompts = await each(range(num_inputs), prompt_of, MAX_RUNNING)
         params.clear()
         body_bytes.release()
 
         exchange.answer_bytes.take(num_inputs * size * FLOAT_BYTES)
-        call = self._pipeline.embeddings(principal, model, prompts, exchange.request_id, exchange.arrived_unix_us)
+        call = self.pipeline.embeddings(principal, model, prompts, exchange.request_id, exchange.arrived_unix_us)
         async with call as start:
 
             async def values_of(index: int) -> bytes:
                 session = start(index)
                 exchange.rate = session.rate
                 values = await _values(session)
-                self._pipeline.leave(session.request)
+                self.pipeline.leave(session.request)
                 return values[: size * FLOAT_BYTES]
 
-            vectors = await _each(range(num_inputs), values_of)
+            vectors = await each(range(num_inputs), values_of, MAX_RUNNING)
         encode = partial(encoded, is_normalized=embedding.is_normalized, as_base64=body.encoding_format == "base64")
         return reply_parts(model.name, map(encode, vectors), sum(map(len, prompts)))
 
@@ -91,19 +90,3 @@ async def _values(session: RequestSession) -> bytes:
             assert isinstance(delta, EmbeddingDelta), "the only delta of such a request"
             values = delta.values
     return values
-
-
-async def _each(inputs: Sequence[Input], work: Callable[[Input], Awaitable[T]]) -> list[T]:
-    """The result of ``work`` for each input, ``MAX_RUNNING`` at once. Raises the first error, and cancels the rest."""
-    turns = asyncio.Semaphore(MAX_RUNNING)
-
-    async def in_turn(given: Input) -> T:
-        async with turns:
-            return await work(given)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(in_turn(given)) for given in inputs]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
