@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchrelay.common.errors import TorchrelayError
@@ -12,7 +13,6 @@ from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.console.live_feed import LiveFeed
 from torchrelay.gateway.console.static_files import static_files
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
-from torchrelay.gateway.openai.asgi_app import encoded_headers
 from torchrelay.gateway.openai.errors import error_body, error_headers
 from torchrelay.gateway.openai.http_request import HttpRequest
 
@@ -33,8 +33,7 @@ class ConsoleApp:
         if scope["method"] == "GET" and path == LIVE_PATH:
             await self._stream(scope, receive, send)
         elif scope["method"] in ("GET", "HEAD") and (file := static_files().get(path)) is not None:
-            await send({"type": "http.response.start", "status": 200, "headers": file[1]})
-            await send({"type": "http.response.body", "body": file[0]})
+            await file(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -58,11 +57,9 @@ class ConsoleApp:
                     leaving.cancel()
                 await send({"type": "http.response.body", "body": b""})
         except TorchrelayError as error:
-            refusal = msgspec.json.encode(error_body(error))
-            length = (b"content-length", str(len(refusal)).encode())
-            headers = [(b"content-type", b"application/json"), length, *encoded_headers(error_headers(error))]
-            await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-            await send({"type": "http.response.body", "body": refusal})
+            body = msgspec.json.encode(error_body(error))
+            refusal = Response(body, error.http_status, error_headers(error), "application/json")
+            await refusal(scope, receive, send)
 
 
 async def _left(receive: Receive) -> None:
