@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchrelay.common.errors import TorchrelayError
@@ -13,7 +11,7 @@ from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.console.live_feed import LiveFeed
 from torchrelay.gateway.console.static_files import static_files
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
-from torchrelay.gateway.openai.errors import error_body, error_headers
+from torchrelay.gateway.openai.errors import refusal
 from torchrelay.gateway.openai.http_request import HttpRequest
 
 LIVE_PATH = "/console/live"
@@ -57,9 +55,7 @@ class ConsoleApp:
                     leaving.cancel()
                 await send({"type": "http.response.body", "body": b""})
         except TorchrelayError as error:
-            body = msgspec.json.encode(error_body(error))
-            refusal = Response(body, error.http_status, error_headers(error), "application/json")
-            await refusal(scope, receive, send)
+            await refusal(error)(scope, receive, send)
 
 
 async def _left(receive: Receive) -> None:
