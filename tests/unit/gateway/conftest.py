@@ -30,6 +30,7 @@ from torchrelay.gateway.sql.tables import metadata
 PEPPER = b"p" * 32
 DATABASES = ["sqlite", "postgresql"]
 TABLES = [*metadata.tables, "alembic_version"]
+FILLED = ["table_versions", "prices", "alembic_version"]  # by the migrations
 END_OTHERS = """
     SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE datname = current_database() AND pid <> pg_backend_pid()"""
@@ -39,11 +40,11 @@ END_OTHERS = """
 def postgres_template() -> Iterator[str]:
     """The URL of a server. Its database ``migrated`` is for the tests, and keeps its first rows as ``pristine``."""
     with postgres_server() as url:
-        asyncio.run(_execute(url, "CREATE DATABASE migrated"))
+        asyncio.run(execute(url, "CREATE DATABASE migrated"))
         tests_url = url.replace("/postgres", "/migrated")
-        _migrate(tests_url)
-        copies = "".join(f"CREATE TABLE pristine.{table} AS TABLE {table};" for table in TABLES)
-        asyncio.run(_execute(tests_url, f"CREATE SCHEMA pristine; {copies}"))
+        migrate(tests_url)
+        copies = "".join(f"CREATE TABLE pristine.{table} AS TABLE {table};" for table in FILLED)
+        asyncio.run(execute(tests_url, f"CREATE SCHEMA pristine; {copies}"))
         yield url
 
 
@@ -51,19 +52,19 @@ def postgres_template() -> Iterator[str]:
 def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migrated SQLite file, copied for each test."""
     path = tmp_path_factory.mktemp("sql") / "template.db"
-    _migrate(f"sqlite:///{path}")
+    migrate(f"sqlite:///{path}")
     return path
 
 
-def _migrate(url: str) -> None:
+def migrate(url: str, revision: str = "head") -> None:
     """In this process: the child that a gateway starts for it takes a second to import Alembic."""
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     config.attributes["url"] = url
-    command.upgrade(config, "head")
+    command.upgrade(config, revision)
 
 
-async def _execute(url: str, statement: str) -> None:
+async def execute(url: str, statement: str) -> None:
     connection = await asyncpg.connect(url)
     await connection.execute(statement)
     await connection.close()
@@ -85,8 +86,9 @@ def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
 def postgresql_url(postgres_template: str) -> str:
     """A migrated PostgreSQL database without connections and without rows of other tests; a new one takes 0.2 s."""
     url = postgres_template.replace("/postgres", "/migrated")
-    rows = "".join(f"DELETE FROM {table}; INSERT INTO {table} SELECT * FROM pristine.{table};" for table in TABLES)
-    asyncio.run(_execute(url, f"{END_OTHERS}; SET session_replication_role = replica; {rows}"))
+    rows = "".join(f"DELETE FROM {table};" for table in TABLES)
+    rows += "".join(f"INSERT INTO {table} SELECT * FROM pristine.{table};" for table in FILLED)
+    asyncio.run(execute(url, f"{END_OTHERS}; SET session_replication_role = replica; {rows}"))
     return url
 
 

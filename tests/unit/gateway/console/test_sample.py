@@ -208,19 +208,19 @@ def test_alert_is_shown_once_it_has_held(age_s: float, num_shown: int) -> None:
 
 
 def test_files_are_small_and_their_policy_allows_files_of_the_gateway_only() -> None:
-    assert sum(len(content) for content, _ in static_files().values()) <= 250_000
-    for path, (_, headers) in static_files().items():
-        policy = dict(headers)[b"content-security-policy"]
-        assert b"default-src 'none'" in policy, path
-        assert b"unsafe" not in policy, path
-        assert b"http" not in policy, path
+    assert sum(len(file.body) for file in static_files().values()) <= 250_000
+    for path, file in static_files().items():
+        policy = file.headers["content-security-policy"]
+        assert "default-src 'none'" in policy, path
+        assert "unsafe" not in policy, path
+        assert "http" not in policy, path
 
 
 def test_page_has_no_inline_code_and_modules_import_existing_files() -> None:
-    page = static_files()["/console"][0].decode()
+    page = bytes(static_files()["/console"].body).decode()
     assert re.search(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", page) is None
     imported = re.findall(r'(?:src|href)="(/[^"]+)"', page)
-    for path, (content, _) in static_files().items():
+    for path, file in static_files().items():
         if path.endswith(".js"):
-            imported += re.findall(r'from "([^"]+)"', content.decode())
+            imported += re.findall(r'from "([^"]+)"', bytes(file.body).decode())
     assert set(imported) <= static_files().keys()

@@ -24,13 +24,13 @@ from tests.support.programs import Program
 from tests.support.silent_proxy import SilentProxy
 from tests.support.small_disk import small_disk
 from tests.support.wait import HANG_S, eventually
-from tests.unit.gateway.conftest import AccountingRig
+from tests.unit.gateway.conftest import DATABASES, AccountingRig, execute, migrate
 from torchrelay.common.errors import DiskFull, NotFound, Unavailable
 from torchrelay.gateway.sql.database import Database, driver_url
 from torchrelay.gateway.sql.group_commit import GroupCommit, Result, linger_s
 from torchrelay.gateway.sql.schema import HEAD, MIGRATIONS, ensure_schema
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
-from torchrelay.gateway.sql.tables import balances, metadata, prices, table_versions
+from torchrelay.gateway.sql.tables import balances, metadata, prices, table_versions, versions
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 
@@ -380,6 +380,39 @@ async def test_migrations_create_exactly_the_tables_and_a_default_price(database
         (row,) = (await connection.execute(select(prices))).all()
     assert differences == []
     assert (row.model, row.valid_from_unix_us) == ("", 0)
+
+
+@pytest.fixture(params=DATABASES)
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database of each kind without tables."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/empty.db"
+    server: str = request.getfixturevalue("postgres_template")
+    asyncio.run(execute(server, "CREATE DATABASE empty"))
+    return server.replace("/postgres", "/empty")
+
+
+async def test_versions_of_earlier_releases_have_their_bases(empty_url: str) -> None:
+    row = text(
+        "INSERT INTO versions (version_id, description, stored_bytes, created_unix_us) VALUES (:id, :text, 1, 1)"
+    )
+    described = {
+        "older": '{"version_id":"older"}',
+        "model": '{"base_version_id":"","version_id":"model"}',
+        "adapter": '{"version_id":"adapter","base_version_id":"model"}',
+    }
+    await asyncio.to_thread(migrate, empty_url, "0009")
+    database = Database(empty_url)
+    async with database.write() as connection:
+        for version_id, description in described.items():
+            await connection.execute(row, {"id": version_id, "text": description})
+    await asyncio.to_thread(migrate, empty_url)
+    async with database.write() as connection:  # by a gateway of an earlier release, which runs on
+        await connection.execute(row, {"id": "later", "text": '{"base_version_id":"model"}'})
+    async with database.read() as connection:
+        bases = await connection.execute(select(versions.c.version_id, versions.c.base_version_id))
+    assert set(bases) == {("older", None), ("model", None), ("adapter", "model"), ("later", "model")}
+    await database.close()
 
 
 async def test_schema_at_head_or_newer_is_unchanged(database: Database, database_url: str) -> None:

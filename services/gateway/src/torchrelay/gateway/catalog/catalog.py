@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, insert, or_, select, true, update
+from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, func, insert, or_, select, true, tuple_, update
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
@@ -32,7 +32,7 @@ from torchrelay.gateway.sql.tables import aliases, models, replaced_versions, re
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 _ROLLBACK_S = 60.0
-_NO_BASE = '"base_version_id":""'  # in the description of a version
+_adapters = models.alias()
 _ALIAS_OF_MODEL = (aliases.c.tenant_id == models.c.tenant_id, aliases.c.model == models.c.name)
 
 
@@ -118,10 +118,9 @@ class Catalog:
                 return None
             same = and_(models.c.tenant_id == row.tenant_id, models.c.name == row.name)
             named = await _aliases(connection, same)
-            parents = await _parents(connection, [row])
-            has_adapters = await _has_adapters(connection, row)
+            parents = await _parents(connection, *_is_base_of(row.tenant_id, row.base_version_id or row.version_id))
         price = await self._prices.current(f"{tenant}/{row.name}")
-        return _published(row, price, named, parents, has_adapters)
+        return _published(row, price, named, parents)
 
     async def version(self) -> int:
         """A number that changes with every change of a model. Raises ``Unavailable``."""
@@ -141,19 +140,9 @@ class Catalog:
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
             named = await _aliases(connection, condition)
-            parents = await _parents(connection, rows)
-            adapted = await _adapted(connection, condition)
+            parents = await _parents(connection, _are_bases(condition))
         now = now_unix_us()
-        return [
-            _published(
-                row,
-                price_list.at(f"{row.tenant}/{row.name}", now),
-                named,
-                parents,
-                (row.tenant_id, row.version_id) in adapted,
-            )
-            for row in rows
-        ]
+        return [_published(row, price_list.at(f"{row.tenant}/{row.name}", now), named, parents) for row in rows]
 
     async def set_aliases(self, model: PublishedModel, names: Collection[str]) -> None:
         """Replaces the model's aliases. Raises ``Conflict`` for a name that the tenant uses otherwise, and
@@ -336,33 +325,17 @@ async def _retire(database: Database, connection: SqlConnection, version_id: str
         await connection.execute(row.on_conflict_do_nothing())
 
 
-class _Description(msgspec.Struct):
-    """The part of a version's description that names its base, and the size of its pack."""
-
-    base_version_id: str = ""
-    pack_bytes: int = 0
-
-
-def served_version(description: str, version_id: str) -> tuple[str, int]:
-    """The version of the instances that serve a version with this description, and the bytes of its pack."""
-    described = _described(description)
-    return described.base_version_id or version_id, described.pack_bytes
-
-
-def _described(description: str) -> _Description:
-    return msgspec.json.decode(description, type=_Description)
-
-
 async def _check_has_no_adapters(connection: SqlConnection, tenant_id: str, name: str, version_id: str) -> None:
     """Raises ``Conflict`` if adapters of the tenant change a version that none of its other models has.
 
     So the pack that an adapter shares is always that of a model, whose size counts in the tenant's quota.
     """
-    query = select(models.c.name, models.c.version_id, versions.c.description).join_from(models, versions)
-    rows = (await connection.execute(query.where(models.c.tenant_id == tenant_id, models.c.name != name))).all()
-    adapters = sorted(row.name for row in rows if _described(row.description).base_version_id == version_id)
-    if adapters and all(row.version_id != version_id for row in rows):
-        raise Conflict(f"adapters of {name!r} need it: delete {', '.join(adapters)} first", field="model")
+    others = select(models.c.name).where(models.c.tenant_id == tenant_id, models.c.name != name)
+    adapters = others.join(versions).where(versions.c.base_version_id == version_id)
+    copies = others.where(models.c.version_id == version_id)
+    names = sorted((await connection.execute(adapters)).scalars())
+    if names and (await connection.execute(copies)).first() is None:
+        raise Conflict(f"adapters of {name!r} need it: delete {', '.join(names)} first", field="model")
 
 
 class BaseLost(Conflict):
@@ -383,43 +356,32 @@ async def _check_has_base(connection: SqlConnection, tenant_id: str, name: str, 
         raise BaseLost(f"the engine of the base was changed to {engines[0]}, which serves no adapters", field="base")
 
 
-async def _parents(connection: SqlConnection, rows: Sequence[Row[tuple[object, ...]]]) -> dict[tuple[str, str], str]:
-    """The first models that have the bases of these models' versions, by (tenant, version)."""
-    bases = {base for row in rows if (base := _described(row.description).base_version_id)}
-    if not bases:
-        return {}
-    query = select(models.c.tenant_id, models.c.version_id, tenants.c.name.label("tenant"), models.c.name)
-    query = query.join_from(models, tenants).where(models.c.version_id.in_(bases)).order_by(models.c.name.desc())
-    return {(row.tenant_id, row.version_id): f"{row.tenant}/{row.name}" for row in await connection.execute(query)}
+def _is_base_of(tenant_id: str, version_id: str) -> Sequence[ColumnElement[bool]]:
+    """The conditions of a tenant's models that have a version which its adapters change."""
+    of_version = select(versions.c.version_id).where(versions.c.base_version_id == version_id)
+    adapters = exists().where(_adapters.c.tenant_id == tenant_id, _adapters.c.version_id.in_(of_version))
+    return models.c.tenant_id == tenant_id, models.c.version_id == version_id, adapters
 
 
-async def _has_adapters(connection: SqlConnection, row: Row[tuple[object, ...]]) -> bool:
-    """Whether adapters of the tenant change this model's version; false for an adapter, which none can change.
+def _are_bases(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    """The condition of models that adapters change, in the tenants of the models that fulfil a condition."""
+    bases = select(_adapters.c.tenant_id, versions.c.base_version_id)
+    bases = bases.join_from(_adapters, versions, _adapters.c.version_id == versions.c.version_id)
+    bases = bases.where(_adapters.c.tenant_id.in_(select(models.c.tenant_id).where(condition).correlate(None)))
+    return tuple_(models.c.tenant_id, models.c.version_id).in_(bases)
 
-    The database compares: each request for a model that is not cached waits for it.
+
+async def _parents(connection: SqlConnection, *conditions: ColumnElement[bool]) -> dict[tuple[str, str], str]:
+    """The names of the models that fulfil the conditions, the first of those with the same version, by (tenant,
+    version).
     """
-    if _described(row.description).base_version_id:
-        return False
-    has_base = versions.c.description.contains(f'"base_version_id":"{row.version_id}"', autoescape=True)
-    adapters = exists().where(
-        models.c.tenant_id == row.tenant_id, models.c.version_id == versions.c.version_id, has_base
-    )
-    return bool((await connection.execute(select(adapters))).scalar_one())
-
-
-async def _adapted(connection: SqlConnection, condition: ColumnElement[bool]) -> set[tuple[str, str]]:
-    """The bases of all adapters of the tenants of models that fulfil a condition, by (tenant, version)."""
-    adapters, text = models.alias(), versions.c.description
-    query = select(adapters.c.tenant_id, text).join_from(
-        adapters, versions, adapters.c.version_id == versions.c.version_id
-    )
-    query = query.where(adapters.c.tenant_id.in_(select(models.c.tenant_id).where(condition)))
-    rows = await connection.execute(query.where(text.contains("base_version_id"), ~text.contains(_NO_BASE)))
-    return {(row.tenant_id, base) for row in rows if (base := _described(row.description).base_version_id)}
+    key = models.c.tenant_id, models.c.version_id
+    rows = await connection.execute(select(*key, func.min(models.c.name)).where(*conditions).group_by(*key))
+    return {(tenant_id, version_id): name for tenant_id, version_id, name in rows}
 
 
 def _joined() -> Select[tuple[object, ...]]:
-    query = select(models, tenants.c.name.label("tenant"), versions.c.description)
+    query = select(models, tenants.c.name.label("tenant"), versions.c.description, versions.c.base_version_id)
     return query.join_from(models, tenants).join(versions)
 
 
@@ -443,13 +405,12 @@ def _published(
     price: Price,
     named: Mapping[tuple[str, str], Sequence[str]],
     parents: Mapping[tuple[str, str], str],
-    has_adapters: bool,
 ) -> PublishedModel:
-    version = msgspec.json.decode(row.description, type=Version)
+    parent = parents.get((row.tenant_id, row.base_version_id))
     return PublishedModel(
         name=f"{row.tenant}/{row.name}",
         tenant_id=row.tenant_id,
-        version=version,
+        version=msgspec.json.decode(row.description, type=Version),
         price=price,
         idle_timeout_s=row.idle_timeout_s,
         max_instances=row.max_instances,
@@ -459,8 +420,8 @@ def _published(
         targets=LatencyTargets(row.interactive_ttft_s, row.standard_ttft_s, row.batch_ttft_s, row.tbt_target_s),
         engine=row.engine,
         aliases=tuple(named.get((row.tenant_id, row.name), ())),
-        parent=parents.get((row.tenant_id, version.base_version_id), ""),
-        has_adapters=has_adapters,
+        parent=f"{row.tenant}/{parent}" if parent else "",
+        has_adapters=(row.tenant_id, row.version_id) in parents,
     )
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.console.live_feed import LiveFeed
 from torchrelay.gateway.console.static_files import static_files
-from torchrelay.gateway.exchange.errors import error_body, error_headers
-from torchrelay.gateway.exchange.http_exchange import encoded_headers
+from torchrelay.gateway.exchange.errors import refusal
 from torchrelay.gateway.exchange.http_request import HttpRequest
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 
@@ -33,8 +31,7 @@ class ConsoleApp:
         if scope["method"] == "GET" and path == LIVE_PATH:
             await self._stream(scope, receive, send)
         elif scope["method"] in ("GET", "HEAD") and (file := static_files().get(path)) is not None:
-            await send({"type": "http.response.start", "status": 200, "headers": file[1]})
-            await send({"type": "http.response.body", "body": file[0]})
+            await file(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -58,11 +55,7 @@ class ConsoleApp:
                     leaving.cancel()
                 await send({"type": "http.response.body", "body": b""})
         except TorchrelayError as error:
-            refusal = msgspec.json.encode(error_body(error))
-            length = (b"content-length", str(len(refusal)).encode())
-            headers = [(b"content-type", b"application/json"), length, *encoded_headers(error_headers(error))]
-            await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-            await send({"type": "http.response.body", "body": refusal})
+            await refusal(error)(scope, receive, send)
 
 
 async def _left(receive: Receive) -> None:

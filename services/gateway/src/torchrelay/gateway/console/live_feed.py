@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.health import Health
-from torchrelay.gateway.catalog.catalog import Catalog, served_version
+from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.console.alerts import alerts, held
 from torchrelay.gateway.console.core import Listed
@@ -26,6 +26,12 @@ from torchrelay.gateway.sql.tables import ledger, models, tenants, versions
 EVERY_S = 1.0
 TTFT_OVER_S = 60
 GAP_S = 10.0  # without a viewer, after which alerts are held anew
+
+
+class _Description(msgspec.Struct):
+    """The part of a version's description that is shown."""
+
+    pack_bytes: int = 0
 
 
 class LiveFeed:
@@ -117,10 +123,12 @@ class LiveFeed:
         return by_tenant, self._listed[1]
 
     async def _models(self) -> list[Listed]:
-        named = select(tenants.c.name, models.c.name, models.c.tenant_id, models.c.version_id, versions.c.description)
+        served = func.coalesce(versions.c.base_version_id, versions.c.version_id)
+        named = select(tenants.c.name, models.c.name, models.c.tenant_id, served, versions.c.description)
         async with self._database.read() as connection:
             listed = (await connection.execute(named.join_from(models, tenants).join(versions))).all()
+        decode = msgspec.json.Decoder(_Description).decode
         return [
-            Listed(f"{tenant}/{name}", tenant_id, *served_version(description, version_id))
+            Listed(f"{tenant}/{name}", tenant_id, version_id, decode(description).pack_bytes)
             for tenant, name, tenant_id, version_id, description in listed
         ]

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
-_TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
-_POLICY = (
-    "default-src 'none'; script-src 'self'; worker-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+from starlette.responses import Response
 
-Headers = list[tuple[bytes, bytes]]
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; worker-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 @cache
-def static_files() -> dict[str, tuple[bytes, Headers]]:
-    """Content and headers by path; the page itself is at ``/console``."""
-    root = files("torchrelay.gateway.console") / "static"
-    served = _below(root, "/console/")
+def static_files() -> dict[str, Response]:
+    """Answers by path; the page itself is at ``/console``."""
+    root = Path(__file__).with_name("static")
+    served = {
+        f"/console/{file.relative_to(root).as_posix()}": Response(file.read_bytes(), 200, _HEADERS, _TYPES[file.suffix])
+        for file in root.rglob("*")
+        if file.suffix in _TYPES
+    }
     return served | {"/console": served["/console/index.html"]}
-
-
-def _below(folder: Traversable, prefix: str) -> dict[str, tuple[bytes, Headers]]:
-    served: dict[str, tuple[bytes, Headers]] = {}
-    for entry in folder.iterdir():
-        media_type = _TYPES.get(entry.name.rpartition(".")[2])
-        if entry.is_dir():
-            served |= _below(entry, f"{prefix}{entry.name}/")
-        elif media_type is not None:
-            content = entry.read_bytes()
-            served[prefix + entry.name] = content, _headers(media_type, len(content))
-    return served
-
-
-def _headers(media_type: str, num_bytes: int) -> Headers:
-    return [
-        (b"content-type", media_type.encode()),
-        (b"content-length", str(num_bytes).encode()),
-        (b"content-security-policy", _POLICY.encode()),
-        (b"x-content-type-options", b"nosniff"),
-        (b"referrer-policy", b"no-referrer"),
-        (b"cache-control", b"no-cache"),
-    ]

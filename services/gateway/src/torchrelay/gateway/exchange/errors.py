@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TypedDict
 
+from starlette.responses import JSONResponse
+
 from torchrelay.common.errors import TorchrelayError, Unauthenticated
 from torchrelay.gateway.core import RequestRate
 from torchrelay.gateway.limits.limiter import RequestRateExceeded
@@ -52,3 +54,8 @@ def error_headers(error: TorchrelayError) -> dict[str, str]:
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     return {}
+
+
+def refusal(error: TorchrelayError) -> JSONResponse:
+    """The whole answer to a request, with the error's body and headers."""
+    return JSONResponse(error_body(error), error.http_status, error_headers(error))

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Match
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.validation import describe_error
-from torchrelay.gateway.exchange.errors import body, error_body, error_headers
+from torchrelay.gateway.exchange.errors import body, refusal
 
 log = get_logger(__name__)
 # Paths of inference, which clients build from a base address with or without the version.
@@ -34,7 +34,7 @@ def install_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
 async def _ours(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, TorchrelayError)
-    return JSONResponse(error_body(error), error.http_status, error_headers(error))
+    return refusal(error)
 
 
 async def _malformed(_request: Request, error: Exception) -> JSONResponse:

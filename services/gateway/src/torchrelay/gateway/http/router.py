@@ -7,10 +7,10 @@ here, and FastAPI gets requests whose body has been read within its limit; files
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import quote
 
-import msgspec
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
@@ -18,8 +18,8 @@ from torchrelay.common.ids import new_id
 from torchrelay.gateway.anthropic.dialect import COUNT_PATH
 from torchrelay.gateway.anthropic.dialect import PATH as MESSAGES_PATH
 from torchrelay.gateway.auth.api_keys import ApiKeys
-from torchrelay.gateway.exchange.errors import body, error_body, error_headers
-from torchrelay.gateway.exchange.http_exchange import CLOSE, encoded_headers
+from torchrelay.gateway.exchange.errors import body, refusal
+from torchrelay.gateway.exchange.http_exchange import CLOSE
 from torchrelay.gateway.exchange.http_request import HttpRequest
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
@@ -67,7 +67,8 @@ class AsgiRouter:
         scope.setdefault("state", {})["request_id"] = request_id
         answering = _answering(request, request_id, send)
         if scope["method"] == "GET" and (page := self._pages.get(scope["path"])) is not None:
-            await _send(answering, *await page())
+            status, encoded = await page()
+            await Response(encoded, status, media_type="application/json")(scope, receive, answering)
             return
         try:
             caller = await request.authenticate(self._keys)
@@ -75,8 +76,8 @@ class AsgiRouter:
                 raise InvalidRequest("the path and the query must not have a NUL character")
             if scope["path"] in self._pages:
                 message = f"method {scope['method']} is not allowed for {scope['path']}; use GET"
-                refusal = msgspec.json.encode(body(405, message, code="method_not_allowed"))
-                await _send(answering, 405, refusal, [(b"allow", b"GET, HEAD")])
+                answer = JSONResponse(body(405, message, code="method_not_allowed"), 405, {"allow": "GET, HEAD"})
+                await answer(scope, receive, answering)
                 return
             scope["state"]["caller"] = caller
             with self._shares.requests.held(caller.tenant_id):
@@ -91,7 +92,7 @@ class AsgiRouter:
         except ClientDisconnected:
             return
         except TorchrelayError as error:
-            await _refuse(error, answering)
+            await refusal(error)(scope, receive, answering)
 
     async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
         is_declaration = scope["method"] == "POST" and scope["path"] == "/v1/uploads"
@@ -135,15 +136,3 @@ def _answering(request: HttpRequest, request_id: str, send: Send) -> Callable[[M
         await send(message)
 
     return answering
-
-
-async def _refuse(error: TorchrelayError, send: Send) -> None:
-    headers = encoded_headers(error_headers(error))
-    await _send(send, error.http_status, msgspec.json.encode(error_body(error)), headers)
-
-
-async def _send(send: Send, status: int, encoded: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    length = (b"content-length", str(len(encoded)).encode())
-    listed = [(b"content-type", b"application/json"), length, *headers]
-    await send({"type": "http.response.start", "status": status, "headers": listed})
-    await send({"type": "http.response.body", "body": encoded})

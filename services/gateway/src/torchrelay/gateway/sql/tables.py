@@ -68,6 +68,7 @@ versions = Table(
     metadata,
     Column("version_id", String, primary_key=True),
     Column("description", Text, nullable=False),
+    Column("base_version_id", String, index=True),  # computed from the description (see the migration); null: no base
     Column("stored_bytes", BigInteger, nullable=False),
     Column("created_unix_us", BigInteger, nullable=False),
 )
@@ -77,7 +78,7 @@ models = Table(
     metadata,
     Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
     Column("name", String, primary_key=True),
-    Column("version_id", ForeignKey("versions.version_id"), nullable=False, index=True),
+    Column("version_id", ForeignKey("versions.version_id"), nullable=False),
     Column("idle_timeout_s", Float, nullable=False),
     Column("max_instances", Integer, nullable=False),
     Column("min_instances", Integer, nullable=False, server_default="0"),
@@ -89,6 +90,7 @@ models = Table(
     Column("engine", String, nullable=False, server_default="auto"),
     Column("created_unix_us", BigInteger, nullable=False),
     Column("updated_unix_us", BigInteger, nullable=False),
+    Index("ix_models_version_tenant", "version_id", "tenant_id"),
 )
 
 # Further names of models, which no model of the tenant has.
