@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import RULES, Slot, a_view
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import RULES, Slot, a_demand, a_view, crowded_demand
 from tests.unit.scheduler.policy.paper_cluster import (
     DECODE,
     MB,
@@ -50,14 +50,11 @@ def slots(model: str, number: int, num_open: int = 0, **changes: Any) -> list[Sl
 
 
 def waiting(name: str = "acme/new", wait_s: float = 0.1, number: int = 1, **changes: Any) -> Demand:
-    return replace(Demand(a_model(name), number, 0, wait_s), **changes)
+    return a_demand(a_model(name), number, oldest_wait_s=wait_s, **changes)
 
 
 def crowded(name: str = "acme/crowded", backlog_s: float = 6.0, max_instances: int = 8, **changes: Any) -> Demand:
-    """5 requests a second of 0.1 s each, and 0.5 s to wait for them."""
-    model = a_model(name, max_instances=max_instances)
-    demand = Demand(model, 1, 0, 0.0, arrivals_per_s=5.0, load=0.5, target_s=0.6, backlog_s=backlog_s)
-    return replace(demand, **changes)
+    return crowded_demand(a_model(name, max_instances=max_instances), 1, backlog_s=backlog_s, **changes)
 
 
 def full_host(
