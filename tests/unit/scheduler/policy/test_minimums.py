@@ -61,13 +61,6 @@ def test_minimum_takes_idle_slot_and_keeps_it() -> None:
     assert loaded(scene) == [KEPT.name] and scene.placement("r2") is None and scene.refusal("r2") is None
 
 
-def test_larger_minimum_of_identical_uploads_counts() -> None:
-    scene = one_host("w-0", "w-1", "w-2", "w-3")
-    set_minimums(scene, replace(KEPT, min_instances=2), replace(KEPT, name="birch/same", min_instances=1))
-    scene.pass_time(5.0)
-    assert len(list(scene.policy.state.instances)) == 2
-
-
 ENTRY = "mon-fri 08:00-18:00 Europe/Berlin = 2"
 
 
