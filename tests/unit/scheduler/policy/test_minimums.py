@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_worker, one_host, two_workers_one_host
+from tests.unit.scheduler.policy.paper_cluster import (
+    PaperCluster,
+    a_model,
+    a_store,
+    a_worker,
+    one_host,
+    two_workers_one_host,
+)
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.inputs import MinimumsSet
@@ -59,6 +66,13 @@ def test_minimum_takes_idle_slot_and_keeps_it() -> None:
     scene.admit(OTHER, "r2")
     scene.pass_time(9.0)
     assert loaded(scene) == [KEPT.name] and scene.placement("r2") is None and scene.refusal("r2") is None
+
+
+def test_larger_minimum_of_identical_uploads_counts() -> None:
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
+    set_minimums(scene, replace(KEPT, min_instances=2), replace(KEPT, name="birch/same", min_instances=1))
+    scene.pass_time(5.0)
+    assert len(list(scene.policy.state.instances)) == 2
 
 
 ENTRY = "mon-fri 08:00-18:00 Europe/Berlin = 2"
