@@ -53,6 +53,7 @@ check: .venv/.developer ## Format, lint, strict types, import contracts and plai
 	PYTHONPATH=libs/vllm/src $(BIN)/lint-imports  # torchrelay-vllm is installed beside vLLM alone
 	$(BIN)/python tools/prose.py
 	$(BIN)/python tools/set_version.py --check
+	$(BIN)/python tools/size.py
 
 docs: .venv/.developer ## Build the documentation as a site, in build/site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

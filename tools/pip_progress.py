@@ -14,12 +14,14 @@ _TOLD = ("Collecting", "Downloading", "Using cached", "Building", "Preparing", "
 
 def main() -> int:
     begin_s = time.monotonic()
-    doing = "begins"
+    doing, since_s = "begins", begin_s
     ended = threading.Event()
 
     def tell() -> None:
         while not ended.wait(EVERY_S):
-            print(f"setup: {time.monotonic() - begin_s:3.0f} s, pip: {doing}", flush=True)
+            now_s = time.monotonic()
+            lasts = f", for {now_s - since_s:.0f} s" if now_s - since_s > EVERY_S else ""
+            print(f"setup: {now_s - begin_s:3.0f} s, pip: {doing}{lasts}", flush=True)
 
     command = [sys.executable, "-m", "pip", *sys.argv[1:], "--disable-pip-version-check", "--progress-bar", "off"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -30,9 +32,10 @@ def main() -> int:
     for line in process.stdout:
         said.append(line)
         if line.strip().startswith(_TOLD):
-            doing = line.strip()[:100]
+            doing, since_s = line.strip().removesuffix(": started")[:100], time.monotonic()
         elif "Retrying" in line:
-            doing = "retrying, since an index does not answer" + line.rpartition(":")[2].rstrip()[:60]
+            answer = line.rpartition(":")[2].rstrip()[:60]
+            doing, since_s = f"retrying, since an index does not answer{answer}", time.monotonic()
     status = process.wait()
     ended.set()
     if status:

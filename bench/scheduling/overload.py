@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from torchrelay.scheduler.policy.autoscaling.actions import Action
-from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.auction import auction
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.config import ROUND_S, TURN_S, PolicyConfig
 from torchrelay.scheduler.policy.effects import CopyCommand
@@ -98,7 +98,7 @@ class _PolicyRun:
 
     def _decide(self, view: View) -> tuple[Action, ...]:
         begin = time.thread_time()
-        actions = decide(view)
+        actions = auction(view)
         if view.waited_for:
             self.decisions.append((time.thread_time() - begin) * 1e3)
         return actions

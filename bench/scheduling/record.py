@@ -88,7 +88,7 @@ def read_record(path: Path) -> Record:
         for placed in step.effects.opened:
             open_[placed.key] = placed
             worker = state.membership.workers[placed.placement.decode.worker_id]
-            pack_id = state.models[admissions[placed.key].version_id].pack_id
+            pack_id = state.known_model(admissions[placed.key].version_id).pack_id
             latencies[placed.key] = state.latency_models.of(worker, pack_id, state.config)
         match step.input:
             case Release(key, _, outcome) if key in open_ and outcome is not None:

@@ -20,7 +20,7 @@ VIOLATIONS = {
     "services": ("torchrelay.gateway.settings", "import torchrelay.scheduler.settings"),
     "no-torch": ("torchrelay.scheduler.settings", "import torch"),
     "no-cycles": ("torchrelay.common.errors", "import torchrelay.common.net.rpc"),
-    "pure-cores": ("torchrelay.scheduler.policy.handlers.placement", "import time"),
+    "pure-cores": ("torchrelay.scheduler.policy.dispatch.placement", "import time"),
     "common-layers": ("torchrelay.common.process.heap", "import torchrelay.common.net.rpc"),
     "transfer-layers": ("torchrelay.transfer.arena.slab", "import torchrelay.transfer.serve.holder"),
     "fetch-layers": ("torchrelay.transfer.fetch.rates", "import torchrelay.transfer.fetch.source_policy"),

@@ -23,9 +23,11 @@ from torchrelay.common.tokens.text_stream import TextStream
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.choice_reader import ScoredToken
 from torchrelay.gateway.inference.core import GenerateParams, TokenLogprobs, Usage
 from torchrelay.gateway.inference.parameter_ranges import MAX_PROMPTS
-from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+from torchrelay.gateway.inference.text.detokenizer import PlacedToken
+from torchrelay.gateway.openai.logprobs import LogprobFormatter
 from torchrelay.gateway.openai.replies import Answer, ChoiceBuffer, ReplyFormat, whole_reply
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.inference.v1 import inference_pb2 as pb
@@ -426,7 +428,7 @@ async def test_reply_with_the_most_logprobs_is_made_in_a_short_step(rig: TokenPa
     """They fill a tenant's share."""
     formatter = LogprobFormatter(TokenBytes(decoder_of(rig.tokenizer)), is_chat)
     logprobs = TokenLogprobs(-0.5, tuple((2 + place, -0.25) for place in range(20)))
-    token = formatter.encoded(LogprobEntry(2, logprobs, b"a", 0))
+    token = formatter.encoded(ScoredToken(2, logprobs, PlacedToken("a", b"a", 0)))
     num_tokens = GatewaySettings().max_held_answer_bytes_per_tenant // sum(map(len, token)) // 16
     choice = ChoiceBuffer(parts=["a"] * num_tokens, finish=FinishCause.LENGTH, logprobs=[token] * num_tokens)
     params = GenerateParams("echo", token_ids=tuple(PROMPT), max_tokens=1)

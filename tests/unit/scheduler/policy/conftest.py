@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import CountedPlacements
-from torchrelay.scheduler.policy.handlers import dispatch
+from torchrelay.scheduler.policy.dispatch import dispatch
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action, 
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import ROUND_S
+from torchrelay.scheduler.policy.dispatch import endpoints, live_scaling
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import AttemptPlaced, Effects, LoadCommand, SchedulerEvent, SetRolesCommand
-from torchrelay.scheduler.policy.handlers import endpoints, live_scaling, scaling, views
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
+from torchrelay.scheduler.policy.handlers import scaling, views
 from torchrelay.scheduler.policy.inputs import Input, Tick
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.reasons import Reason
@@ -90,15 +91,15 @@ def actions_due(state: State, now: float) -> Sequence[Action]:
 
 def _endpoint(state: State, placement: Placement, version_id: str, now: float) -> Instance | None:
     """The instance that computes the prompt, if it takes prompts now."""
-    able = endpoints.of_version(state, state.models[version_id], now)
+    able = endpoints.of_version(state, state.known_model(version_id), now)
     return next((each for each in able.all if each.instance_id == placement.prefill.instance_id), None)
 
 
 def _is_placeable(state: State, admission: Admission, now: float) -> bool:
     """Whether an instance may be given the request now, by a search among all instances."""
-    model = state.models[admission.version_id]
+    model = state.known_model(admission.version_id)
     able = endpoints.of_version(state, model, now)
-    are_several = state.usages.of(model.version_id).callers.are_several(now)
+    are_several = state.versions.of(model.version_id).usage.callers.are_several(now)
     prefills, decodes = (
         [each for each in instances if each.takes_beside_others or not are_several]
         for instances in (able.prefills, able.decodes)
@@ -146,7 +147,7 @@ def _check_number(state: State, command: LoadCommand | SetRolesCommand) -> None:
         instance = state.instances.get(command.instance_id)
         assert instance is not None
         version_id, roles = instance.version_id, set(command.roles - instance.roles)
-    most = state.models[version_id].max_instances or state.config.max_instances
+    most = state.known_model(version_id).max_instances or state.config.max_instances
     for role in roles:
         playing = [each for each in _staying(state, version_id) if role in each.target_roles]
         assert len(playing) <= most, (command, playing)
@@ -192,7 +193,7 @@ def _check_late_binding(state: State, opened: AttemptPlaced, now: float) -> None
 
 def _check_texts(state: State, events: Iterable[SchedulerEvent]) -> None:
     """What a tenant may read names no other tenant."""
-    tenants = {tenant_of(model.name) for model in state.models.values()}
+    tenants = {tenant_of(each.model.name) for each in state.versions if each.model is not None}
     for event in events:
         for name in (event.model, *event.aliases):
             own = tenant_of(name)
@@ -232,7 +233,7 @@ def check_indexes(state: State) -> None:
     assert len({instance.worker_id for instance in all_instances}) == len(all_instances)
     assert set(instances.versions) == {instance.version_id for instance in all_instances}
     for instance in all_instances:
-        assert instance.work is state.attempts.at(instance.instance_id) and instance.work.is_present
+        assert instance.work is state.attempts.work_of(instance.instance_id) and instance.work.is_present
         assert instances.get(instance.instance_id) is instances.on_worker(instance.worker_id) is instance
         assert instance in instances.of_version(instance.version_id) and instance in instances.on_host(instance.host_id)
     by_phase = {phase: {each.instance_id for each in all_instances if each.phase is phase} for phase in InstancePhase}

@@ -11,6 +11,7 @@ from msgspec import structs
 from tests.unit.scheduler.policy.invariants import check_state
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import ROUND_S, PolicyConfig
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Answer,
@@ -25,7 +26,6 @@ from torchrelay.scheduler.policy.effects import (
     SetRolesCommand,
     UnloadCommand,
 )
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
 from torchrelay.scheduler.policy.inputs import (
     Admit,
     Beat,

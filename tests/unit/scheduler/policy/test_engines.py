@@ -22,7 +22,8 @@ from tests.unit.scheduler.policy.paper_cluster import (
     one_host,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement
+from torchrelay.scheduler.policy.dispatch import endpoints
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, WorkerStatus
 
 
@@ -45,7 +46,7 @@ def test_a_load_of_an_engine_without_layer_spans_counts_no_layers() -> None:
     scene.pass_time(1.0)
     scene.set_slot("w-a", num_layers_ready=2)
     scene.pass_time(1.0)
-    (instance,) = scene.policy.state.endpoints[MODEL.version_id].prefills
+    (instance,) = endpoints.of_version(scene.policy.state, MODEL, scene.now).prefills
     assert instance.phase is InstancePhase.LOADING and instance.loaded_at > scene.now
     assert (instance.share_loaded_at(scene.now), instance.num_layer_steps) == (0.0, 1)
 
@@ -56,7 +57,7 @@ def test_a_load_whose_engine_starts_after_the_last_layer_is_not_stalled() -> Non
     scene.hold("store-1", MODEL)
     scene.set_slot("w-a", num_layers_ready=2, num_layers=2, loaded_share=1.0)
     scene.pass_time(1.0)
-    (instance,) = scene.policy.state.endpoints[MODEL.version_id].prefills
+    (instance,) = endpoints.of_version(scene.policy.state, MODEL, scene.now).prefills
     assert 28.0 < instance.load_left_s(scene.now) < 31.0
     scene.pass_time(60.0, step_s=0.5)
     assert not scene.unloads()

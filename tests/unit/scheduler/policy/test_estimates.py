@@ -12,13 +12,13 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import a_model, a_worker, an_instance, one_host, two_hosts
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.backlogs import prompts_s
 from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WEIGHT, Correction
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.estimates.latency import LatencyModels, load_s
 from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
 from torchrelay.scheduler.policy.estimates.requests import CachedShare
 from torchrelay.scheduler.policy.estimates.token_time import TokenTime
-from torchrelay.scheduler.policy.handlers.backlogs import prompts_s
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome, outcome_of
 from torchrelay.scheduler.policy.storage_tiers import Tier
@@ -261,7 +261,7 @@ def test_tbt_uses_mean_length_and_kv_the_maximum() -> None:
         admission = scene.admit(SMALL_KV, request_id, max_tokens=100_000, num_choices=2)
         scene.apply(FirstToken(admission.key))
         placement = scene.placed(request_id)
-        assert attempts.at(placement.decode.instance_id).kv_bytes == admission.kv_bytes(SMALL_KV)
+        assert attempts.work_of(placement.decode.instance_id).kv_bytes == admission.kv_bytes(SMALL_KV)
         scene.apply(Release(admission.key, True, Outcome(num_output_tokens=40)))
         return placement.predicted.step_s
 

@@ -46,7 +46,7 @@ def test_length_of_an_answer_is_that_of_all_its_attempts() -> None:
         scene.apply(Release(first, True, Outcome(num_output_tokens=512), goes_on=True))
         scene.admit(MODEL, second.request_id, attempt=2, num_forced_tokens=512)
         scene.apply(Release(second, True, Outcome(num_output_tokens=1000)))
-    assert scene.policy.state.usages.of(MODEL.version_id).answers.mean == 1512
+    assert scene.policy.state.versions.of(MODEL.version_id).usage.answers.mean == 1512
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_request_waits_for_return_of_failed_store() -> None:
             )
         scene.admit(MODEL, "r1", attempt=attempt)
         scene.pass_time(1.0)
-    assert scene.policy.state.load_failures.given_up_for(MODEL.version_id, scene.now), "the last try has failed"
+    assert scene.policy.state.versions.of(MODEL.version_id).failures.given_up_for(scene.now), "the last try has failed"
     assert all(scene.refusal("r1", attempt=attempt) is None for attempt in range(1, 5))
     scene.obedient = True
     scene.pass_time(10.0)
@@ -129,7 +129,7 @@ def test_request_waits_for_return_of_lost_store() -> None:
     """A worker reports that its loads fail as the store cannot be reached; that is no fault of the model or worker."""
     scene = two_workers_one_host()
     scene.admit(MODEL, "r1")
-    failures = scene.policy.state.load_failures
+    version = scene.policy.state.versions.of(MODEL.version_id)
     for attempt in range(2, 20):
         for worker_id, worker in scene.workers.items():
             if worker.slot.instance_id:
@@ -138,9 +138,9 @@ def test_request_waits_for_return_of_lost_store() -> None:
         scene.admit(MODEL, "r1", attempt=attempt)
         scene.pass_time(0.1)
         assert scene.refusal("r1", attempt=attempt) is None
-        if failures.given_up_for(MODEL.version_id, scene.now):
+        if version.failures.given_up_for(scene.now):
             break
-    assert failures.given_up_for(MODEL.version_id, scene.now) == "no peer"
+    assert version.failures.given_up_for(scene.now) == "no peer"
     assert {event.fields["cause"] for event in scene.told(topic="instance.failed")} == {"store_lost"}
     scene.pass_time(10.0)
     assert scene.placement("r1", attempt=attempt) is not None
@@ -153,19 +153,19 @@ def test_load_moves_to_another_host_from_lost_store() -> None:
     first = next(iter(scene.policy.state.instances)).worker_id
     host_id = scene.workers[first].host_id
     on_host = {worker_id for worker_id, worker in scene.workers.items() if worker.host_id == host_id}
-    failures = scene.policy.state.load_failures
+    avoided = scene.policy.state.avoided_workers
     for failing in ({first}, on_host):
         for worker_id in failing:
             lost = SlotStatus(error=f"no peer of {worker_id}", store_was_lost=True)
             scene.workers[worker_id] = replace(scene.workers[worker_id], slot=lost)
         scene.pass_time(0.1)
-        assert failures.avoid(scene.now) == on_host
+        assert avoided.at(scene.now) == on_host
     scene.admit(model, "r1", attempt=2)
     scene.pass_time(1.0)
     assert scene.placement("r1", attempt=2) is not None
     assert {instance.worker_id for instance in scene.policy.state.instances}.isdisjoint(on_host)
     scene.pass_time(5.0)
-    assert not failures.avoid(scene.now)
+    assert not avoided.at(scene.now)
 
 
 @pytest.mark.parametrize("num_layers", [0, 1])
@@ -187,8 +187,8 @@ def test_refused_relay_ends_accepted_load_without_layers_and_blames_store(num_la
     assert not any(command.drain_s for command in unloads)
     draining = scene.told(topic="instance.draining")
     assert {event.fields["cause"] for event in draining} == {"load_refused"}
-    failures = scene.policy.state.load_failures
-    assert failures.is_of_store(MODEL.version_id) and not failures.avoid(scene.now)
+    state = scene.policy.state
+    assert state.versions.of(MODEL.version_id).failures.is_of_store and not state.avoided_workers.at(scene.now)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from types import TracebackType
 from typing import Any, Self
 
 from nats.aio.client import Client
@@ -19,7 +18,7 @@ from torchrelay.common.identity.callers import SCHEDULER_NODE
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
-from torchrelay.common.net.nats_client import Subjects, connect
+from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import (
@@ -46,17 +45,22 @@ NUM_LAYERS = 4
 class ReportingPeer(abc.ABC):
     """A server whose report goes out on NATS ten times a second and on a Watch stream at every change."""
 
-    def __init__(self, nats: Client, subject: str) -> None:
-        self._nats, self._subject = nats, subject
-        self._node_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), subject.rpartition(".")[2])
+    def __init__(self, nats: Client, subject: str, host_id: str) -> None:
+        self._nats, self._subject, self.host_id = nats, subject, host_id
+        self.node_id = subject.rpartition(".")[2]
+        self._node_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), self.node_id)
         self.server = RpcServer("127.0.0.1")
         self.address = f"127.0.0.1:{self.server.port}"
+        self.incarnation = new_id("run")
         self.epoch = 0
         self._version = 0
         self._is_leaving = False
         self.is_hung = False  # it keeps its connections and says nothing
         self.num_watches = 0
         self.num_open_calls = 0  # loads or relays without an answer, until their deadline
+        self.answers = asyncio.Event()  # cleared: loads and relays get no answer
+        self.answers.set()
+        self.refusal: TorchrelayError | None = None  # of loads and relays
         self.is_passed_on_by_broker = True  # cleared: the broker passes nothing on
         self._changed = asyncio.Condition()
         self._publishing: asyncio.Task[None] | None = None
@@ -74,18 +78,29 @@ class ReportingPeer(abc.ABC):
             raise StaleEpoch(f"epoch {epoch} is over")
         self.epoch = epoch
 
+    async def answer(self) -> None:
+        """Waits until loads and relays get answers, and raises their refusal if there is one."""
+        self.num_open_calls += 1
+        try:
+            await self.answers.wait()
+        finally:
+            self.num_open_calls -= 1
+        if self.refusal is not None:
+            raise self.refusal
+
     async def touch(self) -> None:
         async with self._changed:
             self._version += 1
             self._changed.notify_all()
 
-    async def watch(self, beat_every_s: float, epoch: int) -> AsyncIterator[Any]:
+    async def watch(self, request: Any) -> AsyncIterator[Any]:
         self.num_watches += 1
+        epoch: int = request.epoch
         self.epoch, seen, has_told = max(self.epoch, epoch), -1, False
         while True:
             async with self._changed:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(beat_every_s):
+                    async with asyncio.timeout(request.beat_every_s):
                         while seen == self._version or self.is_hung:
                             await self._changed.wait()
                 has_changed, seen = seen != self._version, self._version
@@ -110,10 +125,12 @@ class ReportingPeer(abc.ABC):
         self._publishing = asyncio.create_task(self._publish())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.kill()
+
+    @property
+    def is_running(self) -> bool:
+        return self._publishing is not None
 
     async def wake(self) -> None:
         """Goes on after it hung."""
@@ -139,18 +156,13 @@ _ROLES = [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
 
 class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     def __init__(self, nats: Client, subjects: Subjects, worker_id: str, host_id: str) -> None:
-        super().__init__(nats, subjects.worker_load(worker_id))
+        super().__init__(nats, subjects.worker_load(worker_id), host_id)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
-        self.worker_id, self.host_id = worker_id, host_id
-        self.prefers_decode = worker_id.endswith("b")
-        self.incarnation = new_id("run")
+        self.worker_id, self.prefers_decode = worker_id, worker_id.endswith("b")
         self.slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE)
         self.loads: list[worker_pb2.LoadRequest] = []
         self.role_changes: list[worker_pb2.SetRolesRequest] = []
         self.unloads: list[worker_pb2.UnloadRequest] = []
-        self.refusal: TorchrelayError | None = None
-        self.answers = asyncio.Event()  # cleared: loads get no answer
-        self.answers.set()
         self.engine = types_pb2.EngineProgress()
 
     def report(self) -> reports_pb2.WorkerReport:
@@ -176,13 +188,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     async def Load(self, request: worker_pb2.LoadRequest, context: Any) -> worker_pb2.LoadReply:
         self.check_epoch(request.epoch)
         self.loads.append(request)
-        self.num_open_calls += 1
-        try:
-            await self.answers.wait()
-        finally:
-            self.num_open_calls -= 1
-        if self.refusal is not None:
-            raise self.refusal
+        await self.answer()
         version = request.version
         self.slot = reports_pb2.SlotState(
             state=reports_pb2.SlotState.STATE_LOADING,
@@ -225,28 +231,21 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
         await self.touch()
         return worker_pb2.UnloadReply()
 
-    async def WatchSlot(
-        self, request: worker_pb2.WatchSlotRequest, context: Any
-    ) -> AsyncIterator[reports_pb2.WorkerReport]:
-        async for report in self.watch(request.beat_every_s, request.epoch):
-            yield report
+    def WatchSlot(self, request: worker_pb2.WatchSlotRequest, context: Any) -> AsyncIterator[Any]:
+        return self.watch(request)
 
 
 class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
     """Uploads are not its concern; gRPC answers UNIMPLEMENTED for them."""
 
     def __init__(self, nats: Client, subjects: Subjects, store_id: str, host_id: str) -> None:
-        super().__init__(nats, subjects.store_load(store_id))
+        super().__init__(nats, subjects.store_load(store_id), host_id)
         param_store_pb2_grpc.add_ParamStoreServicer_to_server(self, self.server.server)
-        self.store_id, self.host_id = store_id, host_id
-        self.incarnation = new_id("run")
+        self.store_id = store_id
         self.relays: list[param_store_pb2.RelayRequest] = []
         self.retains: list[param_store_pb2.RetainRequest] = []
         self.copies: dict[str, reports_pb2.PackCopy] = {}
         self.nic: reports_pb2.NicCounters | None = None
-        self.refusal: TorchrelayError | None = None  # of relays
-        self.answers = asyncio.Event()  # cleared: commands get no answer
-        self.answers.set()
 
     def report(self) -> reports_pb2.StoreReport:
         return reports_pb2.StoreReport(
@@ -269,13 +268,7 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
     async def Relay(self, request: param_store_pb2.RelayRequest, context: Any) -> param_store_pb2.RelayReply:
         self.check_epoch(request.epoch)
         self.relays.append(request)
-        self.num_open_calls += 1
-        try:
-            await self.answers.wait()
-        finally:
-            self.num_open_calls -= 1
-        if self.refusal is not None:
-            raise self.refusal
+        await self.answer()
         if request.pack_id in self.copies:
             return param_store_pb2.RelayReply(already_complete=True)
         self.copies[request.pack_id] = reports_pb2.PackCopy(
@@ -297,14 +290,9 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
         copy.relay_end_unix_us = begin_unix_us + 9_000
         await self.touch()
 
-    async def WatchCopies(
-        self, request: param_store_pb2.WatchCopiesRequest, context: Any
-    ) -> AsyncIterator[reports_pb2.StoreReport]:
-        async for report in self.watch(request.beat_every_s, request.epoch):
-            yield report
+    def WatchCopies(self, request: param_store_pb2.WatchCopiesRequest, context: Any) -> AsyncIterator[Any]:
+        return self.watch(request)
 
-
-WAIT_S = HANG_S  # against hanging only
 
 SCHEDULER_TOKEN = every_token(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
 
@@ -322,13 +310,11 @@ class GatewayClient:
 
     async def __aenter__(self) -> Self:
         self._call = self.stub.Admit()
-        await asyncio.wait_for(self._call.wait_for_connection(), WAIT_S)
+        await asyncio.wait_for(self._call.wait_for_connection(), HANG_S)
         await self.send(hello=scheduler_pb2.AdmitHello(gateway_id=self._gateway_id))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self._call.cancel()
         await self._channel.close()
 
@@ -336,9 +322,13 @@ class GatewayClient:
         commands = [scheduler_pb2.AdmitCommand(**command)]
         await self._call.write(scheduler_pb2.AdmitCommands(commands=commands))
 
-    async def event(self, timeout_s: float = WAIT_S) -> scheduler_pb2.AdmitEvent:
+    def history(self, *kinds: str) -> Any:
+        """A call whose replies are the events of these kinds, past and new; of all kinds if none is named."""
+        return self.stub.WatchEvents(scheduler_pb2.WatchEventsRequest(kinds=kinds, since_unix_us=1, follow=True))
+
+    async def event(self) -> scheduler_pb2.AdmitEvent:
         """The next event other than what is told about loads."""
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(HANG_S):
             while not self._events:
                 batch = await self._call.read()
                 assert isinstance(batch, scheduler_pb2.AdmitEvents), "the stream ended"
@@ -349,11 +339,16 @@ class GatewayClient:
     async def admit(self, request_id: str, attempt: int = 1, **changes: Any) -> None:
         await self.send(admit=a_request(request_id, attempt, **changes))
 
-    async def placement(self, timeout_s: float = WAIT_S) -> scheduler_pb2.Placement:
+    async def placement(self) -> scheduler_pb2.Placement:
         """The next answer, which must be a placement."""
-        event = await self.event(timeout_s)
+        event = await self.event()
         assert event.HasField("placement"), event
         return event.placement
+
+    async def place(self, request_id: str, attempt: int = 1, **changes: Any) -> scheduler_pb2.Placement:
+        """Admits a request, and returns its placement."""
+        await self.admit(request_id, attempt, **changes)
+        return await self.placement()
 
 
 def a_version(name: str = "acme/tiny", idle_timeout_s: float = 0.0) -> types_pb2.ModelVersion:
@@ -396,6 +391,7 @@ class ScriptedCluster:
         self.subjects = Subjects(self.prefix)
         self.nats = nats
         self._nats_url, self._stack = nats_url, stack
+        self._peers: list[ReportingPeer] = []
 
     async def host(self, number: int) -> tuple[ScriptedStore, ScriptedWorker, ScriptedWorker]:
         """A host with a store and two workers that can play both roles; the second prefers decode."""
@@ -403,7 +399,7 @@ class ScriptedCluster:
         store = ScriptedStore(self.nats, self.subjects, f"store-{number}", host_id)  # type: ignore[abstract]
         workers = [ScriptedWorker(self.nats, self.subjects, f"w-{number}{letter}", host_id) for letter in "ab"]
         for peer in (store, *workers):
-            await self._stack.enter_async_context(peer)
+            self._peers.append(await self._stack.enter_async_context(peer))
         return store, workers[0], workers[1]
 
     def settings(self, **changes: Any) -> SchedulerSettings:
@@ -411,25 +407,16 @@ class ScriptedCluster:
         return ScriptedSettings(**(fields | changes))
 
     @asynccontextmanager
-    async def scheduler(self, num_workers: int = 0, tls: Tls | None = None, **changes: Any) -> AsyncIterator[str]:
-        """A running scheduler's address, once it knows ``num_workers`` workers. ``tls``: the identity of a caller."""
+    async def scheduler(self, tls: Tls | None = None, **changes: Any) -> AsyncIterator[str]:
+        """A running scheduler's address, once it knows all peers. ``tls``: the identity of a caller."""
+        num_peers = sum(peer.is_running for peer in self._peers)
         async with serving(self.settings(**changes)) as addresses:
-            await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers, tls=tls)
+            await cluster(addresses["grpc"], lambda view: len(view.workers) + len(view.stores) >= num_peers, tls=tls)
             yield addresses["grpc"]
 
 
-@asynccontextmanager
-async def scripted_cluster(nats_url: str) -> AsyncIterator[ScriptedCluster]:
-    nats = await connect(nats_url, "scripted")
-    try:
-        async with AsyncExitStack() as stack:
-            yield ScriptedCluster(nats_url, nats, stack)
-    finally:
-        await nats.close()
-
-
 async def cluster(
-    address: str, until: Callable[[scheduler_pb2.ClusterView], bool], timeout_s: float = WAIT_S, tls: Tls | None = None
+    address: str, until: Callable[[scheduler_pb2.ClusterView], bool], timeout_s: float = HANG_S, tls: Tls | None = None
 ) -> scheduler_pb2.ClusterView:
     """The first view of the cluster that fulfils ``until``."""
     async with asyncio.timeout(timeout_s), open_channel(address, tls, SCHEDULER_TOKEN) as channel:

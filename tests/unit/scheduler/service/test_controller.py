@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from enum import IntEnum
 from typing import Any
 
 import grpc
@@ -22,17 +23,17 @@ from torchrelay.common.errors import Overloaded
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.nats_client import Subjects
-from torchrelay.common.net.rpc.message_pace import AT_ONCE
+from torchrelay.common.net.rpc.message_pace import AT_ONCE, EVERY_S
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Refusal
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents
 from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.effects import Placed
+from torchrelay.scheduler.policy.effects import Placed, RefusalReason
 from torchrelay.scheduler.policy.inputs import GatewayChanged
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.types import Admission, LatencyTargets, ServiceClass, SlotClass
 from torchrelay.scheduler.service import peer_channels
-from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStreams
+from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStream, AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller
 from torchrelay.scheduler.service.converters import (
     admission_from_proto,
@@ -40,7 +41,7 @@ from torchrelay.scheduler.service.converters import (
     store_from_proto,
     worker_from_proto,
 )
-from torchrelay.scheduler.service.events.publisher import EventPublisher
+from torchrelay.scheduler.service.history import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 from torchrelay.scheduler.service.servicer import SchedulerServicer
@@ -64,21 +65,19 @@ def recorded_controller() -> tuple[Controller, io.BytesIO]:
     return controller, log
 
 
-def num_ticks(log: io.BytesIO) -> int:
-    inputs = [json.loads(line)["input"] for line in log.getvalue().splitlines()[1:]]
-    return sum(input["kind"] == "Tick" for input in inputs)
+def inputs(log: io.BytesIO, kind: str) -> list[Any]:
+    logged = [json.loads(line)["input"] for line in log.getvalue().splitlines()[1:]]
+    return [each for each in logged if each["kind"] == kind]
 
 
 @asynccontextmanager
 async def running(controller: Controller) -> AsyncIterator[None]:
     """The controller ticks, but for turns and rounds."""
     controller.policy.state.turn_due = controller.policy.state.round_due = math.inf
-    ticks = asyncio.create_task(controller.run())
-    try:
+    async with asyncio.TaskGroup() as tasks:
+        ticks = tasks.create_task(controller.run())
         yield
-    finally:
         ticks.cancel()
-        await asyncio.wait((ticks,))
 
 
 async def test_earlier_due_times_replace_the_timer() -> None:
@@ -89,7 +88,7 @@ async def test_earlier_due_times_replace_the_timer() -> None:
             due[f"version {number}"] = began + 0.1 - 0.005 * number
             controller.apply(GatewayChanged("gateway-1", True))
         await eventually(lambda: not due)
-    assert 1 <= num_ticks(log) <= 10  # at most one for each time
+    assert 1 <= len(inputs(log, "Tick")) <= 10  # at most one for each time
 
 
 def a_report(worker_id: str, *, is_leaving: bool = False) -> reports_pb2.WorkerReport:
@@ -164,12 +163,10 @@ async def test_failed_tick_ends_the_controller(monkeypatch: MonkeyPatch) -> None
 async def test_ticks_that_are_due_at_once_let_other_tasks_run(monkeypatch: MonkeyPatch) -> None:
     controller, log = recorded_controller()
     monkeypatch.setattr(Policy, "next_due", lambda policy: 0.0)
-    ticks = asyncio.create_task(controller.run())
-    for _ in range(100):
-        await asyncio.sleep(0)
-    ticks.cancel()
-    await asyncio.wait((ticks,))
-    assert num_ticks(log) > 10
+    async with running(controller):
+        for _ in range(100):
+            await asyncio.sleep(0)
+    assert len(inputs(log, "Tick")) > 10
 
 
 async def test_stopped_controller_has_no_timer() -> None:
@@ -180,7 +177,7 @@ async def test_stopped_controller_has_no_timer() -> None:
     later = asyncio.Event()
     asyncio.get_running_loop().call_later(0.02, later.set)  # after the timer: they fire in order
     await later.wait()
-    assert num_ticks(log) == 0 and controller.policy.state.due
+    assert len(inputs(log, "Tick")) == 0 and controller.policy.state.due
 
 
 async def test_view_of_stores_omits_disks() -> None:
@@ -258,8 +255,7 @@ async def test_message_with_many_commands_leaves_other_streams_their_turn() -> N
             task.cancel()
     for call in calls:
         await call.aclose()
-    inputs = [json.loads(line)["input"] for line in log.getvalue().splitlines()[1:]]
-    order = [each["admission"]["key"][0] for each in inputs if each["kind"] == "Admit"]
+    order = [each["admission"]["key"][0] for each in inputs(log, "Admit")]
     assert order.index("other") <= 64 and [name for name in order if name != "other"] == many
 
 
@@ -279,14 +275,11 @@ async def test_replaced_stream_ends_at_its_turn() -> None:
 
 
 async def test_slow_gateway_loses_stream() -> None:
-    streams = AdmitStreams(max_queued=3)
-    stream = streams.open()
-    streams.connected(stream, "g")
+    stream = AdmitStream(max_queued=3, message_every_s=EVERY_S)
     for _ in range(4):
-        streams.send("g", AdmitEvent())
+        stream.send({})
     with pytest.raises(Overloaded):
-        async for _ in stream.events():
-            pass
+        await anext(stream.events())
 
 
 async def test_newer_stream_replaces_older() -> None:
@@ -296,52 +289,46 @@ async def test_newer_stream_replaces_older() -> None:
     streams.connected(newer, "g")
     assert [event async for event in older.events()] == []
     assert not streams.disconnected(older)  # the gateway is still here
-    streams.send("g", AdmitEvent())
+    streams.send("g", {})
     streams.close()
     assert [events async for events in newer.events()] == [AdmitEvents(events=[AdmitEvent()])]
     assert streams.disconnected(newer)
-
-
-async def test_stream_beats_at_requested_interval() -> None:
-    streams = AdmitStreams(max_queued=3)
-    stream = streams.open()
-    stream.beat(0.1)
-    events = stream.events()
-    assert [await _kinds(events) for _ in range(3)] == [["beat"]] * 3
-    streams.connected(stream, "g")
-    streams.send("g", AdmitEvent(refusal=Refusal()))
-    assert await _kinds(events) == ["refusal"]
-    streams.close()
-    assert [event async for event in events] == []
 
 
 async def _kinds(events: AsyncIterator[AdmitEvents]) -> list[str | None]:
     return [event.WhichOneof("event") for event in (await anext(events)).events]
 
 
+async def test_stream_beats_at_requested_interval() -> None:
+    stream = AdmitStream(max_queued=3, message_every_s=EVERY_S)
+    stream.beat(0.1)
+    events = stream.events()
+    assert [await _kinds(events) for _ in range(3)] == [["beat"]] * 3
+    stream.send({"refusal": {}})
+    assert await _kinds(events) == ["refusal"]
+    stream.close()
+    assert [event async for event in events] == []
+
+
 async def test_waiting_events_form_bounded_batches() -> None:
-    streams = AdmitStreams(max_queued=1000)
-    stream = streams.open()
-    streams.connected(stream, "g")
+    stream = AdmitStream(max_queued=1000, message_every_s=EVERY_S)
     for position in range(MAX_BATCH + 1):
-        streams.send("g", AdmitEvent(refusal=Refusal(retry_after_s=position)))
-    streams.close()
+        stream.send({"refusal": {"retry_after_s": position}})
+    stream.close()
     batches = [[event.refusal.retry_after_s for event in events.events] async for events in stream.events()]
     assert batches == [[*range(MAX_BATCH)], [MAX_BATCH]]
 
 
 async def test_close_events_share_one_message() -> None:
-    streams = AdmitStreams(max_queued=1000, message_every_s=0.3)
-    stream = streams.open()
-    streams.connected(stream, "g")
+    stream = AdmitStream(max_queued=1000, message_every_s=0.3)
     events = stream.events()
     for _ in range(AT_ONCE):
-        streams.send("g", AdmitEvent(refusal=Refusal()))
+        stream.send({"refusal": {}})
         assert len(await _kinds(events)) == 1
-    streams.send("g", AdmitEvent(refusal=Refusal()))
+    stream.send({"refusal": {}})
     following = asyncio.create_task(_kinds(events))
     await asyncio.sleep(0)  # the stream has seen the first of two
-    streams.send("g", AdmitEvent(refusal=Refusal()))
+    stream.send({"refusal": {}})
     assert len(await following) == 2
 
 
@@ -403,10 +390,16 @@ def admission(**fields: Any) -> Admission:
     return admission_from_proto(a_request("r1", **fields), "gateway-1", now=100.0)
 
 
-def test_admission_has_service_class_of_request() -> None:
-    given = admission(service_class=scheduler_pb2.SERVICE_CLASS_BATCH)
-    assert given.service_class is ServiceClass.BATCH
-    assert admission().service_class is ServiceClass.STANDARD
+@pytest.mark.parametrize(
+    ("fields", "service_class"),
+    [
+        ({}, ServiceClass.STANDARD),
+        ({"service_class": scheduler_pb2.SERVICE_CLASS_BATCH}, ServiceClass.BATCH),
+        ({"service_class": 99}, ServiceClass.STANDARD),  # of a later release
+    ],
+)
+def test_admission_has_service_class_of_request(fields: dict[str, Any], service_class: ServiceClass) -> None:
+    assert admission(**fields).service_class is service_class
 
 
 def test_retried_request_keeps_its_arrival() -> None:
@@ -416,49 +409,46 @@ def test_retried_request_keeps_its_arrival() -> None:
     assert again.deadline == first.deadline - 7.5
 
 
-def test_admission_has_targets_of_model() -> None:
+def test_model_has_targets_and_slots_of_version() -> None:
     version = a_version()
     assert model_from_proto(version).targets == LatencyTargets()
-    version.targets.CopyFrom(types_pb2.LatencyTargets(interactive_ttft_s=0.2, standard_ttft_s=0.5, tbt_target_s=0.05))
-    assert model_from_proto(version).targets == LatencyTargets(0.2, 0.5, 0.0, 0.05)
-
-
-def test_model_has_slots_of_version() -> None:
-    version = a_version()
     assert model_from_proto(version).slot_class == SlotClass(1, "")
+    version.targets.CopyFrom(types_pb2.LatencyTargets(interactive_ttft_s=0.2, standard_ttft_s=0.5, tbt_target_s=0.05))
     version.scaling.engine, version.scaling.num_devices = "vllm", 2
+    assert model_from_proto(version).targets == LatencyTargets(0.2, 0.5, 0.0, 0.05)
     assert model_from_proto(version).slot_class == SlotClass(2, "vllm")
 
 
-def test_service_class_numbers_match_protocol() -> None:
-    assert {f"SERVICE_CLASS_{ServiceClas.name}": ServiceClas.value for ServiceClas in ServiceClass} == dict(
-        scheduler_pb2.ServiceClass.items()
-    )
+@pytest.mark.parametrize(
+    ("kind", "protocol", "prefix"),
+    [
+        (ServiceClass, scheduler_pb2.ServiceClass, "SERVICE_CLASS"),
+        (RefusalReason, scheduler_pb2.Refusal.Reason, "REASON"),
+        (types.Role, types_pb2.Role, "ROLE"),
+    ],
+)
+def test_numbers_match_protocol(kind: type[IntEnum], protocol: Any, prefix: str) -> None:
+    ours = {f"{prefix}_{each.name}": each.value for each in kind}
+    assert ours == {name: number for name, number in protocol.items() if name != f"{prefix}_UNSPECIFIED"}
 
 
-def test_unknown_service_class_is_standard() -> None:
-    assert admission(service_class=99).service_class is ServiceClass.STANDARD
+@pytest.mark.parametrize(
+    ("fields", "can", "slots"),
+    [
+        ({}, True, SlotClass(1, "torchrelay")),  # of an earlier release
+        ({"capabilities": {"engine": "vllm"}, "num_devices": 2}, False, SlotClass(2, "vllm")),
+        ({"capabilities": {"engine": "vllm", "kv_handover": True, "layer_spans": True}}, True, SlotClass(1, "vllm")),
+    ],
+)
+def test_worker_report_tells_what_the_engine_can(fields: dict[str, Any], can: bool, slots: SlotClass) -> None:
+    worker = worker_from_proto(reports_pb2.WorkerReport(worker_id="w1", **fields), 1.0)
+    assert (worker.hands_over, worker.computes_by_layer) == (can, can)
+    assert SlotClass(worker.num_devices, worker.engine) == slots
 
 
-def test_worker_report_tells_what_the_engine_can() -> None:
-    report = reports_pb2.WorkerReport(worker_id="w1")
-    worker = worker_from_proto(report, 1.0)  # of an earlier release
-    assert worker.hands_over and worker.computes_by_layer
-    assert (worker.engine, worker.num_devices) == ("torchrelay", 1)
-    report.capabilities.CopyFrom(reports_pb2.EngineCapabilities(engine="vllm"))
-    report.num_devices = 2
-    worker = worker_from_proto(report, 1.0)
-    assert not worker.hands_over and not worker.computes_by_layer
-    assert (worker.engine, worker.num_devices) == ("vllm", 2)
-    report.capabilities.kv_handover = report.capabilities.layer_spans = True
-    worker = worker_from_proto(report, 1.0)
-    assert worker.hands_over and worker.computes_by_layer
-
-
-def test_store_report_without_disk_keeps_disk_packs() -> None:
-    report = reports_pb2.StoreReport(store_id="s1")
-    assert store_from_proto(report, 1.0).disk_pack_ids is None
-    report.disk.SetInParent()
-    assert store_from_proto(report, 1.0).disk_pack_ids == frozenset()
-    report.disk.pack_ids.extend(["p", "q"])
-    assert store_from_proto(report, 1.0).disk_pack_ids == frozenset({"p", "q"})
+@pytest.mark.parametrize(
+    ("fields", "packs"),
+    [({}, None), ({"disk": {}}, frozenset()), ({"disk": {"pack_ids": ["p", "q"]}}, frozenset({"p", "q"}))],
+)
+def test_store_report_without_disk_keeps_disk_packs(fields: dict[str, Any], packs: frozenset[str] | None) -> None:
+    assert store_from_proto(reports_pb2.StoreReport(store_id="s1", **fields), 1.0).disk_pack_ids == packs

@@ -25,6 +25,7 @@ OTHER_FIELDS: dict[tuple[type[Message], type], set[str]] = {
     (reports_pb2.PackCopy, types.PackCopy): {"relay_begin_unix_us", "relay_end_unix_us", "relay_first_unix_us"},
     (reports_pb2.SourceShare, types.SourceShare): set(),
     (types_pb2.ModelVersion, types.Model): {"model", "tenant_id", "tokenizer_digest"},
+    (types_pb2.ScalingSettings, types.Model): set(),
     (types_pb2.LatencyTargets, types.LatencyTargets): set(),
     (types_pb2.WorkerRef, types.WorkerRef): {"gateway_token", "worker_token"},
     (scheduler_pb2.Loading, effects.LoadNotice): set(),

@@ -16,10 +16,10 @@ from tests.unit.scheduler.service.scripted_cluster import (
     CLUSTER_KEY,
     MB,
     GatewayClient,
+    ScriptedCluster,
     ScriptedStore,
     a_version,
     cluster,
-    scripted_cluster,
 )
 from tests.unit.scheduler.service.test_controller import recorded_controller
 from torchrelay.common.errors import StaleEpoch
@@ -36,122 +36,104 @@ from torchrelay.scheduler.service.peer_channels import PeerChannels
 from torchrelay.scheduler.service.signed_reports import SignedReports
 
 
-async def test_ended_stream_is_stopped_and_killed_worker_is_lost(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
-            await gateway.admit("r1")
-            await gateway.placement()
-            await cluster(address, lambda view: len(view.instances) == 2)
-            await first.leave()
-            await cluster(address, lambda view: len(view.instances) == 1)
-            await second.kill()
-            await cluster(address, lambda view: not view.instances)
-            history = gateway.stub.WatchEvents(
-                scheduler_pb2.WatchEventsRequest(kinds=["instance"], since_unix_us=1, follow=True)
-            )
-            ends = {"instance.stopped": "", "instance.lost": ""}
-            causes = {"worker_stopped": "", "worker_gone": ""}
-            async for event in history:
-                fields = json.loads(event.fields_json)
-                if event.kind in ends:
-                    ends[event.kind], causes[fields["cause"]] = fields["worker_id"], fields["worker_id"]
-                if all(ends.values()):
-                    break
-            history.cancel()
-            assert list(ends.values()) == list(causes.values()) == [first.worker_id, second.worker_id]
+async def test_ended_stream_is_stopped_and_killed_worker_is_lost(it: ScriptedCluster) -> None:
+    _, first, second = await it.host(1)
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
+        await gateway.place("r1")
+        await cluster(address, lambda view: len(view.instances) == 2)
+        await first.leave()
+        await cluster(address, lambda view: len(view.instances) == 1)
+        await second.kill()
+        await cluster(address, lambda view: not view.instances)
+        ends = {"instance.stopped": "", "instance.lost": ""}
+        causes = {"worker_stopped": "", "worker_gone": ""}
+        async for event in gateway.history("instance"):
+            fields = json.loads(event.fields_json)
+            if event.kind in ends:
+                ends[event.kind], causes[fields["cause"]] = fields["worker_id"], fields["worker_id"]
+            if all(ends.values()):
+                break
+        assert list(ends.values()) == list(causes.values()) == [first.worker_id, second.worker_id]
 
 
-async def test_second_living_store_of_an_id_is_named_and_its_twin_is_watched(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        first, *_ = await it.host(1)
-        second = ScriptedStore(it.nats, it.subjects, first.store_id, first.host_id)  # type: ignore[abstract]
-        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: any(store.grpc_address == first.address for store in view.stores))
-            async with second, asyncio.timeout(HANG_S):
-                request = scheduler_pb2.WatchEventsRequest(kinds=["store"], since_unix_us=1, follow=True)
-                history = gateway.stub.WatchEvents(request)
-                event = await anext(aiter(history))
-                history.cancel()
-                assert event.kind == "store.refused" and json.loads(event.fields_json)["address"] == first.address
-                await cluster(address, lambda view: [store.grpc_address for store in view.stores] == [second.address])
-                await eventually(lambda: second.num_watches > 0)
-                num_watches = second.num_watches, first.num_watches
-                reports = await it.nats.subscribe(it.subjects.store_load(first.store_id))
-                for _ in range(3):
-                    while (
-                        StoreReport.FromString((await reports.next_msg(HANG_S)).data).incarnation != first.incarnation
-                    ):
-                        pass
-                second.copies["p"] = PackCopy(pack_id="p", num_chunks=1)
-                await second.touch()
-                await cluster(address, lambda view: bool(view.stores[0].copies))
-                assert (second.num_watches, first.num_watches) == num_watches
+async def test_second_living_store_of_an_id_is_named_and_its_twin_is_watched(it: ScriptedCluster) -> None:
+    first, *_ = await it.host(1)
+    second = ScriptedStore(it.nats, it.subjects, first.store_id, first.host_id)  # type: ignore[abstract]
+    async with it.scheduler() as address, GatewayClient(address) as gateway:
+        await cluster(address, lambda view: any(store.grpc_address == first.address for store in view.stores))
+        async with second, asyncio.timeout(HANG_S):
+            event = await gateway.history("store").read()
+            assert event.kind == "store.refused" and json.loads(event.fields_json)["address"] == first.address
+            await cluster(address, lambda view: [store.grpc_address for store in view.stores] == [second.address])
+            await eventually(lambda: second.num_watches > 0)
+            num_watches = second.num_watches, first.num_watches
+            reports = await it.nats.subscribe(it.subjects.store_load(first.store_id))
+            for _ in range(3):
+                while StoreReport.FromString((await reports.next_msg(HANG_S)).data).incarnation != first.incarnation:
+                    pass
+            second.copies["p"] = PackCopy(pack_id="p", num_chunks=1)
+            await second.touch()
+            await cluster(address, lambda view: bool(view.stores[0].copies))
+            assert (second.num_watches, first.num_watches) == num_watches
 
 
-async def test_hung_worker_is_lost_and_returns_without_broker(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        store, steady, hung = await it.host(1)
-        async with it.scheduler(2) as address:
-            await cluster(address, lambda view: len(view.stores) == 1)
-            for peer in (store, steady, hung):
-                peer.is_passed_on_by_broker = False
-            hung.is_hung = True
-            present: list[set[str]] = []
+async def test_hung_worker_is_lost_and_returns_without_broker(it: ScriptedCluster) -> None:
+    store, steady, hung = await it.host(1)
+    async with it.scheduler() as address:
+        for peer in (store, steady, hung):
+            peer.is_passed_on_by_broker = False
+        hung.is_hung = True
+        present: list[set[str]] = []
 
-            def is_lost(view: scheduler_pb2.ClusterView) -> bool:
-                present.append({each.worker_id for each in view.workers} | {each.store_id for each in view.stores})
-                return hung.worker_id not in present[-1]
+        def is_lost(view: scheduler_pb2.ClusterView) -> bool:
+            present.append({each.worker_id for each in view.workers} | {each.store_id for each in view.stores})
+            return hung.worker_id not in present[-1]
 
-            view = await cluster(address, is_lost)
-            assert all({steady.worker_id, store.store_id} <= each for each in present)
-            assert view.workers[0].worker_id == steady.worker_id and len(view.stores) == 1
-            await hung.wake()  # the broker is still silent: the stream alone brings it back
-            view = await cluster(address, lambda view: len(view.workers) == 2)
-            assert len(view.stores) == 1
+        view = await cluster(address, is_lost)
+        assert all({steady.worker_id, store.store_id} <= each for each in present)
+        assert view.workers[0].worker_id == steady.worker_id and len(view.stores) == 1
+        await hung.wake()  # the broker is still silent: the stream alone brings it back
+        view = await cluster(address, lambda view: len(view.workers) == 2)
+        assert len(view.stores) == 1
 
 
-async def test_worker_without_progress_is_lost(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        _, first, second = await it.host(1)
-        async with it.scheduler(2) as address:
-            second.engine = types_pb2.EngineProgress(num_advances=3, has_work=True)
-            view = await cluster(address, lambda view: len(view.workers) == 1)
-            assert view.workers[0].worker_id == first.worker_id
-            second.engine = types_pb2.EngineProgress(num_advances=4, has_work=False)
-            await cluster(address, lambda view: len(view.workers) == 2)
+async def test_worker_without_progress_is_lost(it: ScriptedCluster) -> None:
+    _, first, second = await it.host(1)
+    async with it.scheduler() as address:
+        second.engine = types_pb2.EngineProgress(num_advances=3, has_work=True)
+        view = await cluster(address, lambda view: len(view.workers) == 1)
+        assert view.workers[0].worker_id == first.worker_id
+        second.engine = types_pb2.EngineProgress(num_advances=4, has_work=False)
+        await cluster(address, lambda view: len(view.workers) == 2)
 
 
-async def test_command_to_hung_store_ends_with_its_loss(nats_url: str) -> None:
+async def test_command_to_hung_store_ends_with_its_loss(it: ScriptedCluster) -> None:
     """The relay of a large pack has minutes; whoever waits for it is not kept that long."""
-    async with scripted_cluster(nats_url) as it:
-        store, *_ = await it.host(1)
-        async with it.scheduler(2, unserved_s=0.5) as address, GatewayClient(address) as gateway:
-            await cluster(address, lambda view: len(view.stores) == 1)
-            store.answers.clear()
-            version = a_version()
-            version.pack_bytes = 900 * MB
-            await gateway.admit("r1", version=version)
-            await eventually(lambda: bool(store.relays))
-            store.is_hung = True
-            await cluster(address, lambda view: not view.stores)
-            await cluster(address, lambda view: not view.instances)
-            while not (event := await gateway.event()).HasField("refusal"):
-                pass
-            assert "the param-store of host host-1 does not answer" in event.refusal.message
+    store, *_ = await it.host(1)
+    async with it.scheduler(unserved_s=0.5) as address, GatewayClient(address) as gateway:
+        store.answers.clear()
+        version = a_version()
+        version.pack_bytes = 900 * MB
+        await gateway.admit("r1", version=version)
+        await eventually(lambda: bool(store.relays))
+        store.is_hung = True
+        await cluster(address, lambda view: not view.stores)
+        await cluster(address, lambda view: not view.instances)
+        while not (event := await gateway.event()).HasField("refusal"):
+            pass
+        assert "the param-store of host host-1 does not answer" in event.refusal.message
 
 
-async def test_fenced_stream_is_retried_with_growing_delay(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        _, fenced, _ = await it.host(1)
-        with capture_logs() as logged:
-            async with it.scheduler(2), asyncio.timeout(HANG_S):
-                while not any(line["event"] == "epoch_ahead" for line in logged):  # at its start it outbids
-                    fenced.epoch += 1000
-                    await asyncio.sleep(0.05)
-                num_before = fenced.num_watches
-                await eventually(lambda: fenced.num_watches >= num_before + 3)
-        assert [line["peer"] for line in logged if line["event"] == "watch_broken"] == [fenced.worker_id]
+async def test_fenced_stream_is_retried_with_growing_delay(it: ScriptedCluster) -> None:
+    _, fenced, _ = await it.host(1)
+    with capture_logs() as logged:
+        async with it.scheduler(), asyncio.timeout(HANG_S):
+            while not any(line["event"] == "epoch_ahead" for line in logged):  # at its start it outbids
+                fenced.epoch += 1000
+                await asyncio.sleep(0.05)
+            num_before = fenced.num_watches
+            await eventually(lambda: fenced.num_watches >= num_before + 3)
+    assert [line["peer"] for line in logged if line["event"] == "watch_broken"] == [fenced.worker_id]
 
 
 class ScriptedClock(Clock):
@@ -206,8 +188,8 @@ async def test_report_beside_another_failure_is_ignored() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as tasks:
             signed = SignedReports(bytes.fromhex(CLUSTER_KEY))
-            discovery = Discovery(controller, PeerChannels(bytes(32)), SilentBroker(), Subjects("t"), signed, tasks)
-            await discovery.start()
+            discovery = Discovery(controller, PeerChannels(bytes(32)), SilentBroker(), Subjects("t"), signed)
+            await discovery.start(tasks)
             tasks.create_task(fail())
             await asyncio.Event().wait()
     await handled[0]

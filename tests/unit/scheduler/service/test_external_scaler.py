@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,11 @@ import pytest
 
 from tests.support.certificates import Authority
 from tests.support.wait import HANG_S, eventually
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store
 from tests.unit.scheduler.service.scripted_cluster import (
     SCHEDULER_TOKEN,
     GatewayClient,
     ScriptedCluster,
     cluster,
-    scripted_cluster,
 )
 from torchrelay.cli.launchers.pool_driver import PoolDriver
 from torchrelay.cli.up.ports import Ports
@@ -33,9 +31,8 @@ from torchrelay.control.v1 import external_scaler_pb2 as pb
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.policy import policy
-from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.types import Pool, Role
-from torchrelay.scheduler.service.external_scaler import MAX_STREAMS, num_wanted, selected_pool
+from torchrelay.scheduler.service.external_scaler import MAX_STREAMS, selected_pool
 
 POOL = {"scalerAddress": "demo-scheduler:7102", "numDevices": "1"}
 FOLLOW: dict[str, Any] = {"pool_mode": "follow"}
@@ -48,12 +45,9 @@ def ref(**metadata: str) -> pb.ScaledObjectRef:
 class Keda:
     """A client of KEDA's protocol, which resolves the address and verifies certificates as gRPC does by itself."""
 
-    def __init__(self, port: int, credentials: grpc.ChannelCredentials | None = None) -> None:
-        address = f"localhost:{port}"
-        self.channel = (
-            grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
-        )
-        self.stub: Any = external_scaler_pb2_grpc.ExternalScalerStub(self.channel)
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.stub: Any = external_scaler_pb2_grpc.ExternalScalerStub(channel)
 
     async def is_active(self, **metadata: str) -> bool:
         return bool((await self.stub.IsActive(ref(**metadata), timeout=HANG_S)).result)
@@ -75,17 +69,28 @@ async def read(stream: Any) -> bool:
     return message.result
 
 
+async def fault(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+    """The error of a call that must fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    return refused.value
+
+
 @asynccontextmanager
 async def keda_of(port: int, credentials: grpc.ChannelCredentials | None = None) -> AsyncIterator[Keda]:
-    client = Keda(port, credentials)
-    async with client.channel:
-        yield client
+    address = f"localhost:{port}"
+    secure, insecure = grpc.aio.secure_channel, grpc.aio.insecure_channel
+    async with secure(address, credentials) if credentials else insecure(address) as channel:
+        yield Keda(channel)
 
 
-@pytest.fixture
-async def it(nats_url: str) -> AsyncIterator[ScriptedCluster]:
-    async with scripted_cluster(nats_url) as it:
-        yield it
+@asynccontextmanager
+async def served(it: ScriptedCluster, **settings: Any) -> AsyncIterator[tuple[str, Keda]]:
+    """The address of a scheduler that serves KEDA, and a client of KEDA's there."""
+    with closing(Ports()) as ports:
+        port = ports.free()
+        async with it.scheduler(keda_port=port, **FOLLOW, **settings) as address, keda_of(port) as keda:
+            yield address, keda
 
 
 @pytest.fixture
@@ -125,44 +130,6 @@ async def test_view_says_why_the_workers_of_a_launcher_wait(it: ScriptedCluster)
             running.cancel()
 
 
-async def withdraw(gateway: GatewayClient, request_id: str) -> None:
-    key = types_pb2.AttemptKey(request_id=request_id, attempt=1)
-    await gateway.send(withdraw=scheduler_pb2.Withdraw(key=key))
-
-
-async def scales_from_zero_and_back(address: str, keda: Keda, gateway: GatewayClient, tls: Tls | None = None) -> None:
-    """A request at zero is pushed, and the metric is what the view shows."""
-    (spec,) = (await keda.stub.GetMetricSpec(ref())).metric_specs
-    assert (spec.metric_name, spec.target_size, spec.target_size_float) == ("slots-wanted", 1, 1.0)
-    stream = keda.stream()
-    assert not await read(stream)
-    assert not await keda.is_active() and await keda.metric() == 0
-    await gateway.admit("r1")
-    assert await read(stream)
-    assert await keda.is_active()
-    view = await cluster(address, lambda view: bool(view.pools), tls=tls)
-    assert [(pool.num_devices, pool.num_wanted) for pool in view.pools] == [(1, await keda.metric())] == [(1, 1)]
-    assert [await keda.metric(numDevices="1", role=role) for role in ("prefill", "decode")] == [1, 1]
-    assert not await keda.is_active(numDevices="2")
-    await withdraw(gateway, "r1")
-    assert not await read(stream)
-    assert not await keda.is_active() and await keda.metric() == 0
-
-
-async def test_request_at_zero_is_pushed(it: ScriptedCluster, ports: Ports) -> None:
-    port = ports.free()
-    async with (
-        it.scheduler(keda_port=port, **FOLLOW) as address,
-        GatewayClient(address) as gateway,
-        keda_of(port) as keda,
-    ):
-        await scales_from_zero_and_back(address, keda, gateway)
-
-
-def credentials_of(files: TlsFiles) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(*pem_of(files))
-
-
 def pem_of(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
     return files.ca.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
 
@@ -174,82 +141,78 @@ async def test_request_at_zero_is_pushed_over_tls_to_the_clusters_own_alone(
     names = ("torchrelay.internal", "scheduler.torchrelay.internal", "localhost")
     own: dict[str, Any] = {**authority.node("scheduler", dns=names).as_settings()}
     tls = Tls(authority.node("gateway", Caller.GATEWAY))
-    of_keda = authority.node("keda", dns=("keda",))
+    ca, *of_keda = pem_of(authority.node("keda", dns=("keda",)))
+    own_keda = grpc.ssl_channel_credentials(ca, *of_keda)
     async with it.scheduler(tls=tls, keda_port=port, **FOLLOW, **own) as address:
-        async with GatewayClient(address, tls=tls) as gateway, keda_of(port, credentials_of(of_keda)) as keda:
-            await scales_from_zero_and_back(address, keda, gateway, tls)
-        other = pem_of(Authority(tmp_path / "other").node("keda", dns=("keda",)))
-        ca = of_keda.ca.read_bytes()
-        strangers = (None, grpc.ssl_channel_credentials(ca), grpc.ssl_channel_credentials(ca, *other[1:]))
-        for credentials in strangers:
+        async with GatewayClient(address, tls=tls) as gateway, keda_of(port, own_keda) as keda:
+            (spec,) = (await keda.stub.GetMetricSpec(ref())).metric_specs
+            assert (spec.metric_name, spec.target_size, spec.target_size_float) == ("slots-wanted", 1, 1.0)
+            stream = keda.stream()
+            assert not await read(stream)
+            assert not await keda.is_active() and await keda.metric() == 0
+            await gateway.admit("r1")
+            assert await read(stream)
+            assert await keda.is_active()
+            view = await cluster(address, lambda view: bool(view.pools), tls=tls)
+            assert [(pool.num_devices, pool.num_wanted) for pool in view.pools] == [(1, 1)]
+            assert await keda.metric() == 1
+            assert [await keda.metric(numDevices="1", role=role) for role in ("prefill", "decode")] == [1, 1]
+            assert not await keda.is_active(numDevices="2")
+            await gateway.send(withdraw=scheduler_pb2.Withdraw(key=types_pb2.AttemptKey(request_id="r1", attempt=1)))
+            assert not await read(stream)
+            assert not await keda.is_active() and await keda.metric() == 0
+        _, *of_other = pem_of(Authority(tmp_path / "other").node("keda", dns=("keda",)))
+        for credentials in (None, grpc.ssl_channel_credentials(ca), grpc.ssl_channel_credentials(ca, *of_other)):
             async with keda_of(port, credentials) as keda:
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await keda.is_active()
-                assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
-        control = grpc.aio.secure_channel(
-            address, credentials_of(of_keda), options=[("grpc.ssl_target_name_override", "localhost")]
-        )
-        async with control:
+                assert (await fault(keda.is_active())).code() == grpc.StatusCode.UNAVAILABLE
+        options = [("grpc.ssl_target_name_override", "localhost")]
+        async with grpc.aio.secure_channel(address, own_keda, options=options) as control:
             stub: Any = scheduler_pb2_grpc.SchedulerStub(control)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
-            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED, "KEDA's certificate names no caller"
+            refused = await fault(stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny")))
+            assert refused.code() == grpc.StatusCode.PERMISSION_DENIED, "KEDA's certificate names no caller"
 
 
-async def test_push_needs_no_round(it: ScriptedCluster, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_push_needs_no_round(it: ScriptedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "ROUND_S", 3600.0)
-    port = ports.free()
-    async with (
-        it.scheduler(keda_port=port, **FOLLOW) as address,
-        GatewayClient(address) as gateway,
-        keda_of(port) as keda,
-    ):
+    async with served(it) as (address, keda), GatewayClient(address) as gateway:
         stream = keda.stream()
         await gateway.admit("r1")
         assert await read(stream) and await keda.is_active()
 
 
-async def test_nothing_is_said_before_targets_are_known(it: ScriptedCluster, ports: Ports) -> None:
-    port = ports.free()
-    async with it.scheduler(settle_s=3600.0, keda_port=port, **FOLLOW), keda_of(port) as keda:
+async def test_nothing_is_said_before_targets_are_known(it: ScriptedCluster) -> None:
+    async with served(it, settle_s=3600.0) as (_, keda):
         for call in (keda.is_active, keda.metric):
-            with pytest.raises(grpc.aio.AioRpcError) as early:
-                await call()
-            assert early.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert "has just become active" in str(early.value.details())
+            early = await fault(call())
+            assert early.code() == grpc.StatusCode.UNAVAILABLE
+            assert "has just become active" in str(early.details())
 
 
-async def test_bad_requests_are_refused_by_their_field(it: ScriptedCluster, ports: Ports) -> None:
-    port = ports.free()
-    async with it.scheduler(keda_port=port, **FOLLOW), keda_of(port) as keda:
+async def test_bad_requests_are_refused_by_their_field(it: ScriptedCluster) -> None:
+    async with served(it) as (_, keda):
         bad = {"numDevices": "two"}
-        calls: list[Callable[[], Awaitable[Any]]] = [
-            lambda: keda.is_active(**bad),
-            lambda: keda.metric(**bad),
-            lambda: keda.stub.GetMetricSpec(ref(**bad)),
-            lambda: keda.stream(**bad).read(),
+        calls: list[Awaitable[Any]] = [
+            keda.is_active(**bad),
+            keda.metric(**bad),
+            keda.stub.GetMetricSpec(ref(**bad)),
+            keda.stream(**bad).read(),
         ]
         for call in calls:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call()
-            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-            assert str(refused.value.details()).startswith("numDevices is 'two'; give the number")
-            error = error_from_rpc(refused.value)
+            refused = await fault(call)
+            assert refused.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert str(refused.details()).startswith("numDevices is 'two'; give the number")
+            error = error_from_rpc(refused)
             assert isinstance(error, InvalidRequest) and error.field == "scalerMetadata.numDevices"
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await keda.metric("queue-length")
-        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert refused.value.details() == "there is no metric 'queue-length'; ask for slots-wanted"
+        refused = await fault(keda.metric("queue-length"))
+        assert refused.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.details() == "there is no metric 'queue-length'; ask for slots-wanted"
 
 
-async def test_streams_are_bounded_and_closed_ones_make_room(it: ScriptedCluster, ports: Ports) -> None:
-    port = ports.free()
-    async with it.scheduler(keda_port=port, **FOLLOW), keda_of(port) as keda:
+async def test_streams_are_bounded_and_closed_ones_make_room(it: ScriptedCluster) -> None:
+    async with served(it) as (_, keda):
         streams = [keda.stream() for _ in range(MAX_STREAMS)]
         assert not any([await read(stream) for stream in streams])
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await keda.stream().read()
-        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await fault(keda.stream().read())).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         streams.pop().cancel()
 
         async def has_room() -> bool:
@@ -274,39 +237,6 @@ async def test_streams_end_without_an_error_when_the_scheduler_leaves(it: Script
         assert await stream.code() == grpc.StatusCode.OK
 
 
-async def accepts_connections(port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except ConnectionRefusedError:
-        return False
-    writer.close()
-    await writer.wait_closed()
-    return True
-
-
-async def test_standby_refuses_connections_until_it_is_active(it: ScriptedCluster, ports: Ports) -> None:
-    """KEDA takes any scheduler that accepts its connection for the active one."""
-    first, second, stood_by = ports.free(), ports.free(), asyncio.Event()
-    leased: dict[str, Any] = {"lease_s": 1.0, **FOLLOW}
-
-    async def stand_by() -> None:
-        async with serving(it.settings(keda_port=second, port=control, **leased)):
-            await stood_by.wait()
-
-    control = ports.free()
-    async with asyncio.TaskGroup() as tasks:
-        async with it.scheduler(keda_port=first, **leased):
-            standby = tasks.create_task(stand_by())
-            await eventually(lambda: accepts_connections(control), "the standby's health checks")
-            assert await accepts_connections(first) and not await accepts_connections(second)
-        assert not await accepts_connections(first)
-        await eventually(lambda: accepts_connections(second), "the standby's service for KEDA")
-        async with keda_of(second) as keda:
-            assert not await read(keda.stream())
-        assert not standby.done()
-        stood_by.set()
-
-
 async def test_taken_port_is_named_by_its_setting(it: ScriptedCluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(CannotStart) as refused, start_faults():
         async with serving(it.settings(keda_port=taken.getsockname()[1], **FOLLOW)):
@@ -314,17 +244,11 @@ async def test_taken_port_is_named_by_its_setting(it: ScriptedCluster) -> None:
     assert str(refused.value).startswith("keda_port (TORCHRELAY_KEDA_PORT): cannot listen on 127.0.0.1:")
 
 
-async def test_ports_serve_no_methods_of_each_other(it: ScriptedCluster, ports: Ports) -> None:
-    port = ports.free()
-    async with it.scheduler(keda_port=port, **FOLLOW) as address, keda_of(port) as keda:
-        async with keda_of(int(address.rpartition(":")[2])) as wrong:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await wrong.is_active()
-            assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+async def test_ports_serve_no_methods_of_each_other(it: ScriptedCluster) -> None:
+    async with served(it) as (address, keda), keda_of(int(address.rpartition(":")[2])) as wrong:
         stub: Any = scheduler_pb2_grpc.SchedulerStub(keda.channel)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Enroll(scheduler_pb2.EnrollRequest())
-        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        for call in (wrong.is_active(), stub.Enroll(scheduler_pb2.EnrollRequest())):
+            assert (await fault(call)).code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_messages_have_the_fields_of_kedas_protocol() -> None:
@@ -383,14 +307,3 @@ def test_bad_metadata_is_refused_by_its_key(metadata: dict[str, str], key: str, 
     with pytest.raises(InvalidRequest, match=fault) as refused:
         selected_pool(metadata)
     assert refused.value.field == f"scalerMetadata.{key}"
-
-
-def test_wanted_slots_are_those_of_the_targets() -> None:
-    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW))
-    state = scene.policy.state
-    assert num_wanted(state, Pool(1)) is None, "it is not known in the settling time"
-    scene.settle(a_store("store-1", "host-1"))
-    pools = [Pool(1), Pool(1, Role.PREFILL), Pool(1, Role.DECODE), Pool(2)]
-    assert [num_wanted(state, pool) for pool in pools] == [0, 0, 0, 0]
-    scene.admit(a_model("acme/first"), "r1")
-    assert [num_wanted(state, pool) for pool in pools] == [1, 1, 1, 0]

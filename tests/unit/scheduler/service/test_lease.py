@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,16 @@ def contender(client: Client, holder: str, lease_s: float = LEASE_S) -> Lease:
     return Lease(client, SUBJECTS, holder, lease_s)
 
 
+@asynccontextmanager
+async def kept(lease: Lease) -> AsyncIterator[None]:
+    """The lease is renewed in the block, and its holder has not lost it by the end."""
+    async with asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(lease.keep())
+        yield
+        assert not keeping.done()
+        keeping.cancel()
+
+
 async def holds(lease: Lease, within_s: float) -> bool:
     try:
         async with asyncio.timeout(within_s):
@@ -47,9 +57,8 @@ async def holds(lease: Lease, within_s: float) -> bool:
 async def test_renewed_lease_is_not_given_to_another(client: Client) -> None:
     first, second = contender(client, "a:1", KEPT_S), contender(client, "b:1", KEPT_S)
     await first.acquire()
-    keeping = asyncio.create_task(first.keep())
-    assert not await holds(second, 2 * KEPT_S)
-    keeping.cancel()
+    async with kept(first):
+        assert not await holds(second, 2 * KEPT_S)
     assert await holds(second, HANG_S), "it expires without renewal"
 
 
@@ -79,12 +88,10 @@ async def test_paused_holder_learns_that_another_has_it(client: Client) -> None:
     first, second = contender(client, "a:1", KEPT_S), contender(client, "b:1", KEPT_S)
     await first.acquire()
     assert await holds(second, HANG_S), "the first was paused for as long"
-    keeping = asyncio.create_task(second.keep())
-    with pytest.raises(Conflict, match="another scheduler has the lease"):
-        await first.keep()
-    await asyncio.sleep(KEPT_S)
-    assert not keeping.done()
-    keeping.cancel()
+    async with kept(second):
+        with pytest.raises(Conflict, match="another scheduler has the lease"):
+            await first.keep()
+        await asyncio.sleep(KEPT_S)
 
 
 async def test_cancelled_holder_renews_no_more(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,69 +117,49 @@ async def test_cancelled_holder_renews_no_more(client: Client, monkeypatch: pyte
     renewing.cancel()
 
 
-async def is_held(client: Client) -> bool:
-    try:
-        return bool((await client.jetstream().get_last_msg(SUBJECTS.lease_stream, SUBJECTS.lease)).data)
-    except NotFoundError:
-        return False
-
-
 async def becomes_held(client: Client, expected: bool) -> None:
-    async with asyncio.timeout(HANG_S):
-        while True:
-            if await is_held(client) is expected:
-                return
-            await asyncio.sleep(0.05)
+    async def is_as_expected() -> bool:
+        try:
+            message = await client.jetstream().get_last_msg(SUBJECTS.lease_stream, SUBJECTS.lease)
+        except NotFoundError:
+            return not expected
+        return bool(message.data) is expected
+
+    await eventually(is_as_expected)
 
 
 async def test_paused_holder_without_rival_has_it_again(client: Client) -> None:
     lease = contender(client, "a:1")
     await lease.acquire()
     await becomes_held(client, False)  # a pause in which it expires
-    keeping = asyncio.create_task(lease.keep())
-    await becomes_held(client, True)
-    assert not await holds(contender(client, "b:1"), 3 * LEASE_S)
-    assert not keeping.done()
-    keeping.cancel()
+    async with kept(lease):
+        await becomes_held(client, True)
+        assert not await holds(contender(client, "b:1"), 3 * LEASE_S)
 
 
 async def test_holder_outlives_its_broker(tmp_path: Path) -> None:
-    """It goes on while NATS is away, and has the lease again at the new server, which knew none."""
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
-    with nats_server(tmp_path / "first") as url:
-        client = await connect(url, "test")
-        lease = contender(client, "a:1")
-        await lease.acquire()
-        keeping = asyncio.create_task(lease.keep())
-    await eventually(lambda: not client.is_connected)
-    with nats_server(tmp_path / "second", int(url.rpartition(":")[2])):
-        await eventually(lambda: client.is_connected)
-        await becomes_held(client, True)
-        assert not await holds(contender(client, "b:1"), 3 * LEASE_S)
-        assert not keeping.done()
-        keeping.cancel()
-        await client.close()
-
-
-async def test_contender_lets_holder_renew_after_broker_was_away(tmp_path: Path) -> None:
-    """At a new server, which knows neither, the standby is not faster."""
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
-    with nats_server(tmp_path / "first") as url:
-        active, standby = await connect(url, "active"), await connect(url, "standby")
-        first, second = contender(active, "a:1", lease_s=2.0), contender(standby, "b:1", lease_s=2.0)
-        await first.acquire()
-        keeping, waiting = asyncio.create_task(first.keep()), asyncio.create_task(second.acquire())
-    await eventually(lambda: not active.is_connected and not standby.is_connected)
-    with nats_server(tmp_path / "second", int(url.rpartition(":")[2])):
-        await becomes_held(standby, True)
-        assert not await holds(contender(standby, "c:1", lease_s=2.0), 3.0)
-        assert not keeping.done() and not waiting.done()
-        keeping.cancel()
-        await asyncio.wait_for(waiting, HANG_S)
-        await active.close()
-        await standby.close()
+    """It goes on while NATS is away, and has the lease again at the new server, which knew none. There a contender,
+    even if it has waited since before, is not faster.
+    """
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    async with AsyncExitStack() as holder:
+        with nats_server(folders[0]) as url:
+            active, standby = await connect(url, "active"), await connect(url, "standby")
+            first, second = contender(active, "a:1", lease_s=2.0), contender(standby, "b:1", lease_s=2.0)
+            await first.acquire()
+            await holder.enter_async_context(kept(first))
+            waiting = asyncio.create_task(second.acquire())
+        await eventually(lambda: not active.is_connected and not standby.is_connected)
+        with nats_server(folders[1], int(url.rpartition(":")[2])):
+            await becomes_held(standby, True)
+            assert not await holds(contender(standby, "c:1", lease_s=2.0), 3.0)
+            assert not waiting.done()
+            await holder.aclose()
+            await asyncio.wait_for(waiting, HANG_S)
+            await active.close()
+            await standby.close()
 
 
 async def test_lease_takes_new_time_from_contender(client: Client) -> None:

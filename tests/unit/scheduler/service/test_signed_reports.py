@@ -3,57 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, ScriptedCluster, cluster, scripted_cluster
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, ScriptedCluster, cluster
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.service.signed_reports import WHOLE_EVERY, SignedReports
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
 KEY = bytes.fromhex(CLUSTER_KEY)
-FORGED = WorkerReport(
-    worker_id="evil",
-    incarnation="i",
-    host_id="host-1",
-    grpc_address="127.0.0.1:1",
-    epoch=1 << 62,
-    kv_free_bytes=1 << 40,
-)
-FORGED_STORE = StoreReport(
-    store_id="evil", incarnation="i", host_id="host-1", grpc_address="127.0.0.1:1", epoch=1 << 62
-)
+EVIL: dict[str, Any] = {"incarnation": "i", "host_id": "host-1", "grpc_address": "127.0.0.1:1", "epoch": 1 << 62}
+FORGED = WorkerReport(worker_id="evil", kv_free_bytes=1 << 40, **EVIL)
+FORGED_STORE = StoreReport(store_id="evil", **EVIL)
+Signer = Callable[[str, str, bytes], dict[str, str]]
 
 
-def signed(node_id: str, subject: str, payload: bytes) -> dict[str, str]:
-    return {MAC_HEADER: report_mac(derive_node_key(KEY, node_id), subject, payload)}
-
-
-def unsigned(_node_id: str, _subject: str, _payload: bytes) -> dict[str, str]:
-    return {}
-
-
-def by_another_cluster(node_id: str, subject: str, payload: bytes) -> dict[str, str]:
-    return {MAC_HEADER: report_mac(derive_node_key(bytes(16), node_id), subject, payload)}
+def signed(node_id: str, subject: str, payload: bytes, cluster_key: bytes = KEY) -> dict[str, str]:
+    return {MAC_HEADER: report_mac(derive_node_key(cluster_key, node_id), subject, payload)}
 
 
 def for_another_subject(node_id: str, subject: str, payload: bytes) -> dict[str, str]:
-    return signed(node_id, subject.replace("worker", "store"), payload)
+    """A worker's as a store's, and the reverse."""
+    words = {"worker": "store", "store": "worker"}
+    return signed(node_id, ".".join(words.get(word, word) for word in subject.split(".")), payload)
 
 
-def for_another_payload(node_id: str, subject: str, payload: bytes) -> dict[str, str]:
-    return signed(node_id, subject, payload + b"x")
-
-
-def with_nonsense(_node_id: str, _subject: str, _payload: bytes) -> dict[str, str]:
-    return {MAC_HEADER: "ünsinn"}
-
-
-Signer = Callable[[str, str, bytes], dict[str, str]]
+SIGNERS: dict[str, Signer] = {
+    "unsigned": lambda node_id, subject, payload: {},
+    "by another cluster": lambda node_id, subject, payload: signed(node_id, subject, payload, bytes(16)),
+    "for another subject": for_another_subject,
+    "for another payload": lambda node_id, subject, payload: signed(node_id, subject, payload + b"x"),
+    "with nonsense": lambda node_id, subject, payload: {MAC_HEADER: "ünsinn"},
+}
 
 
 async def tell(it: ScriptedCluster, subject_id: str, report: WorkerReport | StoreReport, sign: Signer, by: str) -> None:
@@ -62,17 +48,13 @@ async def tell(it: ScriptedCluster, subject_id: str, report: WorkerReport | Stor
     await it.nats.publish(subject, payload, headers=sign(by, subject, payload) or None)
 
 
-@pytest.mark.parametrize(
-    "sign",
-    [unsigned, by_another_cluster, for_another_subject, for_another_payload, with_nonsense],
-    ids=lambda f: f.__name__,
-)
-async def test_forged_reports_are_refused_and_logged_once(nats_url: str, sign: Signer) -> None:
-    async with scripted_cluster(nats_url) as it, it.scheduler() as address:
+@pytest.mark.parametrize("sign", SIGNERS.values(), ids=SIGNERS)
+async def test_forged_reports_are_refused_and_logged_once(it: ScriptedCluster, sign: Signer) -> None:
+    async with it.scheduler() as address:
         with capture_logs() as logged:
             for _ in range(3):
                 await tell(it, "evil", FORGED, sign, by="evil")
-            await tell(it, "evil", FORGED_STORE, sign if sign is not for_another_subject else unsigned, by="evil")
+            await tell(it, "evil", FORGED_STORE, sign, by="evil")
             await it.nats.flush()
             await it.host(1)  # whose reports come after
             view = await cluster(address, lambda view: len(view.workers) == 2 and len(view.stores) == 1)
@@ -82,9 +64,9 @@ async def test_forged_reports_are_refused_and_logged_once(nats_url: str, sign: S
         assert sorted(refused) == [it.subjects.store_load("evil"), it.subjects.worker_load("evil")]
 
 
-async def test_report_signed_by_another_worker_is_refused(nats_url: str) -> None:
+async def test_report_signed_by_another_worker_is_refused(it: ScriptedCluster) -> None:
     """With its own key, on its own subject or on the other's."""
-    async with scripted_cluster(nats_url) as it, it.scheduler() as address:
+    async with it.scheduler() as address:
         _, first, _ = await it.host(1)
         await cluster(address, lambda view: len(view.workers) == 2)
         stolen = first.report()
@@ -100,18 +82,17 @@ async def test_report_signed_by_another_worker_is_refused(nats_url: str) -> None
         assert len([line for line in logged if line["event"] == "report_refused"]) == 2
 
 
-async def test_false_epoch_of_one_worker_ends_no_scheduler(nats_url: str) -> None:
-    async with scripted_cluster(nats_url) as it:
-        store, first, _ = await it.host(1)
-        store.epoch = first.epoch = 1 << 62
-        async with it.scheduler(2) as address:
-            view = await cluster(address, lambda view: len(view.workers) == 2)
-            assert 0 < view.epoch < 1 << 61
-            first.epoch = (1 << 62) + 1  # after the start-up as well
-            await first.touch()
-            await it.host(2)
-            later = await cluster(address, lambda view: len(view.workers) == 4)
-            assert later.epoch == view.epoch
+async def test_false_epoch_of_one_worker_ends_no_scheduler(it: ScriptedCluster) -> None:
+    store, first, _ = await it.host(1)
+    store.epoch = first.epoch = 1 << 62
+    async with it.scheduler() as address:
+        view = await cluster(address, lambda view: len(view.workers) == 2)
+        assert 0 < view.epoch < 1 << 61
+        first.epoch = (1 << 62) + 1  # after the start-up as well
+        await first.touch()
+        await it.host(2)
+        later = await cluster(address, lambda view: len(view.workers) == 4)
+        assert later.epoch == view.epoch
 
 
 REPORT, OTHER = (WorkerReport(worker_id="w1", epoch=epoch).SerializeToString() for epoch in (1, 2))

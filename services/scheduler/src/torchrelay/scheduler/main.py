@@ -7,7 +7,7 @@ import gc
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import count
 from typing import BinaryIO
@@ -20,7 +20,6 @@ from torchrelay.common.errors import Conflict
 from torchrelay.common.host.addresses import join_address
 from torchrelay.common.identity.callers import SCHEDULER_NODE
 from torchrelay.common.identity.keys import derive_node_key
-from torchrelay.common.identity.tls import Tls
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect_at_start, keep_streams, try_streams
 from torchrelay.common.net.rpc.channels import SCHEDULER_SERVICE
@@ -33,10 +32,9 @@ from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller, drop_command
 from torchrelay.scheduler.service.discovery import Discovery
-from torchrelay.scheduler.service.events.publisher import EventPublisher
-from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.external_scaler import CALLERS as KEDA_CALLERS
 from torchrelay.scheduler.service.external_scaler import ExternalScalerServicer
+from torchrelay.scheduler.service.history import EventPublisher, EventReader
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
 from torchrelay.scheduler.service.lease import Lease
 from torchrelay.scheduler.service.peer_channels import PeerChannels
@@ -56,59 +54,53 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     """Serves until the block is left, first as a standby while another scheduler has the lease; raises when a newer
     scheduler takes over, or a background task fails.
     """
-    subjects = Subjects(settings.nats_prefix)
-    nats = await connect_at_start(settings.nats_url, "scheduler")
-    # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
-    history_nats = await connect_at_start(settings.nats_url, "scheduler-history")
-    tls = settings.tls
-    cluster_key = bytes.fromhex(settings.cluster_key)
-    node_key = derive_node_key(cluster_key, SCHEDULER_NODE)
-    channels = PeerChannels(cluster_key, tls)
-    js = history_nats.jetstream()
-    port, lease = settings.port, None
-    stream_settings = js, subjects, settings.nats_replicas, settings.stream_sizes
-    try:
+    subjects, tls, cluster_key = Subjects(settings.nats_prefix), settings.tls, bytes.fromhex(settings.cluster_key)
+    open_server = partial(RpcServer, settings.host, tls=tls, node_key=derive_node_key(cluster_key, SCHEDULER_NODE))
+    async with AsyncExitStack() as stack:
+        nats = await connect_at_start(settings.nats_url, "scheduler")
+        stack.push_async_callback(nats.close)
+        # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
+        history_nats = await connect_at_start(settings.nats_url, "scheduler-history")
+        stack.push_async_callback(history_nats.close)
+        js = history_nats.jetstream()
+        stream_settings = js, subjects, settings.nats_replicas, settings.stream_sizes
         await try_streams(*stream_settings)
+        port, lease = settings.port, None
         if settings.lease_s:
-            port, lease = await _stand_by(settings, tls, node_key, nats, subjects)
-        server = RpcServer(settings.host, port, tls, node_key)
+            port, lease = await _stand_by(settings, open_server(settings.port), nats, subjects)
+        server = open_server(port)
+        channels = PeerChannels(cluster_key, tls)
+        stack.push_async_callback(channels.close)
         event_publisher = EventPublisher(history_nats, subjects)
-        with settings.record.open("wb") if settings.record else nullcontext() as log_file:
-            controller = _controller(settings, event_publisher, log_file)
-            servicer = SchedulerServicer(controller, EventReader(js, subjects), cluster_key)
-            scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
-            server.allow(CALLERS)
-            async with asyncio.TaskGroup() as group:
-                keeping = group.create_task(lease.keep()) if lease is not None else None
-                ready = asyncio.Event()
-                discover = partial(Discovery, controller, channels, nats, subjects, SignedReports(cluster_key))
-                background = group.create_task(_background(controller, event_publisher, channels, discover, ready))
-                streams = group.create_task(keep_streams(*stream_settings))
-                await ready.wait()
-                await server.start()
-                await server.set_serving(SCHEDULER_SERVICE, True)
-                try:
-                    async with _serving_keda(settings, tls, node_key, controller):
-                        yield {"grpc": join_address(settings.advertised_host, server.port)}
-                finally:
-                    controller.streams.close()
-                    if lease is not None and keeping is not None and not keeping.done():
-                        keeping.cancel()
-                        await lease.release()
-                    await server.stop()
-                    streams.cancel()
-                    background.cancel()
-    finally:
-        await channels.close()
-        await history_nats.close()
-        await nats.close()
+        log_file = stack.enter_context(settings.record.open("wb")) if settings.record else None
+        controller = _controller(settings, event_publisher, log_file)
+        discovery = Discovery(controller, channels, nats, subjects, SignedReports(cluster_key))
+        servicer = SchedulerServicer(controller, EventReader(js, subjects), cluster_key)
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
+        server.allow(CALLERS)
+
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        keeping = group.create_task(lease.keep()) if lease is not None else None
+        ready = asyncio.Event()
+        background = _background(controller, event_publisher, channels, discovery, ready)
+        for running in (background, keep_streams(*stream_settings)):
+            stack.callback(group.create_task(running).cancel)
+        await ready.wait()
+        await server.start()
+        stack.push_async_callback(server.stop)
+        await server.set_serving(SCHEDULER_SERVICE, True)
+        if lease is not None and keeping is not None:
+            stack.push_async_callback(_release, lease, keeping)
+        stack.callback(controller.streams.close)
+        if settings.keda_port:
+            await _serve_keda(settings.keda_port, open_server, controller, stack)
+        yield {"grpc": join_address(settings.advertised_host, server.port)}
 
 
 async def _stand_by(
-    settings: SchedulerSettings, tls: Tls | None, node_key: bytes, nats: Client, subjects: Subjects
+    settings: SchedulerSettings, server: RpcServer, nats: Client, subjects: Subjects
 ) -> tuple[int, Lease]:
-    """Waits for the lease; answers health checks meanwhile, at the port that it returns."""
-    server = RpcServer(settings.host, settings.port, tls, node_key)
+    """Waits for the lease; ``server`` answers health checks meanwhile, at the port that it returns."""
     await server.set_serving(SCHEDULER_SERVICE, False)
     await server.start()
     try:
@@ -123,29 +115,28 @@ async def _stand_by(
     return server.port, lease
 
 
-@asynccontextmanager
-async def _serving_keda(
-    settings: SchedulerSettings, tls: Tls | None, node_key: bytes, controller: Controller
-) -> AsyncIterator[None]:
-    """Serves KEDA, if it has a port. The port is its own because a standby must refuse connections there: KEDA takes
+async def _release(lease: Lease, keeping: asyncio.Task[None]) -> None:
+    if not keeping.done():  # else another scheduler has it
+        keeping.cancel()
+        await lease.release()
+
+
+async def _serve_keda(
+    port: int, open_server: Callable[[int], RpcServer], controller: Controller, stack: AsyncExitStack
+) -> None:
+    """Serves KEDA until the stack ends. The port is its own because a standby must refuse connections there: KEDA takes
     any scheduler that accepts them for the active one.
     """
-    if not settings.keda_port:
-        yield
-        return
     try:
-        server = RpcServer(settings.host, settings.keda_port, tls, node_key)
+        server = open_server(port)
     except Conflict as error:
         raise Conflict(error.message, field="keda_port") from error
     servicer = ExternalScalerServicer(controller)
     external_scaler_pb2_grpc.add_ExternalScalerServicer_to_server(servicer, server.server)
     server.allow(KEDA_CALLERS)
     await server.start()
-    try:
-        yield
-    finally:
-        servicer.close()
-        await server.stop()
+    stack.push_async_callback(server.stop)
+    stack.callback(servicer.close)
 
 
 def _controller(settings: SchedulerSettings, event_publisher: EventPublisher, log_file: BinaryIO | None) -> Controller:
@@ -163,13 +154,13 @@ async def _background(
     controller: Controller,
     event_publisher: EventPublisher,
     channels: PeerChannels,
-    discover: Callable[[asyncio.TaskGroup], Discovery],
+    discovery: Discovery,
     ready: asyncio.Event,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
         controller.start_command = Actuator(controller, channels, tasks).start
-        await discover(tasks).start()
+        await discovery.start(tasks)
         tasks.create_task(event_publisher.run(), name="history")
         tasks.create_task(controller.run(), name="ticks")
         tasks.create_task(_collect_periodically(), name="garbage")

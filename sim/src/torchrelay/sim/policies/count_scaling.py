@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots, SlotAssignment
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.types import BOTH, Model
 

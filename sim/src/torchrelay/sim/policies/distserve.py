@@ -46,10 +46,10 @@ class StaticInstances:
         for model, num_prefill, num_decode in self.numbers:
             own = view.of(model)
             have = Counter(role for instance in own for role in instance.target_roles)
-            missing = [max(num_prefill - have[Role.PREFILL], 0), max(num_decode - have[Role.DECODE], 0)]
+            wanted = Counter({Role.PREFILL: num_prefill, Role.DECODE: num_decode})
             chosen: list[SlotAssignment] = []
-            for num_missing in ((missing[0], 0), (0, missing[1])):  # instances with a single role
-                assigned = assign(free.of(model), *num_missing)
+            for role, number in (wanted - have).items():  # instances with a single role
+                assigned = assign(Counter({role: number}), free.of(model))
                 free.take(assigned)
                 chosen += assigned
             actions += [Load(model, tuple(chosen), Reason("growth", "as planned"))] if chosen else []

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
 from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT
-from torchrelay.scheduler.policy.autoscaling.demand import DecodeDemand, Demand
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.view import VersionUse, View
 from torchrelay.scheduler.policy.cluster.instance import Instance
@@ -17,6 +16,7 @@ from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.demand.demand import DecodeDemand, Demand
 from torchrelay.scheduler.policy.types import (
     AttemptKey,
     Model,

@@ -22,10 +22,10 @@ from tests.unit.scheduler.policy.paper_cluster import (
     an_instance,
 )
 from torchrelay.scheduler.policy.autoscaling.actions import Drain, SetRoles
-from torchrelay.scheduler.policy.autoscaling.decision import decide
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
+from torchrelay.scheduler.policy.autoscaling.auction import auction
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.autoscaling.view import View
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles, StoreStatus, WorkerStatus
 
@@ -81,7 +81,7 @@ def full_host(
 
 
 def drains(*args: Any, **changes: Any) -> list[Drain]:
-    return [action for action in decide(full_host(*args, **changes)) if isinstance(action, Drain)]
+    return [action for action in auction(full_host(*args, **changes)) if isinstance(action, Drain)]
 
 
 def drained(*args: Any, **changes: Any) -> list[str]:
@@ -379,7 +379,7 @@ def test_growth_load_time_is_by_nearest_tier() -> None:
 
 def test_model_gives_up_one_slot_per_decision() -> None:
     loads = [slot(0, "acme/crowded", 1, PREFILL), slot(1, "acme/crowded", 1, DECODE)]
-    actions = decide(full_host(loads, [waiting("acme/first", 5.0), waiting("acme/second", 4.0)], playable=BOTH))
+    actions = auction(full_host(loads, [waiting("acme/first", 5.0), waiting("acme/second", 4.0)], playable=BOTH))
     assert [(type(action), action.instance_id) for action in actions if not hasattr(action, "model")] == [
         (SetRoles, "i1"),
         (Drain, "i0"),

@@ -30,10 +30,10 @@ from tests.unit.scheduler.policy.paper_cluster import (
 from tests.unit.scheduler.policy.running_cluster import SERVED, RunningCluster
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Drain, Load, SetRoles
-from torchrelay.scheduler.policy.autoscaling.decision import decide
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
+from torchrelay.scheduler.policy.autoscaling.auction import auction
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.effects import Recall
 from torchrelay.scheduler.policy.handlers import views
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome, FirstToken, Release, RoleChange
@@ -75,7 +75,7 @@ def decided(
         for number, worker in enumerate(slots, 3)
     ]
     free = [a_worker(f"free-{number}") for number in range(num_free)]
-    return list(decide(a_view([demand], loads, [*slots, *free], [STORE])))
+    return list(auction(a_view([demand], loads, [*slots, *free], [STORE])))
 
 
 def changed(actions: list[Action]) -> dict[str, Roles]:
@@ -210,7 +210,7 @@ def test_no_decision_leaves_a_model_without_a_role(
     home = a_worker("home")
     free = [a_worker(f"free-{number}") for number in range(num_free)]
     loads.append(Slot(an_instance(other, home), 9, last_active=100.0))
-    actions = decide(a_view([demand, growing], loads, [*workers, home, *free], [STORE]))
+    actions = auction(a_view([demand, growing], loads, [*workers, home, *free], [STORE]))
     if any(load.num_open for load in loads[:-1]) and cover_both_roles(instances):
         after = {instance.instance_id: instance for instance in instances}
         for action in actions:
@@ -281,14 +281,6 @@ def test_slow_tokens_raise_the_target_of_the_pool() -> None:
     """Only models with waiting requests counted, so no launcher started a slot for long answers."""
     target = with_slow_tokens(1, PolicyConfig(pool_mode=PoolMode.ADVISE)).policy.state.pool_targets[Pool(1)]
     assert target.num_slots == 1 and target.num_wanted == MODEL.max_instances, target.reason
-
-
-def test_placed_answers_add_no_instance_that_would_get_none() -> None:
-    """Answers stay on their instances, so an instance for thirty of them served nothing."""
-    demand = answers(30, 0.0)
-    assert demand.fluid.num_saved(1, 0.0) > 1 and demand.without_excess(1).fluid.num_saved(1, 0.0) == 0
-    waiting = answers(30, 0.0, num_waiting=20)
-    assert waiting.without_excess(1).num_answers == 30, "all but ten wait"
 
 
 def test_full_pools_get_decode_instance_only() -> None:
@@ -383,8 +375,8 @@ def test_answers_go_on_where_decode_stops() -> None:
     scene.apply(CommandEnded(RoleChange("i of d0"), CommandOutcome.ACCEPTED))
     scene.pass_time(0.5)
     assert admit(scene, 30).prefill.worker_id == "d0"
-    assert scene.policy.state.attempts.at("i of d0").queue.owes_pauses, "to the answers that go on there"
-    assert scene.policy.state.attempts.at("i of d0").decodes.keys() >= set(at_d0[:2])
+    assert scene.policy.state.attempts.work_of("i of d0").queue.owes_pauses, "to the answers that go on there"
+    assert scene.policy.state.attempts.work_of("i of d0").decodes.keys() >= set(at_d0[:2])
     scene.apply(Release(at_d0[0], True, Outcome(ttft_s=0.1, tbt_s=0.02, num_output_tokens=50, ended_at=scene.now)))
     scene.check()
 

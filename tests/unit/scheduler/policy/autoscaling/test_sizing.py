@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.autoscaling.listed_cluster import crowded_demand
 from tests.unit.scheduler.policy.paper_cluster import a_model
-from torchrelay.scheduler.policy.autoscaling.asks import Bid
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.lateness import Fluid, displaced, load_cost, nobody, weight
-from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
-from torchrelay.scheduler.policy.autoscaling.usage import MEAN_S, NEVER, WINDOW_S, ArrivalRate, Gaps, Usages
+from torchrelay.scheduler.policy.autoscaling.bids import Bid
+from torchrelay.scheduler.policy.autoscaling.growth import wanted_instances
 from torchrelay.scheduler.policy.autoscaling.version_rotation import MOST_PER_S, VersionTurns
 from torchrelay.scheduler.policy.config import TURN_S, PolicyConfig
+from torchrelay.scheduler.policy.demand.demand import Demand
+from torchrelay.scheduler.policy.demand.lateness import Fluid, displaced, load_cost, nobody, weight
+from torchrelay.scheduler.policy.demand.usage import MEAN_S, NEVER, WINDOW_S, ArrivalRate, Gaps, Usage
 from torchrelay.scheduler.policy.types import BOTH, Role
 
 RULES = PolicyConfig()
@@ -177,7 +177,7 @@ def test_model_whose_gaps_are_short_or_long_is_kept_for_less_than_the_break_even
 
 
 def test_rate_covers_last_seconds() -> None:
-    history = Usages().of("v")
+    history = Usage()
     assert history.rate(0.0) == ArrivalRate()
     for number in range(20):
         history.arrive(100, 0.5, 60.0, number * 0.5, is_unused=False)
@@ -188,7 +188,7 @@ def test_rate_covers_last_seconds() -> None:
 
 def test_long_run_rate_is_expected_between_bursts() -> None:
     """The most popular model, idle between two bursts, gave its slot to the first request of any other."""
-    history = Usages().of("v")
+    history = Usage()
     assert history.expected_per_s(0.0) == 0.0
     for burst in range(10):
         for number in range(50):
@@ -200,16 +200,14 @@ def test_long_run_rate_is_expected_between_bursts() -> None:
 
 
 def test_gaps_are_times_without_requests() -> None:
-    arrivals = Usages()
-    history = arrivals.of("v")
+    history = Usage()
     history.arrive(100, 0.5, 60.0, 0.0, is_unused=True)
     for number in range(1, 17):
         history.arrive(100, 0.5, 60.0, 1000.0 * number - 995.0, is_unused=False)
         gap_s = 2.0 if number % 2 else 500.0
-        arrivals.used("v", 1000.0 * number - gap_s)  # an answer ends so long before the next request
+        history.last_used = 1000.0 * number - gap_s  # an answer ends so long before the next request
         history.arrive(100, 0.5, 64.0, 1000.0 * number, is_unused=True)
     assert history.gaps.keep_s(64.0) == 2.0
-    arrivals.used("unknown", 1.0)
 
 
 VERSIONS = [f"v{number:03d}" for number in range(100)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -96,8 +97,8 @@ def test_few_slots_give_same_assignment_as_all(is_alike: bool) -> None:
         nearest = [slot.tier for slot in free.of(model, avoid, kv_bytes, most=1)]
         assert min(nearest, default=None) == min((slot.tier for slot in every), default=None)
         for num_prefill, num_decode in ((1, 1), (3, 3), (0, 1), (2, 0), (3, 1)):
-            few = free.for_roles(model, avoid, kv_bytes, num_prefill, num_decode)
-            assert assign(few, num_prefill, num_decode) == assign(every, num_prefill, num_decode)
+            missing = Counter({Role.PREFILL: num_prefill, Role.DECODE: num_decode})
+            assert assign(missing, free.for_roles(model, avoid, kv_bytes, missing)) == assign(missing, every)
 
 
 class _NothingKnown(LeastLosses):

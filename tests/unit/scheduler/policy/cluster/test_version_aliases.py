@@ -161,14 +161,14 @@ def test_deleted_model_is_unnamed_and_leaves_others_running() -> None:
     scene = two_workers_one_host()
     scene.serve(ACME, "r1")
     scene.admit(BIRCH, "r2")
-    names, version_id = scene.policy.state.aliases, ACME.version_id
-    assert names.of(version_id) == (ACME.name, BIRCH.name)
+    aliases = scene.policy.state.versions.of(ACME.version_id).aliases
+    assert scene.policy.state.names_of(ACME.version_id) == (ACME.name, BIRCH.name)
     scene.apply(ModelDeleted(BIRCH.name))
-    assert names.of(version_id) == (ACME.name,)
-    assert names.idle_timeout_s(version_id, scene.now + 100.0)[0] == 1.0
+    assert scene.policy.state.names_of(ACME.version_id) == (ACME.name,)
+    assert aliases.idle_timeout_s(scene.now + 100.0)[0] == 1.0
     scene.apply(ModelDeleted(ACME.name))
     scene.apply(ModelDeleted("acme/unknown"))
-    assert names.of(version_id) == () and list(names) == []
+    assert scene.policy.state.names_of(ACME.version_id) == ()
     scene.pass_time(2.0)
     assert not is_at_zero(scene), "its requests run on"
     for request_id in ("r1", "r2"):
@@ -188,7 +188,7 @@ def test_idle_instances_of_deleted_model_are_drained() -> None:
     scene.pass_time(1.0)
     assert not is_at_zero(scene)
     scene.apply(ModelDeleted(ACME.name))
-    assert scene.policy.state.aliases.idle_timeout_s(ACME.version_id, scene.now)[0] == 5.0
+    assert scene.policy.state.versions.of(ACME.version_id).aliases.idle_timeout_s(scene.now)[0] == 5.0
     scene.pass_time(0.3)
     assert is_at_zero(scene)
     drained = [event.reason for event in scene.told("idle")]
@@ -219,7 +219,6 @@ def test_deleted_model_is_not_loaded_by_forecast() -> None:
 def test_only_new_request_restores_deleted_model() -> None:
     """A recalled or resumed request restored it, and so did minimums that were read before: it was named for ever."""
     scene = two_workers_one_host()
-    names, version_id = scene.policy.state.aliases, ACME.version_id
     for request_id in ("r1", "r2"):
         scene.admit(ACME, request_id)
     scene.finish_loads()
@@ -228,15 +227,15 @@ def test_only_new_request_restores_deleted_model() -> None:
     scene.admit(ACME, "r1", attempt=2)
     scene.admit(ACME, "r2", current=scene.placement("r2"))
     scene.apply(MinimumsSet((replace(ACME, min_instances=1),)))
-    assert names.of(version_id) == () and list(names) == []
+    assert scene.policy.state.names_of(ACME.version_id) == ()
     assert scene.placement("r1", 2) is not None
     scene.apply(MinimumsSet(()))
     scene.release("r1", attempt=2)
     scene.release("r2")
     scene.pass_time(0.3)
-    assert is_at_zero(scene) and names.of(version_id) == ()
+    assert is_at_zero(scene) and scene.policy.state.names_of(ACME.version_id) == ()
     scene.admit(ACME, "r3")
-    assert names.of(version_id) == (ACME.name,), "it was published anew"
+    assert scene.policy.state.names_of(ACME.version_id) == (ACME.name,), "it was published anew"
     scene.finish_loads()
     scene.release("r3")
     scene.pass_time(0.5)
@@ -247,21 +246,27 @@ def test_settings_of_deleted_model_do_not_bind_others() -> None:
     state = hosts(1).policy.state
     state.note_model(replace(BIRCH, idle_timeout_s=5.0), 10.0)
     state.note_model(replace(ACME, idle_timeout_s=20.0), 10.0)
-    assert state.aliases.idle_timeout_s(ACME.version_id, 11.0) == (20.0, False)
-    assert state.aliases.deleted(ACME.name) == []
+    aliases = state.versions.of(ACME.version_id).aliases
+    assert aliases.idle_timeout_s(11.0) == (20.0, False)
+    assert aliases.delete(ACME.name) and not aliases.is_deleted
     state.note_model(replace(ACME, idle_timeout_s=20.0), 12.0, is_new_call=False)
-    assert state.aliases.of(ACME.version_id) == (BIRCH.name,)
-    assert [state.aliases.idle_timeout_s(ACME.version_id, now) for now in (12.0, 100.0)] == [(5.0, False)] * 2
+    assert state.names_of(ACME.version_id) == (BIRCH.name,)
+    assert [aliases.idle_timeout_s(now) for now in (12.0, 100.0)] == [(5.0, False)] * 2
 
 
 def test_names_are_bounded() -> None:
-    names = VersionAliases()
+    aliases = VersionAliases()
     for number in range(100):
-        names.note(replace(ACME, version_id="v", name=f"tenant-{number:03}/m"), 60.0, 0.1, 0.0)
-    assert len(names.of("v")) == 64 and "tenant-099/m" in names.of("v")
-    for number in range(20_000):
-        names.note(replace(ACME, version_id=f"v{number}"), 60.0, 0.1, 0.0)
-    assert len(list(names)) == MAX_VERSIONS and names.of("v") == ()
+        aliases.note(replace(ACME, version_id="v", name=f"tenant-{number:03}/m"), 60.0, 0.1, 0.0)
+    assert len(aliases.names) == 64 and "tenant-099/m" in aliases.names
+
+
+def test_versions_are_bounded() -> None:
+    state = hosts(1).policy.state
+    for number in range(MAX_VERSIONS + 100):
+        state.note_model(replace(ACME, version_id=f"v{number}", pack_id=f"p{number}"), 0.0)
+    assert len(list(state.versions)) == len(state.version_of_pack) == MAX_VERSIONS
+    assert state.names_of("v0") == () and state.names_of(f"v{MAX_VERSIONS}") == (ACME.name,)
 
 
 ANY, OWN, VLLM, PAIR = SlotClass(), SlotClass(1, "torchrelay"), SlotClass(1, "vllm"), SlotClass(2, "vllm")
@@ -287,4 +292,4 @@ def test_slots_of_a_tenant_restrict_no_other_tenant(classes: dict[str, SlotClass
     for name, (num_devices, engine) in classes.items():
         model = replace(a_model(name), version_id="v", num_devices=num_devices, engine=engine)
         aliases.note(model, 60.0, 0.1, now=1.0)
-    assert aliases.slot_class("v", now=2.0) == expected
+    assert aliases.slot_class(now=2.0) == expected

@@ -25,7 +25,8 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.dispatch.placement import pause_s
+from torchrelay.scheduler.policy.estimates.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.estimates.requests import Callers
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction
@@ -74,10 +75,10 @@ def test_pause_ends_with_last_answer() -> None:
     attempts.computed(other, 1.0)
     prompt = begin("prompt", 2.0, pause_s=0.5)
     attempts.close(other, 2.1)
-    assert attempts.at("both").queue.owes_pauses, "one answer is there yet"
+    assert attempts.work_of("both").queue.owes_pauses, "one answer is there yet"
     attempts.close(answer, 2.2)
     attempts.computed(prompt, 3.0)
-    work = attempts.at("both")
+    work = attempts.work_of("both")
     assert work.has_answers and not work.queue.owes_pauses
     assert work.queue.paused_s(0.01, 3.0) == 0.0
 
@@ -188,7 +189,7 @@ def test_requests_spread_over_all_of_a_large_roster() -> None:
 def test_instance_with_cached_prefix_is_scored() -> None:
     scene = a_cluster(64)
     model = replace(MODEL, routing_block_tokens=64)
-    scene.policy.state.models[model.version_id] = model
+    scene.policy.state.note_model(model, scene.now)
     hashes = (b"a", b"b")
     scene.policy.state.prefix_index.note("i050", hashes, 1000)
     scene.admit(model, "r", num_prompt_tokens=128, block_hashes=hashes)

@@ -13,8 +13,8 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.handlers.lifecycle import with_targets
-from torchrelay.scheduler.policy.handlers.placement import NoPlacement, place
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import (

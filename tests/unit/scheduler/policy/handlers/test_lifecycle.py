@@ -10,7 +10,7 @@ from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker, one_host, two_hosts
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.scheduler.policy import state
+from torchrelay.scheduler.policy import versions
 from torchrelay.scheduler.policy.inputs import Admit, FirstToken, GatewayChanged, Release, Withdraw
 from torchrelay.scheduler.policy.prediction import UNPREDICTED, Outcome
 from torchrelay.scheduler.policy.types import AttemptKey, LatencyTargets, Placement, ServiceClass
@@ -81,7 +81,7 @@ def test_lost_first_token_counts_with_repeated_admission() -> None:
     admission = scene.admit(MODEL, "r1")
     placement = scene.placed("r1")
     assert not placement.cold
-    bound = scene.policy.state.attempts.at(placement.prefill.instance_id)
+    bound = scene.policy.state.attempts.work_of(placement.prefill.instance_id)
     assert admission.key in bound.prefills
     scene.apply(GatewayChanged("gateway-1", False))
     scene.apply(GatewayChanged("gateway-1", True))
@@ -146,14 +146,14 @@ def test_prompts_of_earlier_scheduler_are_ahead(is_worker_first: bool) -> None:
 
 
 def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "MAX_VERSIONS", 2)
+    monkeypatch.setattr(versions, "MAX_VERSIONS", 2)
     scene = PaperCluster().settle()
     for number in range(3):
         scene.admit(a_model(f"acme/m{number}"), f"r{number}")
-    assert len(scene.policy.state.queues) == len(scene.policy.state.models) == 3
+    assert len(scene.policy.state.queues) == len(list(scene.policy.state.versions)) == 3
     scene.apply(Withdraw(AttemptKey("r1", 1)))
     scene.admit(MODEL, "last")
-    assert a_model("acme/m1").version_id not in scene.policy.state.models
+    assert scene.policy.state.versions.get(a_model("acme/m1").version_id) is None
 
 
 @pytest.mark.parametrize("other", ["", "birch/tiny"])
@@ -207,7 +207,7 @@ def test_outage_of_scheduler_makes_no_request_late(age_s: float) -> None:
     scene.admit(MODEL, "r", age_s=age_s)
     scene.pass_time(0.1)
     scene.apply(FirstToken(AttemptKey("r", 1)))
-    assert scene.policy.state.usages.of(MODEL.version_id).num_late(0.0) == 0
+    assert scene.policy.state.versions.of(MODEL.version_id).usage.num_late(0.0) == 0
 
 
 @pytest.mark.parametrize("num_short", [1, 3])

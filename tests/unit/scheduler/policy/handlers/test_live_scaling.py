@@ -10,9 +10,9 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_slot, a_store, a_worker, an_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch.live_scaling import goes_before
 from torchrelay.scheduler.policy.effects import Recall
 from torchrelay.scheduler.policy.explain import placement_event
-from torchrelay.scheduler.policy.handlers.live_scaling import goes_before
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.scheduler.policy.types import BOTH, AttemptKey, InstancePhase, ServiceClass
@@ -69,7 +69,7 @@ class Cluster:
         return [admission.key.request_id for admission in self.scene.policy.state.queues]
 
     def at(self, worker_id: str) -> list[str]:
-        return [key.request_id for key in self.scene.policy.state.attempts.at(f"i of {worker_id}").prefills]
+        return [key.request_id for key in self.scene.policy.state.attempts.work_of(f"i of {worker_id}").prefills]
 
     def recalls(self) -> list[AttemptKey]:
         return [answer.key for answer in self.scene.answers if isinstance(answer, Recall)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, one_host
-from torchrelay.scheduler.policy.autoscaling.slot_starts import SlotStarts
+from torchrelay.scheduler.policy.cluster.slot_starts import SlotStarts
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 from torchrelay.scheduler.policy.effects import LoadCommand, RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.handlers.pools import pool_target

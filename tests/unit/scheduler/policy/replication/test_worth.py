@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
-from torchrelay.scheduler.policy.autoscaling.lateness import load_cost
+from torchrelay.scheduler.policy.demand.lateness import load_cost
 from torchrelay.scheduler.policy.replication.worth import pack_worth
 from torchrelay.scheduler.policy.storage_tiers import Tier
 

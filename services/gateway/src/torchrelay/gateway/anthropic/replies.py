@@ -10,7 +10,7 @@ from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.answers.parts import CallArguments, CallBegin, Part, Reasoning, joined
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
-from torchrelay.gateway.openai.replies import ChoiceBuffer, encode_json, ended
+from torchrelay.gateway.openai.replies import ChoiceBuffer, encode_json
 
 
 def usage_object(usage: Usage) -> dict[str, int]:
@@ -40,8 +40,8 @@ class MessageEncoder:
     """Encodes token deltas as the events of a message."""
 
     def __init__(self, session: RequestSession, shows_reasoning: bool) -> None:
-        self._session, self._text = session, session.texts[0]
-        self._parser = session.answer_parser()
+        self._session = session
+        [self._choice] = self.choices = session.choices()
         self._shows_reasoning = shows_reasoning
         self._finish: FinishCause | None = None
         self._has_begun = False
@@ -58,21 +58,15 @@ class MessageEncoder:
         """
         events = [*self._begin()]
         for delta in deltas:
-            parts: list[Part] = []
-            for token_id in delta.token_ids:
-                piece = self._text.step(token_id)
-                parts += [piece] if self._parser is None else self._parser.push(piece)
-            if delta.finish is not None:
-                self._finish = delta.finish
-                parts += ended(self._parser, self._text.flush())
-            for part in parts:
-                events += self._shown(part)
+            self._finish = delta.finish
+            for step in self._choice.read(delta):
+                for part in step.parts:
+                    events += self._shown(part)
         return b"".join(events) or self.keep_alive()
 
     def end(self, usage: Usage) -> bytes:
         """The last events."""
-        has_calls = self._parser is not None and self._parser.num_calls > 0
-        ending = _ending(self._finish, self._text.stop_string, has_calls=has_calls)
+        ending = _ending(self._finish, self._choice.stop_string, has_calls=self._choice.num_calls > 0)
         last = {"type": "message_delta", "delta": ending, "usage": usage_object(usage)}
         return b"".join([*self._begin(), *self._end_block(), _event(last), _event({"type": "message_stop"})])
 
@@ -85,8 +79,6 @@ class MessageEncoder:
 
     def _shown(self, part: Part) -> Iterator[bytes]:
         match part:
-            case "":
-                return
             case str():
                 yield from self._in_block({"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": part})

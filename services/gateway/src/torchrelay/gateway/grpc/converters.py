@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.sampling import SHARED_NAMES
-from torchrelay.common.tokens.token_bytes import TokenBytes
-from torchrelay.gateway.inference.core import GenerateParams, TokenDelta, TokenLogprobs, Usage
+from torchrelay.gateway.inference.choice_reader import ScoredToken
+from torchrelay.gateway.inference.core import GenerateParams, TokenDelta, Usage
 from torchrelay.gateway.inference.parameter_ranges import (
     check_num_messages,
     check_role,
@@ -16,7 +16,6 @@ from torchrelay.gateway.inference.parameter_ranges import (
     check_top_logprobs,
 )
 from torchrelay.gateway.inference.pipeline import RequestSession
-from torchrelay.gateway.inference.text.detokenizer import PlacedToken
 from torchrelay.inference.v1 import inference_pb2 as pb
 
 _OPTIONAL: Final[tuple[Any, ...]] = (*SHARED_NAMES, "max_tokens", "top_logprobs", "seed")
@@ -68,30 +67,28 @@ def usage_message(usage: Usage) -> pb.Usage:
     )
 
 
-def choice_deltas(session: RequestSession, new_tokens: Iterable[TokenDelta], *, with_ids: bool) -> list[pb.ChoiceDelta]:
-    deltas: list[pb.ChoiceDelta] = []
-    for delta in new_tokens:
-        text, logprobs = session.texts[delta.choice], list[pb.TokenLogprob]()
-        if session.tokens is None:
-            new_text = "".join([text.step(token_id) for token_id in delta.token_ids])
-        else:
-            placed = list(session.placed(delta))
-            new_text = "".join([token.shown for token, _, _ in placed])
-            logprobs = [_logprob(session.tokens, *token) for token in placed]
-        if delta.finish is not None:
-            new_text += text.flush()
-        deltas.append(
-            pb.ChoiceDelta(
-                index=delta.choice,
-                text=new_text,
-                token_ids=delta.token_ids if with_ids else (),
-                finish_reason=str(delta.finish) if delta.finish else "",
-                logprobs=logprobs,
-            )
+class AnswerConverter:
+    """Turns the tokens of an answer into messages. The text has all that the model wrote."""
+
+    def __init__(self, session: RequestSession, *, with_ids: bool) -> None:
+        self._choices, self._tokens = session.choices(divides=False), session.tokens
+        self._with_ids = with_ids
+
+    def choices_of(self, deltas: Iterable[TokenDelta]) -> list[pb.ChoiceDelta]:
+        return [self._choice_of(delta) for delta in deltas]
+
+    def _choice_of(self, delta: TokenDelta) -> pb.ChoiceDelta:
+        steps = list(self._choices[delta.choice].read(delta))
+        return pb.ChoiceDelta(
+            index=delta.choice,
+            text="".join(step.content for step in steps),
+            token_ids=delta.token_ids if self._with_ids else (),
+            finish_reason=str(delta.finish) if delta.finish else "",
+            logprobs=[self._logprob(step.scored) for step in steps if step.scored is not None],
         )
-    return deltas
 
-
-def _logprob(tokens: TokenBytes, placed: PlacedToken, token_id: int, logprobs: TokenLogprobs) -> pb.TokenLogprob:
-    top = [pb.TopLogprob(token_id=each, token=tokens.of(each), logprob=value) for each, value in logprobs.top]
-    return pb.TokenLogprob(token_id=token_id, token=placed.encoded, logprob=logprobs.chosen, top=top)
+    def _logprob(self, token: ScoredToken) -> pb.TokenLogprob:
+        assert self._tokens is not None, "the request has logprobs"
+        logprobs, text_of = token.logprobs, self._tokens.of
+        top = [pb.TopLogprob(token_id=each, token=text_of(each), logprob=value) for each, value in logprobs.top]
+        return pb.TokenLogprob(token_id=token.token_id, token=token.placed.encoded, logprob=logprobs.chosen, top=top)

@@ -9,7 +9,7 @@ import grpc
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
+from torchrelay.gateway.grpc.converters import AnswerConverter, params_of_request, usage_message
 from torchrelay.gateway.grpc.message_decoder import decode
 from torchrelay.gateway.grpc.public_calls import Context, PublicCalls
 from torchrelay.gateway.inference.core import ClientDisconnected
@@ -61,16 +61,17 @@ class GatewayServicer:
             request = decode(pb.GenerateRequest, await self._calls.receive(context, principal))
             body_bytes.take(request.ByteSize())
             params, request_id = params_of_request(request), new_id("req")
-            wants_ids = request.return_token_ids
+            with_ids = request.return_token_ids
             entering = self._pipeline.session(principal, params, request_id, arrived_unix_us, timeout_s)
             del request, params  # otherwise kept until the end of the answer
             async with entering as session:
                 body_bytes.release()  # the prompt is encoded
+                answer = AnswerConverter(session, with_ids=with_ids)
                 await context.send_initial_metadata(())  # else abort would send it again, beside a write that waits
                 while not session.request.is_finished:
                     if new_tokens := await session.request.next():
-                        deltas = choice_deltas(session, new_tokens, with_ids=wants_ids)
-                        await self._calls.write(context, pb.GenerateEvent(request_id=request_id, choices=deltas))
+                        choices = answer.choices_of(new_tokens)
+                        await self._calls.write(context, pb.GenerateEvent(request_id=request_id, choices=choices))
                 await session.request.settled(SETTLE_TIMEOUT_S)
                 usage = usage_message(session.request.usage)
                 await self._calls.write(context, pb.GenerateEvent(request_id=request_id, usage=usage))

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,13 +37,12 @@ from torchrelay.gateway.core import (
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.answers.parts import ParameterTypes, parameter_types
 from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
+from torchrelay.gateway.inference.choice_reader import ChoiceReader
 from torchrelay.gateway.inference.core import (
     ClientDisconnected,
     GenerateParams,
-    LogprobDelta,
     ResolvedRequest,
-    TokenDelta,
-    TokenLogprobs,
+    Usage,
 )
 from torchrelay.gateway.inference.execution.attempt import Upstreams
 from torchrelay.gateway.inference.execution.joint_bill import JointBill
@@ -53,7 +52,7 @@ from torchrelay.gateway.inference.interfaces import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.metrics import InferenceMetrics, Operation
 from torchrelay.gateway.inference.sampling import GenerationBounds, context_exceeded, sampling_of
 from torchrelay.gateway.inference.text.decoder_cache import ModelDecoder
-from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer, PlacedToken
+from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 
 MAX_FIRST_TOKENS = 10_000  # kept for the console
@@ -72,18 +71,20 @@ class RequestSession:
     echo: str = ""  # the prompt's text, if the reply begins with it
     scored_by: ModelDecoder | None = None  # if logprobs of the prompt were requested
 
-    def answer_parser(self) -> AnswerParser | None:
-        """A parser of a choice's text; None if the text is all content."""
-        if self.syntax.thoughts is None and not self.tools:
-            return None
-        return AnswerParser(self.syntax, self.tools)
+    def choices(self, *, divides: bool = True) -> tuple[ChoiceReader, ...]:
+        """A reader of each choice's tokens. ``divides``: reasoning and calls are parts of their own."""
+        has_parts = divides and (self.syntax.thoughts is not None or bool(self.tools))
+        return tuple(
+            ChoiceReader(text, AnswerParser(self.syntax, self.tools) if has_parts else None, self.tokens)
+            for text in self.texts
+        )
 
-    def placed(self, delta: TokenDelta) -> Iterator[tuple[PlacedToken, int, TokenLogprobs]]:
-        """(part in the text, id, logprobs) of each token, of a request with logprobs."""
-        assert self.tokens is not None, "only for requests with logprobs"
-        text = self.texts[delta.choice]
-        for token_id, logprobs in LogprobDelta.pairs(delta):
-            yield text.step_placed(token_id, self.tokens.in_text(token_id)), token_id, logprobs
+    def usage(self, choices: Iterable[ChoiceReader]) -> Usage:
+        """The usage of the request, with the tokens of reasoning that were read if the model shows any."""
+        usage = self.request.usage
+        if self.syntax.thoughts is None:
+            return usage
+        return replace(usage, num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices))
 
 
 @dataclass(frozen=True, slots=True)

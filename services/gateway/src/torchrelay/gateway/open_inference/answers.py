@@ -19,19 +19,17 @@ class InferAnswer:
         self._request = pb.ModelInferRequest(id=request.id, outputs=request.outputs)
         if request.raw_input_contents:
             self._request.raw_input_contents.append(b"")
-        self._session = session
+        self._session, self._choices = session, session.choices(divides=False)
         self._texts = [""] * len(session.texts)
         self._finished = [""] * len(session.texts)
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
         """Adds tokens to the next response."""
         for delta in deltas:
-            text = self._session.texts[delta.choice]
-            pieces = [text.step(token_id) for token_id in delta.token_ids]
+            steps = self._choices[delta.choice].read(delta)
+            self._texts[delta.choice] += "".join(step.content for step in steps)
             if delta.finish is not None:
-                pieces.append(text.flush())
                 self._finished[delta.choice] = str(delta.finish)
-            self._texts[delta.choice] += "".join(pieces)
 
     def response(self, usage: Usage, *, is_final: bool) -> pb.ModelInferResponse:
         """The text since the last response."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -15,19 +14,18 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.core import Principal, RequestRate
-from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
+from torchrelay.gateway.core import FinishCause, Principal, RequestRate
 from torchrelay.gateway.inference.answers.parts import Part, Reasoning
+from torchrelay.gateway.inference.choice_reader import ChoiceReader, Step
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, TokenDelta, Usage
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
-from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.limits.shares import ShareAccount
 from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.http_request import HttpRequest
-from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+from torchrelay.gateway.openai.logprobs import LogprobFormatter
 from torchrelay.gateway.openai.prompt_logprobs import prompt_logprobs
 from torchrelay.gateway.openai.replies import Answer, ChoiceBuffer, ReplyFormat, StreamReply
 
@@ -221,7 +219,8 @@ class HttpExchange:
             self.encoder(session, reply_format, number * len(session.texts)) for number, session in enumerate(sessions)
         ]
         await _all_of([self._stream_events(*each) for each in zip(sessions, encoders, strict=True)])
-        end = encoders[0].end(replies.total_usage([session.request.usage for session in sessions]))
+        pairs = zip(sessions, encoders, strict=True)
+        end = encoders[0].end(replies.total_usage([session.usage(encoder.choices) for session, encoder in pairs]))
         await self._send({"type": "http.response.body", "body": end})
 
     async def _stream_events(self, session: RequestSession, events: StreamEncoder) -> None:
@@ -243,6 +242,8 @@ class HttpExchange:
 class StreamEncoder(Protocol):
     """The events of a streamed answer."""
 
+    choices: tuple[ChoiceReader, ...]
+
     def keep_alive(self) -> bytes: ...
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes: ...
@@ -252,42 +253,32 @@ class StreamEncoder(Protocol):
 
 async def _whole_answer(session: RequestSession, reply_format: ReplyFormat, held: ShareAccount) -> Answer:
     """The answer to a prompt; ``held`` counts what may be many times the answer's text."""
-    request, logprobs = session.request, logprob_formatter(session, reply_format)
+    request, readers = session.request, session.choices()
+    logprobs = LogprobFormatter.for_session(session, is_chat=reply_format.is_chat)
     held.take(len(session.echo.encode()) * len(session.texts))
     if request.prompt_scores is not None:
         held.take(request.prompt_scores.num_bytes(request.resolved.sampling.prompt_logprobs))
-    choices = [ChoiceBuffer(session.answer_parser(), [session.echo] if session.echo else []) for _ in session.texts]
+    choices = [ChoiceBuffer([session.echo] if session.echo else []) for _ in readers]
     while not request.is_finished:
         for delta in await request.next():
-            choice, text = choices[delta.choice], session.texts[delta.choice]
+            choice = choices[delta.choice]
             choice.token_ids += delta.token_ids
-            if logprobs is None:
-                for token_id in delta.token_ids:
-                    choice.add(text.step(token_id))
-            else:
-                for piece, entry in text_and_logprobs(session, delta):
-                    choice.add(piece)
-                    choice.logprobs.append(logprobs.encoded(entry))
-                    choice.logprob_sum += entry.logprobs.chosen
+            choice.finish = delta.finish
+            for step in readers[delta.choice].read(delta):
+                choice.parts += step.parts
+                if logprobs is not None and step.scored is not None:
+                    choice.logprobs.append(logprobs.encoded(step.scored))
+                    choice.logprob_sum += step.scored.logprobs.chosen
                     held.take(sum(map(len, choice.logprobs[-1])))
                     choice.num_parts.append(len(choice.parts))
-            if delta.finish is not None:
-                choice.end(text.flush(), delta.finish)
     await request.settled(SETTLE_TIMEOUT_S)
-    usage = with_reasoning(request.usage, session, [choice.parser for choice in choices])
+    usage = session.usage(readers)
     if reply_format.num_best:
         choices = sorted(choices, key=ChoiceBuffer.mean_logprob, reverse=True)[: reply_format.num_best]
     scores = None
     if session.scored_by is not None:
         scores = await prompt_logprobs(session, reply_format.num_echoed_top, reply_format.num_prompt_top, held)
     return Answer(request.resolved, choices, usage, logprobs if reply_format.has_logprobs else None, scores)
-
-
-def with_reasoning(usage: Usage, session: RequestSession, parsers: Iterable[AnswerParser | None]) -> Usage:
-    """The usage with the number of reasoning tokens that the parsers have counted, if the model shows any."""
-    if session.syntax.thoughts is None:
-        return usage
-    return replace(usage, num_reasoning_tokens=sum(parser.num_reasoning_tokens for parser in parsers if parser))
 
 
 async def _all_of(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -311,77 +302,54 @@ class SseEncoder:
     """Encodes token deltas as server-sent events."""
 
     def __init__(self, session: RequestSession, reply_format: ReplyFormat, reply_id: str, first_index: int) -> None:
-        self.reply = StreamReply(session.request.resolved, reply_format, reply_id, first_index)
-        self._logprobs = logprob_formatter(session, reply_format)
+        self.choices = session.choices()
+        self._reply = StreamReply(session.request.resolved, reply_format, reply_id, first_index)
+        self._logprobs = LogprobFormatter.for_session(session, is_chat=reply_format.is_chat)
         self._session = session
         self._shows_reasoning = reply_format.shows_reasoning
         self._has_annotations = self._logprobs is not None or reply_format.return_token_ids
-        self._parsers = [session.answer_parser() for _ in session.texts]
-        self._unstarted = set(range(len(session.texts)))  # choices without a first event
+        self._unstarted = set(range(len(self.choices)))  # choices without a first event
 
     def keep_alive(self) -> bytes:
         return replies.comment(self._session.request.waits_for)
 
     def end(self, usage: Usage) -> bytes:
-        return self.reply.usage(with_reasoning(usage, self._session, self._parsers)) + replies.DONE
+        return self._reply.usage(usage) + replies.DONE
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes:
         """An event per token, preceded by a role and followed by a finish event for each choice."""
-        reply, unstarted = self.reply, self._unstarted
         events: list[bytes] = []
         for delta in deltas:
             choice = delta.choice
-            text = self._session.texts[choice]
-            if unstarted and choice in unstarted:
-                unstarted.discard(choice)
-                events.append(reply.opening(choice, self._session.echo))
-            if (parser := self._parsers[choice]) is not None:
-                events += self._parts(delta, text, parser)
-                continue
-            if self._logprobs is None:
-                for token_id in delta.token_ids:
-                    events.append(reply.token(choice, text.step(token_id), token_id))
-            else:
-                for piece, entry in text_and_logprobs(self._session, delta):
-                    events.append(reply.annotated_token(choice, piece, entry.token_id, self._encoded_logprobs(entry)))
-            if delta.finish is not None:
-                events.append(reply.finish(choice, text.flush(), str(delta.finish)))
+            if choice in self._unstarted:
+                self._unstarted.discard(choice)
+                events.append(self._reply.opening(choice, self._session.echo))
+            for step in self.choices[choice].read(delta):
+                if step.token_id is not None:
+                    events += self._events(choice, step, step.token_id)
+                elif delta.finish is not None:
+                    events += self._last_events(choice, step, delta.finish)
         return b"".join(events)
 
-    def _parts(self, delta: TokenDelta, text: ChoiceDetokenizer, parser: AnswerParser) -> Iterator[bytes]:
-        """The events of the parts that each token completes, of which there is at least one."""
-        reply, choice = self.reply, delta.choice
-        for token_id, piece, logprobs in self._pieces(delta, text):
-            parts = self._shown(parser.push(piece))
-            last = parts[-1] if parts else ""
-            content = last if isinstance(last, str) else ""
-            yield from (reply.part(choice, part) for part in (parts[:-1] if content else parts))
-            if content or not parts or self._has_annotations:
-                yield reply.annotated_token(choice, content, token_id, logprobs)
-        if delta.finish is not None:
-            yield from (reply.part(choice, part) for part in self._shown(replies.ended(parser, text.flush())))
-            yield reply.finish(choice, "", replies.finish_reason(delta.finish, parser.num_calls))
+    def _events(self, choice: int, step: Step, token_id: int) -> Iterator[bytes]:
+        """The events of the parts that a token completes, of which there is at least one."""
+        parts = self._shown(step.parts)
+        last = parts[-1] if parts else ""
+        content = last if isinstance(last, str) else ""
+        yield from (self._reply.part(choice, part) for part in (parts[:-1] if content else parts))
+        if content or not parts or self._has_annotations:
+            logprobs = None
+            if self._logprobs is not None and step.scored is not None:
+                logprobs = self._logprobs.of([self._logprobs.encoded(step.scored)])
+            yield self._reply.token(choice, content, token_id, logprobs)
 
-    def _shown(self, parts: list[Part]) -> list[Part]:
-        return parts if self._shows_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
-
-    def _pieces(self, delta: TokenDelta, text: ChoiceDetokenizer) -> Iterator[tuple[int, str, Any]]:
-        """Each token with its text, and its logprobs if requested."""
-        if self._logprobs is None:
-            yield from ((token_id, text.step(token_id), None) for token_id in delta.token_ids)
+    def _last_events(self, choice: int, end: Step, finish: FinishCause) -> Iterator[bytes]:
+        reader = self.choices[choice]
+        if not reader.is_divided:
+            yield self._reply.finish(choice, end.content, str(finish))
             return
-        for piece, entry in text_and_logprobs(self._session, delta):
-            yield entry.token_id, piece, self._encoded_logprobs(entry)
+        yield from (self._reply.part(choice, part) for part in self._shown(end.parts))
+        yield self._reply.finish(choice, "", replies.finish_reason(finish, reader.num_calls))
 
-    def _encoded_logprobs(self, entry: LogprobEntry) -> msgspec.Raw | None:
-        return None if self._logprobs is None else self._logprobs.of([self._logprobs.encoded(entry)])
-
-
-def logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> LogprobFormatter | None:
-    return None if session.tokens is None else LogprobFormatter(session.tokens, reply_format.is_chat)
-
-
-def text_and_logprobs(session: RequestSession, delta: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
-    """The text and logprobs of each token, of a request with logprobs."""
-    for placed, token_id, logprobs in session.placed(delta):
-        yield placed.shown, LogprobEntry(token_id, logprobs, placed.encoded, len(session.echo) + placed.offset)
+    def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
+        return parts if self._shows_reasoning else [part for part in parts if not isinstance(part, Reasoning)]

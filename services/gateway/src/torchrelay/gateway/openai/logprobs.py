@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from torchrelay.common.tokens.token_bytes import TokenBytes
-from torchrelay.gateway.inference.core import TokenLogprobs
+from torchrelay.gateway.inference.choice_reader import ScoredToken
+from torchrelay.gateway.inference.pipeline import RequestSession
 
 EncodedLogprobs: TypeAlias = tuple[bytes, ...]  # of a token: the JSON of its item in each list of the format
 _MAX_ENTRIES: Final = 2048  # kept of one request
 _OF_CHAT: Final = ("content",)
 _OF_COMPLETION: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-
-
-class LogprobEntry(NamedTuple):
-    """A token of a reply with its logprobs.
-
-    ``encoded`` are its bytes in the choice's text, ``offset`` is the character of that text in which it begins.
-    """
-
-    token_id: int
-    logprobs: TokenLogprobs
-    encoded: bytes
-    offset: int
 
 
 class LogprobFormatter:
@@ -36,10 +25,16 @@ class LogprobFormatter:
     is encoded once.
     """
 
-    def __init__(self, tokens: TokenBytes, is_chat: bool) -> None:
+    def __init__(self, tokens: TokenBytes, is_chat: bool, num_echoed: int = 0) -> None:
+        """``num_echoed``: characters of the prompt before the answer."""
         self._tokens = tokens
-        self._is_chat = is_chat
+        self._is_chat, self._num_echoed = is_chat, num_echoed
         self._entries: dict[int, bytes] = {}  # by token id: a chat's entry without its logprob
+
+    @classmethod
+    def for_session(cls, session: RequestSession, *, is_chat: bool) -> LogprobFormatter | None:
+        """None for a request without logprobs."""
+        return None if session.tokens is None else cls(session.tokens, is_chat, len(session.echo))
 
     def of(self, tokens: Sequence[EncodedLogprobs], prompt: EncodedLogprobs = ()) -> msgspec.Raw:
         """The object of the tokens, behind the items of a prompt's tokens in each list."""
@@ -51,20 +46,20 @@ class LogprobFormatter:
             parts += b'%s"%s":[' % (b"," if parts else b"{", name.encode()), joined, b"]"
         return msgspec.Raw(b"".join([*parts, b',"refusal":null}' if self._is_chat else b"}"]))
 
-    def encoded(self, entry: LogprobEntry) -> EncodedLogprobs:
+    def encoded(self, token: ScoredToken) -> EncodedLogprobs:
         """The items of a token."""
         if not self._is_chat:
-            encode = msgspec.json.encode
-            top = encode(self._top(entry))
-            return encode(self._name(entry)), encode(entry.logprobs.chosen), top, encode(entry.offset)
-        top = b",".join([self._entry(token_id, value) + b"}" for token_id, value in entry.logprobs.top])
-        return (b'%s,"top_logprobs":[%s]}' % (self._chosen(entry), top),)
+            encode, offset = msgspec.json.encode, self._num_echoed + token.placed.offset
+            return encode(self._name(token)), encode(token.logprobs.chosen), encode(self._top(token)), encode(offset)
+        top = b",".join([self._entry(token_id, value) + b"}" for token_id, value in token.logprobs.top])
+        return (b'%s,"top_logprobs":[%s]}' % (self._chosen(token), top),)
 
-    def _chosen(self, entry: LogprobEntry) -> bytes:
+    def _chosen(self, token: ScoredToken) -> bytes:
         """The JSON of a reply's token, without its closing brace."""
-        if entry.encoded == self._tokens.in_text(entry.token_id):
-            return self._entry(entry.token_id, entry.logprobs.chosen)
-        return _head(self._name(entry), entry.encoded) + msgspec.json.encode(entry.logprobs.chosen)
+        encoded = token.placed.encoded
+        if encoded == self._tokens.in_text(token.token_id):
+            return self._entry(token.token_id, token.logprobs.chosen)
+        return _head(self._name(token), encoded) + msgspec.json.encode(token.logprobs.chosen)
 
     def _entry(self, token_id: int, value: float) -> bytes:
         """The JSON of a token that could be in a reply, without its closing brace."""
@@ -76,14 +71,14 @@ class LogprobFormatter:
             self._entries[token_id] = head
         return head + msgspec.json.encode(value)
 
-    def _name(self, entry: LogprobEntry) -> str:
-        return token_text(entry.encoded or self._tokens.of(entry.token_id))
+    def _name(self, token: ScoredToken) -> str:
+        return token_text(token.placed.encoded or self._tokens.of(token.token_id))
 
-    def _top(self, entry: LogprobEntry) -> dict[str, float]:
+    def _top(self, token: ScoredToken) -> dict[str, float]:
         """The most likely tokens, and the chosen one. Among tokens with equal text the most likely wins."""
         top: dict[str, float] = {}
-        for token_id, value in (*entry.logprobs.top, (entry.token_id, entry.logprobs.chosen)):
-            name = self._name(entry) if token_id == entry.token_id else token_text(self._tokens.of(token_id))
+        for token_id, value in (*token.logprobs.top, (token.token_id, token.logprobs.chosen)):
+            name = self._name(token) if token_id == token.token_id else token_text(self._tokens.of(token_id))
             top.setdefault(name, value)
         return top
 

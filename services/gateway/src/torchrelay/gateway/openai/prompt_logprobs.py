@@ -9,13 +9,14 @@ from typing import Any, Final
 
 import msgspec
 
+from torchrelay.gateway.inference.choice_reader import ScoredToken
 from torchrelay.gateway.inference.core import TokenLogprobs
 from torchrelay.gateway.inference.execution.prompt_scores import PromptScores
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.inference.text.decoder_cache import ModelDecoder
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.limits.shares import ShareAccount
-from torchrelay.gateway.openai.logprobs import EncodedLogprobs, LogprobEntry, LogprobFormatter, token_text
+from torchrelay.gateway.openai.logprobs import EncodedLogprobs, LogprobFormatter, token_text
 
 _NUM_AT_ONCE: Final = 128  # tokens: a prompt may have as many as the context, and other requests go on meanwhile
 
@@ -67,12 +68,12 @@ def _entries(
     prompt: Sequence[int],
     positions: range,
     num_top: int,
-) -> Iterator[LogprobEntry]:
+) -> Iterator[ScoredToken]:
     for position in positions:
         token_id = prompt[position]
         placed = text.step_placed(token_id, decoder.token_bytes.in_text(token_id))
         logprobs = scores.of(position, num_top) if position else TokenLogprobs(0.0, ())
-        yield LogprobEntry(token_id, logprobs, placed.encoded, placed.offset)
+        yield ScoredToken(token_id, logprobs, placed)
 
 
 def _described(

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from torchrelay.gateway.core import FinishCause
-from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.answers.parts import (
     CallArguments,
     CallBegin,
@@ -91,7 +90,6 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 class ChoiceBuffer:
     """A choice of a non-streamed reply, as it accumulates."""
 
-    parser: AnswerParser | None = None  # of its text
     parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish: FinishCause | None = None
@@ -99,31 +97,8 @@ class ChoiceBuffer:
     logprob_sum: float = 0.0
     num_parts: list[int] = field(default_factory=list)  # after each of these
 
-    def add(self, text: str) -> None:
-        """Adds the text of a token."""
-        if self.parser is None:
-            self.parts.append(text)
-        else:
-            self.parts += self.parser.push(text)
-
-    def end(self, text: str, cause: FinishCause) -> None:
-        """Adds the last text, which belongs to no token."""
-        self.parts += ended(self.parser, text)
-        self.finish = cause
-
-    @property
-    def num_reasoning_tokens(self) -> int | None:
-        return None if self.parser is None else self.parser.num_reasoning_tokens
-
     def mean_logprob(self) -> float:
         return self.logprob_sum / max(1, len(self.logprobs))
-
-
-def ended(parser: AnswerParser | None, text: str) -> list[Part]:
-    """The last parts of a choice whose text ends with ``text``."""
-    if parser is None:
-        return [text]
-    return [*parser.push(text), *parser.flush()] if text else parser.flush()
 
 
 def finish_reason(cause: FinishCause | None, has_calls: object) -> str:
@@ -244,14 +219,12 @@ class StreamReply:
         prompt = self._prompt_ids(0)  # of a chat, whichever choice begins first
         return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + prompt + b"}\n\n"
 
-    def token(self, choice: int, text: str, token_id: int) -> bytes:
-        """The event of one token; ``text`` is empty while a character is incomplete or a stop string possible."""
-        if not self._format.return_token_ids:
+    def token(self, choice: int, text: str, token_id: int, logprobs: msgspec.Raw | None) -> bytes:
+        """The event of a token, with its id and logprobs where requested; ``text`` is empty while a character is
+        incomplete or a stop string possible.
+        """
+        if logprobs is None and not self._format.return_token_ids:
             return self._heads[choice] + encode_json(text) + self._token_tail
-        return self.annotated_token(choice, text, token_id, None)
-
-    def annotated_token(self, choice: int, text: str, token_id: int, logprobs: Any) -> bytes:
-        """The event of one token with its id and logprobs, where requested."""
         tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (
             self._after_text,
             self._ids(choice, b"%d" % token_id),

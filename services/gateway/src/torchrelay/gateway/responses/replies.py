@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,8 +13,8 @@ from torchrelay.gateway.inference.answers.parts import Part
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.limits.shares import ShareAccount
-from torchrelay.gateway.openai.asgi_app import logprob_formatter, text_and_logprobs, with_reasoning
-from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, comment, encode_json, ended
+from torchrelay.gateway.openai.logprobs import LogprobFormatter
+from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, comment, encode_json
 from torchrelay.gateway.responses.events import Event, event_of
 from torchrelay.gateway.responses.output import Output
 from torchrelay.gateway.responses.requests import ResponseBody, TextFormat
@@ -108,9 +108,9 @@ class ResponseEncoder:
 
     def __init__(self, session: RequestSession, reply_format: ResponseFormat, held: ShareAccount) -> None:
         """``held`` counts logprobs, which the last events repeat."""
-        self._session, self._text, self._held = session, session.texts[0], held
-        self._logprobs = logprob_formatter(session, reply_format)
-        self._parser = session.answer_parser()
+        self._session, self._held = session, held
+        [self._choice] = self.choices = session.choices()
+        self._logprobs = LogprobFormatter.for_session(session, is_chat=True)
         self._reply = Reply(session, reply_format)
         self._num_events = 0
 
@@ -122,28 +122,19 @@ class ResponseEncoder:
         encoded = [self._begin()]
         for delta in deltas:
             events: list[Event] = []
-            for piece in self._pieces(delta):
-                events += self._reply.add([piece] if self._parser is None else self._parser.push(piece))
+            for step in self._choice.read(delta):
+                if self._logprobs is not None and step.scored is not None:
+                    (logprobs,) = self._logprobs.encoded(step.scored)
+                    self._held.take(len(logprobs))
+                    self._reply.note(logprobs)
+                events += self._reply.add(step.parts)
             if delta.finish is not None:
-                events += self._reply.add(ended(self._parser, self._text.flush()))
                 events += self._reply.end(delta.finish)
             encoded += map(self._encoded, events)
         return b"".join(encoded) or comment(self._session.request.waits_for)
 
-    def _pieces(self, delta: TokenDelta) -> Iterator[str]:
-        """The text of each token, whose logprobs are noted before, if the request has them."""
-        if self._logprobs is None:
-            yield from map(self._text.step, delta.token_ids)
-            return
-        for piece, entry in text_and_logprobs(self._session, delta):
-            (encoded,) = self._logprobs.encoded(entry)
-            self._held.take(len(encoded))
-            self._reply.note(encoded)
-            yield piece
-
     def end(self, usage: Usage) -> bytes:
         """The last event."""
-        usage = with_reasoning(usage, self._session, [self._parser])
         return self._about_response(self._reply.status, self._reply.encoded(usage))
 
     def failed(self, error: TorchrelayError) -> bytes:

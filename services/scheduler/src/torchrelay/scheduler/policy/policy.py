@@ -1,18 +1,20 @@
 """All decisions of the scheduler: inputs in, effects out. No I/O and no clock, so that a simulation runs the same code.
 
-    on each input:            change the state; mark the versions that it concerns
-        for versions whose requests may be placed:                           dispatch.place_version
+    on each input:      change the state; mark the versions that it concerns
+        for versions whose requests may be placed:                                       dispatch.place_version
             while some instance has less than one full step of prompts queued:
                 of the tenant with the fewest tokens, the earliest deadline that can be met, else the first late request
-                goes to the pair with the least time to the first token and delay of later tokens
-    on each tick, one of:     place what is due by time alone, and decide on the marked versions:    scaling.scale
-            bid = late requests that a slot saves; ask = late requests that it costs its model, and the load back
-            a free slot, else the cheapest slot that asks no more than is bid
-            more instances while each saves more late requests than it costs
-            drain what is unused for as long as its next load costs
+                goes to the pair with the least time to the first token and delay of later tokens    placement.place
+    on each tick, one of:
+        place what is due by time alone, and hold an auction for the marked versions:          auction.auction
+            bid = late requests that a slot saves                                               bids, lateness
+            ask = late requests that it costs its model, and the load back                      asks.ask_of
+            first slots: a free one, else the cheapest that asks no more than is bid            asks.take_slots
+            more: while each saves more late requests than it costs                             Fluid.wanted
+            drain what is unused for as long as its next load costs                             idle_slots
         every 20 ms, a turn:  mark idle versions and a few others; order copies of packs
         every 100 ms, a round: expire silent peers and stalled loads, refuse what cannot be served,
-                               decide on all that wait, order copies of packs
+                               mark all that wait, order copies of packs
 
 Called from a single thread, one input at a time.
 """
@@ -25,16 +27,14 @@ from typing import assert_never
 from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.cluster.instances import TransitionKind
 from torchrelay.scheduler.policy.config import ROUND_S, TURN_S, PolicyConfig
+from torchrelay.scheduler.policy.dispatch import dispatch, endpoints, recalls
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, SchedulerEvent
 from torchrelay.scheduler.policy.handlers import (
     command_outcomes,
-    dispatch,
-    endpoints,
     instance_changes,
     lifecycle,
     load_notices,
     pools,
-    recalls,
     refusals,
     relay_plans,
     reserved_slots,
@@ -92,7 +92,7 @@ class Policy:
                 if state.membership.beat_worker(worker_id, incarnation, progress, now):
                     instance = state.instances.on_worker(worker_id)
                     if instance is not None:
-                        state.endpoints.pop(instance.version_id, None)
+                        state.forget_endpoints(instance.version_id)
                     self._react(() if instance is None else (instance.version_id,), now)
             case inputs.StreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
@@ -258,13 +258,8 @@ class Policy:
             state.effects.commands.append(DisconnectCommand(store.grpc_address))
         for key in state.gateways.overdue(now):
             lifecycle.release(state, key, now)
-        for version_id in state.slot_lost_at.keys() - set(state.queues.versions):
-            del state.slot_lost_at[version_id]
-        for version_id in state.too_large.keys() - set(state.queues.versions):
-            del state.too_large[version_id]
         scaling.retry_unloads(state, now)
-        state.load_failures.prune(now)
-        for instance, reason in state.load_failures.stalled(state.instances.loading, state.membership, now):
+        for instance, reason in state.load_progress.stalled(state.instances.loading, state.membership, now):
             instance_changes.give_up_load(self.state, instance, reason, now)
         due = {*state.queues.versions, *state.instances.loading_versions}
         if is_whole := now >= state.whole_round_due:

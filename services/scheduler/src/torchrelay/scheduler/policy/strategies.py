@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol, TypeAlias
 
 from torchrelay.scheduler.policy.autoscaling.actions import Action
-from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.auction import auction
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.relay.planning import Node, ReceiveProgress, TransferEdge, plan
@@ -45,7 +45,7 @@ class ChooseLate(Protocol):
     ) -> Sequence[AttemptKey]: ...
 
 
-# Decides which instances to load and drain; see ``autoscaling/decision.py``.
+# Decides which instances to load and drain; see ``autoscaling/auction.py``.
 Decide: TypeAlias = Callable[[View], Sequence[Action]]
 # Decides which copies of some packs are kept and made; see ``replication/copies.py``.
 EvaluatePacks: TypeAlias = Callable[[Copies, Sequence[str], Sequence[CopyKey], float], Sequence[CopyOrder]]
@@ -54,7 +54,7 @@ LateRank: TypeAlias = Callable[[Admission, float], float]
 
 
 class LoadingPrompts(Enum):
-    """The prompts that a loading instance gets while others are loaded; see ``handlers/live_scaling.py``."""
+    """The prompts that a loading instance gets while others are loaded; see ``dispatch/live_scaling.py``."""
 
     NONE = "none"  # it computes once it is loaded
     KEPT = "kept"  # it computes layer by layer as it loads, and keeps its prompts
@@ -65,7 +65,7 @@ class LoadingPrompts(Enum):
 class Strategies:
     """The strategies of a policy; by default the scheduler's own."""
 
-    decide: Decide = decide
+    decide: Decide = auction
     plan: Plan = plan
     evaluate_packs: EvaluatePacks = evaluate_packs
     choose_late: ChooseLate = fewest_late
@@ -77,4 +77,4 @@ class Strategies:
         """Whether models without a change may be decided on a few at a time. Another system's decisions may need the
         whole cluster.
         """
-        return self.decide is decide
+        return self.decide is auction

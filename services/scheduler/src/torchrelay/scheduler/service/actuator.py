@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from msgspec import structs
 
+from torchrelay.common.cancellation import raise_if_cancelled
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import error_from_rpc, logged_cause
@@ -44,26 +45,34 @@ class Actuator:
 
     def start(self, command: effects.Command) -> None:
         """Starts to carry a command out; its outcome comes back as an input."""
-        for call in self._calls(command):
-            self._tasks.create_task(call, name=type(command).__name__)
+        self._tasks.create_task(self._carry_out(command), name=type(command).__name__)
 
-    def _calls(self, command: effects.Command) -> list[Coroutine[Any, Any, None]]:
+    async def _carry_out(self, command: effects.Command) -> None:
         match command:
-            case effects.LoadCommand():
-                answered = {hop.store_id: asyncio.Event() for hop in command.hops}
-                return [self._load_host(command, hop, answered) for hop in command.hops]
-            case effects.SetRolesCommand():
-                return [self._set_roles(command)]
-            case effects.UnloadCommand():
-                return [self._unload(command)]
-            case effects.RerouteCommand():
-                return [self._reroute(command)]
-            case effects.CopyCommand():
-                return [self._copy(command)]
-            case effects.RetainCommand():
-                return [self._retain(command)]
-            case effects.DisconnectCommand():
-                return [self._channels.forget(command.address)]
+            case effects.LoadCommand(hops=hops):
+                answered = {hop.store_id: asyncio.Event() for hop in hops}
+                async with asyncio.TaskGroup() as hosts:
+                    for hop in hops:
+                        hosts.create_task(self._load_host(command, hop, answered))
+            case effects.SetRolesCommand(instance_id, worker_id, roles):
+                request = worker_pb2.SetRolesRequest(instance_id=instance_id, roles=converters.roles_to_proto(roles))
+                with self._outcome(inputs.RoleChange(instance_id)):
+                    await self._call(Peer(worker_id), "SetRoles", request)
+            case effects.UnloadCommand(instance_id, worker_id, drain_s):
+                unload = worker_pb2.UnloadRequest(instance_id=instance_id, drain_s=drain_s)
+                with self._outcome(inputs.Unload(instance_id)):
+                    await self._call(Peer(worker_id), "Unload", unload, drain_s + _TIMEOUT_S)
+            case effects.RerouteCommand(hop=hop):
+                await self._request_relay(command, hop)  # where it is refused, the relay goes on unchanged
+            case effects.CopyCommand(model, hop):
+                with self._outcome(inputs.Copy(model.pack_id, hop.store_id), "the relay could not be started: "):
+                    await self._relay(command, hop)
+            case effects.RetainCommand(store_id, pack_ids, lease_s, disk_pack_ids):
+                retain = param_store_pb2.RetainRequest(pack_ids=pack_ids, lease_s=lease_s, disk_pack_ids=disk_pack_ids)
+                with self._outcome(inputs.Retention(store_id)):
+                    await self._call(Peer(store_id, is_store=True), "Retain", retain)
+            case effects.DisconnectCommand(address):
+                await self._channels.forget(address)
 
     async def _load_host(
         self, command: effects.LoadCommand, hop: effects.Hop, answered: Mapping[str, asyncio.Event]
@@ -94,19 +103,18 @@ class Actuator:
                 self._controller.apply(CommandEnded(failed, CommandOutcome.REFUSED, cause))
 
         async with asyncio.TaskGroup() as calls:
-            relay = calls.create_task(self._request_relay(command, hop, answered[hop.store_id]))
+            relay = calls.create_task(self._request_relay(command, hop))
+            relay.add_done_callback(lambda _: answered[hop.store_id].set())
             for order in hop.loads:
                 calls.create_task(load(order))
 
-    async def _request_relay(self, command: effects.LoadCommand, hop: effects.Hop, answered: asyncio.Event) -> str:
+    async def _request_relay(self, command: effects.LoadCommand | effects.RerouteCommand, hop: effects.Hop) -> str:
         """Returns why the store did not accept the relay; empty if it did."""
         try:
             await self._relay(command, hop)
         except TorchrelayError as error:
             log.info("relay_refused", store_id=hop.store_id, error=logged_cause(error))
             return f"param-store {hop.store_id} did not accept the relay: {error.message}"
-        finally:
-            answered.set()
         return ""
 
     def _has_pack(self, store_id: str, pack_id: str) -> bool:
@@ -135,25 +143,6 @@ class Actuator:
         timeout_s = _TIMEOUT_S + command.model.pack_bytes / _FAULTING_BYTES_PER_S
         await self._call(Peer(hop.store_id, is_store=True), "Relay", request, timeout_s)
 
-    async def _reroute(self, command: effects.RerouteCommand) -> None:
-        """Gives a running relay other sources. If the store cannot be reached, the relay goes on unchanged."""
-        try:
-            await self._relay(command, command.hop)
-        except TorchrelayError as error:
-            log.info("reroute_failed", store_id=command.hop.store_id, error=logged_cause(error))
-
-    async def _copy(self, command: effects.CopyCommand) -> None:
-        copy = inputs.Copy(command.model.pack_id, command.hop.store_id)
-        with self._outcome(copy, "the relay could not be started: "):
-            await self._relay(command, command.hop)
-
-    async def _retain(self, command: effects.RetainCommand) -> None:
-        request = param_store_pb2.RetainRequest(
-            pack_ids=command.pack_ids, lease_s=command.lease_s, disk_pack_ids=command.disk_pack_ids
-        )
-        with self._outcome(inputs.Retention(command.store_id)):
-            await self._call(Peer(command.store_id, is_store=True), "Retain", request)
-
     async def _load(self, command: effects.LoadCommand, order: effects.LoadOrder) -> None:
         with self._outcome(inputs.Load(order.instance_id), f"worker {order.worker_id} cannot load it: "):
             request = worker_pb2.LoadRequest(
@@ -163,17 +152,6 @@ class Actuator:
                 traceparent=command.traceparent,
             )
             await self._call(Peer(order.worker_id), "Load", request)
-
-    async def _set_roles(self, command: effects.SetRolesCommand) -> None:
-        roles = converters.roles_to_proto(command.roles)
-        request = worker_pb2.SetRolesRequest(instance_id=command.instance_id, roles=roles)
-        with self._outcome(inputs.RoleChange(command.instance_id)):
-            await self._call(Peer(command.worker_id), "SetRoles", request)
-
-    async def _unload(self, command: effects.UnloadCommand) -> None:
-        request = worker_pb2.UnloadRequest(instance_id=command.instance_id, drain_s=command.drain_s)
-        with self._outcome(inputs.Unload(command.instance_id)):
-            await self._call(Peer(command.worker_id), "Unload", request, command.drain_s + _TIMEOUT_S)
 
     @contextmanager
     def _outcome(self, command: inputs.CommandId, why: str = "") -> Iterator[None]:
@@ -209,9 +187,7 @@ class Actuator:
         except grpc.aio.UsageError as error:
             raise Unavailable("the peer was lost before the call") from error
         except asyncio.CancelledError:
-            # Either this task is cancelled, or the peer was lost and its channel closed during the call.
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
+            raise_if_cancelled()  # otherwise the channel was closed
             raise Unavailable("the peer was lost during the call") from None
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:

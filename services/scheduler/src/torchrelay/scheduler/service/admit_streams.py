@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 
 from torchrelay.common.errors import Overloaded, TorchrelayError
 from torchrelay.common.net.rpc.message_pace import EVERY_S, MessagePace
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Beat
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvents
 
 # Fields of an ``AdmitEvent``. There are thousands a second: the outgoing message is filled with fields directly, where
 # it would have to copy an event.
 EventFields: TypeAlias = dict[str, Any]
-_BEAT = AdmitEvent(beat=Beat())
+_BEAT: Any = {"beat": {}}
 MAX_BATCH = 64  # events in one message
 _MIN_BEAT_S = 0.1  # whatever a gateway asks for
 
@@ -23,7 +23,7 @@ class AdmitStream:
     """A gateway's stream. A gateway that reads too slowly loses the stream, not its admissions: it sends them again."""
 
     def __init__(self, max_queued: int, message_every_s: float) -> None:
-        self._queue: deque[AdmitEvent | EventFields] = deque()
+        self._queue: deque[EventFields] = deque()
         self._max_queued = max_queued
         self._pace = MessagePace(message_every_s)
         self._changed = asyncio.Event()
@@ -32,7 +32,7 @@ class AdmitStream:
         self._beat_every_s: float | None = None
         self.gateway_id = ""  # known after its hello
 
-    def send(self, event: AdmitEvent | EventFields) -> None:
+    def send(self, event: EventFields) -> None:
         if len(self._queue) >= self._max_queued:
             self.close(Overloaded("the gateway reads its stream too slowly; open it again and repeat the admissions"))
             return
@@ -96,7 +96,7 @@ class AdmitStreams:
         del self._of[stream.gateway_id]
         return True
 
-    def send(self, gateway_id: str, event: AdmitEvent | EventFields) -> None:
+    def send(self, gateway_id: str, event: EventFields) -> None:
         """Drops the event if the gateway is away: it asks again when it is back."""
         if stream := self._of.get(gateway_id):
             stream.send(event)

@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from opentelemetry import metrics
 
@@ -18,7 +18,6 @@ from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -29,7 +28,7 @@ from torchrelay.scheduler.policy.types import Model, Peer, StoreStatus, WorkerSt
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams, EventFields
 from torchrelay.scheduler.service.epoch import Epoch
-from torchrelay.scheduler.service.events.publisher import EventPublisher
+from torchrelay.scheduler.service.history import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder
 from torchrelay.scheduler.service.metrics import SchedulerMetrics
 from torchrelay.scheduler.service.tickets import ClusterTickets
@@ -41,6 +40,7 @@ _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unr
 _TIMER_S = 1e-3  # uvloop rounds the times of timers
 
 Report: TypeAlias = WorkerReport | StoreReport
+CallContext: TypeAlias = Any  # a grpc.aio.ServicerContext, whose stub does not take plain callbacks
 
 
 class Clock:
@@ -91,10 +91,9 @@ class Controller:
         meter = metrics.get_meter("torchrelay.scheduler")
         self._metrics = SchedulerMetrics(meter, policy.state, lambda: event_publisher.num_dropped)
 
-    def apply(self, input_: inputs.Input) -> None:
-        self._apply(input_, self.clock.now())
-
-    def _apply(self, input_: inputs.Input, now: float) -> None:
+    def apply(self, input_: inputs.Input, now: float | None = None) -> None:
+        """Applies the input, at ``now`` if its time is known already, and carries out the effects."""
+        now = self.clock.now() if now is None else now
         if self._recorder is not None:
             self._recorder.record(input_, now)
         self._carry_out(self.policy.apply(input_, now))
@@ -132,7 +131,7 @@ class Controller:
                 if now - ticked_at > _LOOP_STALL_S:
                     listening_since = now
                 ticked_at = now
-                self._apply(inputs.Tick(listening_since), now)
+                self.apply(inputs.Tick(listening_since), now)
                 await asyncio.sleep(0)  # more may be due at once: messages that have come are handled in between
                 self._forget_lost_peers()
         finally:
@@ -156,7 +155,7 @@ class Controller:
         if request.HasField("current"):
             current = converters.placement_from_proto(request.current, admission.key)
         model = self._note_version(request.version)
-        self._apply(inputs.Admit(admission, model, current, request.is_computed), now)
+        self.apply(inputs.Admit(admission, model, current, request.is_computed), now)
 
     def _note_version(self, version: types_pb2.ModelVersion) -> Model:
         """The model of a version. Most requests name a version exactly as the last request did, so it is cached."""
@@ -181,7 +180,7 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome, now)
             self._metrics.ended(attempt.admission, attempt.placement, outcome, release.ttft_s)
-        self._apply(inputs.Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
+        self.apply(inputs.Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.goes_on), now)
 
     def is_present(self, peer: Peer) -> bool:
         return self.status(peer) is not None
@@ -202,16 +201,16 @@ class Controller:
         num_peers = len(membership.workers) + len(membership.stores) + (not self.is_present(peer))
         self.epoch.check(report.epoch, peer.node_id, num_peers, now)
         if report.is_beat:
-            self._apply(converters.beat_from_proto(report), now)
+            self.apply(converters.beat_from_proto(report), now)
             return
         if streamed:
             self._streamed[peer] = report
         elif report == self._streamed.pop(peer, None) and self.repeated(peer):
             return
         if isinstance(report, WorkerReport):
-            self._apply(inputs.WorkerReported(converters.worker_from_proto(report, now), streamed), now)
+            self.apply(inputs.WorkerReported(converters.worker_from_proto(report, now), streamed), now)
         else:
-            self._apply(inputs.StoreReported(converters.store_from_proto(report, now), streamed), now)
+            self.apply(inputs.StoreReported(converters.store_from_proto(report, now), streamed), now)
             report.ClearField("disk")  # the policy has it; a view of many stores would grow too large
         if self.is_accepted(report):
             self.reports[peer] = report
@@ -273,8 +272,7 @@ class Controller:
         for answer in done.answers:
             self._send(answer)
         for notice in done.notices:
-            loading = converters.to_message(scheduler_pb2.Loading, notice)
-            self.streams.send(notice.gateway_id, AdmitEvent(loading=loading))
+            self.streams.send(notice.gateway_id, {"loading": converters.to_message(scheduler_pb2.Loading, notice)})
         for placed in done.opened:
             self._record_placement(placed)
         for event in done.events:
@@ -286,36 +284,35 @@ class Controller:
         self._notify_watchers()
 
     def _send(self, answer: effects.Answer) -> None:
-        event: AdmitEvent | EventFields
+        event: EventFields
         match answer:
             case effects.Placed(placement=placement):
                 kind, event = "placed", self.cluster_tickets.placed(placement)
-            case effects.AdmissionRefused():
-                kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
-            case effects.Recall():
-                kind, event = "recalled", AdmitEvent(recall=converters.recall_to_proto(answer))
+            case effects.AdmissionRefused(key=key, reason=reason):
+                fields = {"key": key._asdict(), "reason": reason}
+                kind, event = "refused", {"refusal": converters.to_message(scheduler_pb2.Refusal, answer, **fields)}
+            case effects.Recall(key=key, keeps_prompt=keeps_prompt):
+                kind, event = "recalled", {"recall": {"key": key._asdict(), "keeps_prompt": keeps_prompt}}
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 
     def _record_placement(self, placed: effects.AttemptPlaced) -> None:
         self.explain.placed(placed)
         self._metrics.placed(placed)
-        begin_ns, end_ns = int(placed.admitted_at * 1e9), int(placed.placed_at * 1e9)
         if placed.traceparent:
-            request_id = placed.key.request_id
-            record_span("scheduler.queue", placed.traceparent, begin_ns, end_ns, request_id=request_id)
+            begin_ns, end_ns = int(placed.admitted_at * 1e9), int(placed.placed_at * 1e9)
+            record_span("scheduler.queue", placed.traceparent, begin_ns, end_ns, request_id=placed.key.request_id)
 
     # Watchers of the cluster
 
-    def watch(self, *, only_pools: bool = False) -> asyncio.Event:
-        """An event that is set at every change, or whenever the targets of pools were evaluated, until ``unwatch``."""
-        event = asyncio.Event()
-        (self._pool_watchers if only_pools else self._watchers).add(event)
+    def watch(self, call: CallContext | None = None, *, only_pools: bool = False) -> asyncio.Event:
+        """An event that is set at every change, or whenever targets of pools were evaluated, until the call ends."""
+        event, watchers = asyncio.Event(), self._pool_watchers if only_pools else self._watchers
+        watchers.add(event)
+        if call is not None:
+            # A broken stream may leave the call's generator suspended: this must not wait until it is collected.
+            call.add_done_callback(lambda _: watchers.discard(event))
         return event
-
-    def unwatch(self, event: asyncio.Event) -> None:
-        self._watchers.discard(event)
-        self._pool_watchers.discard(event)
 
     def _notify_watchers(self) -> None:
         for event in self._watchers:

@@ -14,7 +14,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.liveness import NO_ENGINE, EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import inputs, types
-from torchrelay.scheduler.policy.effects import AdmissionRefused, Recall, SchedulerEvent
+from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -29,7 +29,11 @@ _PHASES = {reports_pb2.SlotState.State.Value(f"STATE_{phase.name}"): phase for p
 
 def _from_message(kind: type[_T], message: Message, **others: Any) -> _T:
     """An object with all fields that its class and the message have by the same name, and ``others``."""
-    return kind(**{name: getattr(message, name) for name in _same_names(type(message), kind)} | others)
+    return kind(**_fields_of(message, kind) | others)
+
+
+def _fields_of(message: Message, kind: type) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in _same_names(type(message), kind)}
 
 
 def to_message(kind: type[_M], value: object, **others: Any) -> _M:
@@ -139,11 +143,7 @@ def model_from_proto(version: types_pb2.ModelVersion) -> types.Model:
         version,
         name=version.model,
         kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
-        idle_timeout_s=scaling.idle_timeout_s,
-        max_instances=scaling.max_instances,
-        num_devices=scaling.num_devices or 1,
-        engine=scaling.engine,
-        min_instances=scaling.min_instances,
+        **_fields_of(scaling, types.Model) | {"num_devices": scaling.num_devices or 1},
         scheduled=tuple(
             types.ScheduledMinimum(float(each.begin_unix_s), float(each.end_unix_s), each.num_instances, each.entry)
             for each in scaling.scheduled
@@ -156,10 +156,6 @@ def key_from_proto(key: types_pb2.AttemptKey) -> types.AttemptKey:
     if not key.request_id:
         raise InvalidRequest("request id must not be empty", field="key.request_id")
     return types.AttemptKey(key.request_id, key.attempt)
-
-
-def key_to_proto(key: types.AttemptKey) -> types_pb2.AttemptKey:
-    return types_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
 
 
 def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> types.Admission:
@@ -202,12 +198,3 @@ def phase_to_proto(phase: TimedPhase) -> types_pb2.Phase:
 
 def decision_to_proto(event: SchedulerEvent) -> scheduler_pb2.Decision:
     return to_message(scheduler_pb2.Decision, event, at_unix_us=unix_us(event.at))
-
-
-def refusal_to_proto(refused: AdmissionRefused) -> scheduler_pb2.Refusal:
-    reason = scheduler_pb2.Refusal.Reason.Value(f"REASON_{refused.reason.name}")
-    return to_message(scheduler_pb2.Refusal, refused, key=key_to_proto(refused.key), reason=reason)
-
-
-def recall_to_proto(recall: Recall) -> scheduler_pb2.Recall:
-    return scheduler_pb2.Recall(key=key_to_proto(recall.key), keeps_prompt=recall.keeps_prompt)

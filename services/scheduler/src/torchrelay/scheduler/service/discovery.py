@@ -10,8 +10,6 @@ opened again for a while, so that a peer that only hung comes back without the b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -20,6 +18,7 @@ from grpc.aio import UnaryStreamCall
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from torchrelay.common.cancellation import raise_if_cancelled
 from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
@@ -41,7 +40,7 @@ _AWAY_S = 60.0  # then only the broker can bring it back
 
 
 class Discovery:
-    """Owns a task per peer that watches it; ``tasks`` ends them."""
+    """Owns a task per peer that watches it."""
 
     def __init__(
         self,
@@ -50,16 +49,17 @@ class Discovery:
         nats: Client,
         subjects: Subjects,
         signed_reports: SignedReports,
-        tasks: asyncio.TaskGroup,
     ) -> None:
-        self._controller, self._channels, self._tasks = controller, channels, tasks
+        self._controller, self._channels = controller, channels
         self._nats, self._subjects, self._signed_reports = nats, subjects, signed_reports
         # The error of a report. Cancelled as soon as the group of tasks ends for another reason: it takes no task then.
         self._failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._watches: dict[Peer, tuple[str, asyncio.Task[None]]] = {}  # the incarnation, and what watches it
 
-    async def start(self) -> None:
-        self._tasks.create_task(self._fail(), name="failure of a report")
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Watches peers in tasks of this group, until it ends."""
+        self._tasks = tasks
+        tasks.create_task(self._fail(), name="failure of a report")
         await self._nats.subscribe(self._subjects.worker_load(), cb=partial(self._on_report, WorkerReport))
         await self._nats.subscribe(self._subjects.store_load(), cb=partial(self._on_report, StoreReport))
 
@@ -99,17 +99,7 @@ class Discovery:
         peer, address = peer_of(first), first.grpc_address
         controller, retries = self._controller, StreamRetries(self._controller.clock)
         while retries.go_on(controller.is_present(peer)):
-            is_ended = False
-            async with aclosing(self._reports(first, retries)) as reports:
-                async for report in reports:
-                    if report is None:
-                        is_ended = True
-                        break
-                    if peer_of(report) != peer or report.incarnation != first.incarnation:
-                        break  # another process uses the port by now
-                    controller.reported(report, streamed=True)
-                    if not controller.is_present(peer):
-                        break  # only a whole report brings the peer back, and a stream begins with a whole report
+            is_ended = await self._follow(first, retries)
             if not peer.is_store:
                 controller.apply(StreamClosed(peer.node_id))
             is_stopped = not peer.is_store and is_ended
@@ -119,9 +109,11 @@ class Discovery:
                 return
             await asyncio.sleep(retries.next_delay_s())
 
-    async def _reports(self, first: Report, retries: StreamRetries) -> AsyncGenerator[Report | None]:
-        """The peer's reports until its stream ends or breaks. None: the peer ended it, because it shuts down."""
-        peer, epoch = peer_of(first), self._controller.epoch.value
+    async def _follow(self, first: Report, retries: StreamRetries) -> bool:
+        """Passes on the peer's reports until its stream ends or breaks. Returns whether the peer has ended it, because
+        it shuts down.
+        """
+        controller, peer, epoch = self._controller, peer_of(first), self._controller.epoch.value
         stub = self._channels.stub(first.grpc_address, peer)
         call: UnaryStreamCall[Any, Report]
         try:
@@ -130,20 +122,23 @@ class Discovery:
             else:
                 call = stub.WatchSlot(worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=epoch))
         except grpc.aio.UsageError:
-            return  # the channel was closed
+            return False  # the channel was closed
         try:
             async for report in call:
-                yield report
-            yield None
+                if peer_of(report) != peer or report.incarnation != first.incarnation:
+                    return False  # another process uses the port by now
+                controller.reported(report, streamed=True)
+                if not controller.is_present(peer):
+                    return False  # only a whole report brings the peer back, and a stream begins with a whole report
+            return True
         except grpc.aio.AioRpcError as error:
             if not retries.is_repeated:
                 log.info("watch_broken", peer=peer.node_id, status=error.code().name, detail=error.details())
         except asyncio.CancelledError:
-            # Either this task is cancelled, or the peer hung and its channel was closed under the call.
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
+            raise_if_cancelled()  # otherwise the peer hung, and its channel was closed
         finally:
             call.cancel()
+        return False
 
 
 class StreamRetries:

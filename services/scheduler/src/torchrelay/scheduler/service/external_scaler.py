@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
 from torchrelay.common.identity.callers import ANYONE, MethodCallers
 from torchrelay.control.v1 import external_scaler_pb2, external_scaler_pb2_grpc
-from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Pool, PoolTarget, Role
-from torchrelay.scheduler.service.controller import Controller
+from torchrelay.scheduler.service.controller import CallContext, Controller
 
 METRIC: Final = "slots-wanted"
 _TARGET: Final = 1
@@ -35,8 +34,6 @@ CALLERS: MethodCallers = {
     f"{_SERVICE}/{method}": ANYONE for method in ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
 }
 
-Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
-
 
 def selected_pool(metadata: Mapping[str, str]) -> Pool:
     """The pool that the metadata of a KEDA trigger selects. Raises ``InvalidRequest`` naming the key."""
@@ -50,13 +47,6 @@ def selected_pool(metadata: Mapping[str, str]) -> Pool:
         known = ", ".join(_ROLES)
         raise _invalid(_ROLE, f"{_ROLE} is {role[:_MAX_SHOWN]!r}; give the part that the workers play: {known}")
     return Pool(int(devices), _ROLES[role])
-
-
-def num_wanted(state: State, pool: Pool) -> int | None:
-    """Slots that the pool should have; None until the pools were evaluated."""
-    if state.pools_evaluated_at is None:
-        return None
-    return state.pool_targets.get(pool, PoolTarget()).num_wanted
 
 
 def _invalid(key: str, message: str) -> InvalidRequest:
@@ -76,56 +66,53 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
             evaluated.set()
 
     async def IsActive(
-        self, request: external_scaler_pb2.ScaledObjectRef, context: Context
+        self, request: external_scaler_pb2.ScaledObjectRef, context: CallContext
     ) -> external_scaler_pb2.IsActiveResponse:
-        return external_scaler_pb2.IsActiveResponse(result=self._num_wanted(request) > 0)
+        return external_scaler_pb2.IsActiveResponse(result=self._known_number(request) > 0)
 
     async def StreamIsActive(
-        self, request: external_scaler_pb2.ScaledObjectRef, context: Context
+        self, request: external_scaler_pb2.ScaledObjectRef, context: CallContext
     ) -> AsyncIterator[external_scaler_pb2.IsActiveResponse]:
-        """Sends changes only, and none before the last one has left: a slow client misses those in between."""
+        """Sends changes only, and none before the last has left: a slow client misses those in between."""
         pool = selected_pool(request.scaler_metadata)
         if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} streams of StreamIsActive are open; close one, or scale fewer Deployments")
-        evaluated = self._controller.watch(only_pools=True)
+        evaluated = self._controller.watch(context, only_pools=True)
         self._streams.add(evaluated)
-        # A broken stream may leave this generator suspended: cleaning up must not wait until it is collected.
-        context.add_done_callback(lambda _: self._leave(evaluated))
-        try:
-            sent: bool | None = None
-            while not self._is_closed:
-                evaluated.clear()
-                number = num_wanted(self._controller.policy.state, pool)
-                if number is not None and (number > 0) != sent:
-                    sent = number > 0
-                    yield external_scaler_pb2.IsActiveResponse(result=sent)
-                await evaluated.wait()
-        finally:
-            self._leave(evaluated)
+        context.add_done_callback(lambda _: self._streams.discard(evaluated))
+        sent: bool | None = None
+        while not self._is_closed:
+            evaluated.clear()
+            number = self._num_wanted(pool)
+            if number is not None and (number > 0) != sent:
+                sent = number > 0
+                yield external_scaler_pb2.IsActiveResponse(result=sent)
+            await evaluated.wait()
 
     async def GetMetricSpec(
-        self, request: external_scaler_pb2.ScaledObjectRef, context: Context
+        self, request: external_scaler_pb2.ScaledObjectRef, context: CallContext
     ) -> external_scaler_pb2.GetMetricSpecResponse:
         selected_pool(request.scaler_metadata)
         spec = external_scaler_pb2.MetricSpec(metric_name=METRIC, target_size=_TARGET, target_size_float=_TARGET)
         return external_scaler_pb2.GetMetricSpecResponse(metric_specs=[spec])
 
     async def GetMetrics(
-        self, request: external_scaler_pb2.GetMetricsRequest, context: Context
+        self, request: external_scaler_pb2.GetMetricsRequest, context: CallContext
     ) -> external_scaler_pb2.GetMetricsResponse:
         if request.metric_name != METRIC:
             message = f"there is no metric {request.metric_name[:_MAX_SHOWN]!r}; ask for {METRIC}"
             raise InvalidRequest(message, field="metricName")
-        number = self._num_wanted(request.scaled_object_ref)
+        number = self._known_number(request.scaled_object_ref)
         value = external_scaler_pb2.MetricValue(metric_name=METRIC, metric_value=number, metric_value_float=number)
         return external_scaler_pb2.GetMetricsResponse(metric_values=[value])
 
-    def _num_wanted(self, scaled_object: external_scaler_pb2.ScaledObjectRef) -> int:
-        number = num_wanted(self._controller.policy.state, selected_pool(scaled_object.scaler_metadata))
+    def _num_wanted(self, pool: Pool) -> int | None:
+        """Slots that the pool should have; None until the pools were evaluated."""
+        state = self._controller.policy.state
+        return None if state.pools_evaluated_at is None else state.pool_targets.get(pool, PoolTarget()).num_wanted
+
+    def _known_number(self, scaled_object: external_scaler_pb2.ScaledObjectRef) -> int:
+        number = self._num_wanted(selected_pool(scaled_object.scaler_metadata))
         if number is None:
             raise Unavailable("the scheduler has just become active, and knows in a second how many slots it wants")
         return number
-
-    def _leave(self, evaluated: asyncio.Event) -> None:
-        self._streams.discard(evaluated)
-        self._controller.unwatch(evaluated)

@@ -107,7 +107,7 @@ def _num_waiting(state: State) -> dict[tuple[str, ...], int]:
     """Waiting requests by model; 0 for a model that has instances, but no request."""
     num_waiting: Counter[tuple[str, ...]] = Counter({(instance.model,): 0 for instance in list(state.instances)})
     for version_id in state.queues.versions:
-        if (model := state.models.get(version_id)) is not None:
+        if (model := state.versions.model(version_id)) is not None:
             num_waiting[model.name,] += state.queues.num_waiting(version_id)
     return num_waiting
 

@@ -22,40 +22,40 @@ class PeerChannels:
 
     def __init__(self, cluster_key: bytes, tls: Tls | None = None) -> None:
         self._cluster_key, self._tls = cluster_key, tls
-        self._channels: dict[_Key, grpc.aio.Channel] = {}
-        self._stubs: dict[_Key, Any] = {}  # to make a stub costs as much as a call
+        self._opened: dict[
+            _Key, tuple[grpc.aio.Channel, Any]
+        ] = {}  # with a stub, which costs as much as a call to make
 
     def stub(self, address: str, peer: Peer) -> Any:
         """The stub of the worker or store, whose asynchronous methods exist in the type stubs only."""
-        stub = self._stubs.get((address, peer))
-        if stub is None:
-            kind = param_store_pb2_grpc.ParamStoreStub if peer.is_store else worker_pb2_grpc.WorkerStub
-            stub = self._stubs[address, peer] = kind(self.channel(address, peer))
-        return stub
+        return self._open(address, peer)[1]
 
     def channel(self, address: str, peer: Peer) -> grpc.aio.Channel:
-        key = address, peer
-        if key not in self._channels:
+        return self._open(address, peer)[0]
+
+    def _open(self, address: str, peer: Peer) -> tuple[grpc.aio.Channel, Any]:
+        opened = self._opened.get((address, peer))
+        if opened is None:
             token = call_token(derive_node_key(self._cluster_key, peer.node_id), Caller.SCHEDULER)
             callee = Caller.STORE if peer.is_store else Caller.WORKER
-            self._channels[key] = open_channel(address, self._tls, token, callee, is_thin=True)
-        return self._channels[key]
+            channel = open_channel(address, self._tls, token, callee, is_thin=True)
+            kind = param_store_pb2_grpc.ParamStoreStub if peer.is_store else worker_pb2_grpc.WorkerStub
+            opened = self._opened[address, peer] = channel, kind(channel)
+        return opened
 
     def is_connected(self, address: str, peer: Peer) -> bool:
         """Whether the connection to the peer stands now."""
-        channel = self._channels.get((address, peer))
-        return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
+        opened = self._opened.get((address, peer))
+        return opened is not None and opened[0].get_state() is grpc.ChannelConnectivity.READY
 
     async def forget(self, address: str) -> None:
         """Closes the channels to an address whose process is gone; running calls fail."""
-        for key in [key for key in self._channels if key[0] == address]:
-            self._stubs.pop(key, None)
-            await self._channels.pop(key).close()
+        for key in [key for key in self._opened if key[0] == address]:
+            await self._opened.pop(key)[0].close()
 
     async def close(self) -> None:
-        self._stubs.clear()
-        while self._channels:
-            await self._channels.popitem()[1].close()
+        while self._opened:
+            await self._opened.popitem()[1][0].close()
 
 
 async def is_refused(address: str, timeout_s: float = 0.3) -> bool:

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
 from torchrelay.common.identity.callers import ANYONE, Caller, MethodCallers, call_token
@@ -20,8 +19,8 @@ from torchrelay.scheduler.policy.handlers.views import worth_lines
 from torchrelay.scheduler.policy.inputs import FirstToken, GatewayChanged, LauncherReported, ModelDeleted, Withdraw
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
-from torchrelay.scheduler.service.controller import Controller
-from torchrelay.scheduler.service.events.reader import EventReader
+from torchrelay.scheduler.service.controller import CallContext, Controller
+from torchrelay.scheduler.service.history import EventReader
 from torchrelay.scheduler.service.views import ClusterViews
 
 _MAX_PER_TURN = 32  # commands of a stream before other streams get their turn; an admission takes some 0.2 ms
@@ -37,8 +36,6 @@ CALLERS: MethodCallers = {
     f"{_SERVICE}/ReportLauncher": {Caller.CLI},
 }
 
-Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
-
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(self, controller: Controller, event_reader: EventReader, cluster_key: bytes) -> None:
@@ -48,7 +45,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._cluster_key = cluster_key
 
     async def Admit(
-        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommands], context: Context
+        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommands], context: CallContext
     ) -> AsyncIterator[scheduler_pb2.AdmitEvents]:
         """Reads commands while sending events; when either ends, so does the stream."""
         stream = self._controller.streams.open()
@@ -108,7 +105,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         if self._controller.streams.disconnected(stream):
             self._controller.apply(GatewayChanged(stream.gateway_id, is_connected=False))
 
-    async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
+    async def Explain(self, request: scheduler_pb2.ExplainRequest, context: CallContext) -> scheduler_pb2.ExplainReply:
         if not request.request_id:
             decisions = self._controller.explain.model(request.model)
             worth = worth_lines(self._controller.policy.state, request.model, self._controller.clock.now())
@@ -126,35 +123,31 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         )
 
     async def WatchCluster(
-        self, request: scheduler_pb2.WatchClusterRequest, context: Context
+        self, request: scheduler_pb2.WatchClusterRequest, context: CallContext
     ) -> AsyncIterator[scheduler_pb2.ClusterView]:
-        changed = self._controller.watch()
-        context.add_done_callback(lambda _: self._controller.unwatch(changed))
-        try:
-            while True:
-                changed.clear()
-                view, is_current = self._views.latest()
-                if not is_current:
-                    changed.set()
-                yield view
-                await asyncio.sleep(self._views.every_s)  # bounds the rate
-                await changed.wait()
-        finally:
-            self._controller.unwatch(changed)
+        changed = self._controller.watch(context)
+        while True:
+            changed.clear()
+            view, is_current = self._views.latest()
+            if not is_current:
+                changed.set()
+            yield view
+            await asyncio.sleep(self._views.every_s)  # bounds the rate
+            await changed.wait()
 
     async def WatchEvents(
-        self, request: scheduler_pb2.WatchEventsRequest, context: Context
+        self, request: scheduler_pb2.WatchEventsRequest, context: CallContext
     ) -> AsyncIterator[scheduler_pb2.Event]:
         begin_us, after = request.since_unix_us, request.after_sequence
         async with aclosing(self._event_reader.events(request.kinds, begin_us, after, request.follow)) as events:
             async for event in events:
                 yield event
 
-    async def Enroll(self, request: scheduler_pb2.EnrollRequest, context: Context) -> scheduler_pb2.EnrollReply:
+    async def Enroll(self, request: scheduler_pb2.EnrollRequest, context: CallContext) -> scheduler_pb2.EnrollReply:
         return enroll(self._cluster_key, request, time.time())
 
     async def ReportLauncher(
-        self, request: scheduler_pb2.LauncherReport, context: Context
+        self, request: scheduler_pb2.LauncherReport, context: CallContext
     ) -> scheduler_pb2.LauncherReportReply:
         self._controller.apply(LauncherReported(request.waits[:_MAX_WAITS_CHARS]))
         return scheduler_pb2.LauncherReportReply()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from google.protobuf.message import DecodeError
 from nats.aio.msg import Msg
@@ -31,8 +32,7 @@ class SignedReports:
     """Checks messages against the key of the node that their subject names; each offence is logged once."""
 
     def __init__(self, cluster_key: bytes) -> None:
-        self._cluster_key = cluster_key
-        self._node_keys: Recent[str, bytes] = Recent(_MAX_NODES)
+        self._node_key = lru_cache(_MAX_NODES)(partial(derive_node_key, cluster_key))
         self._last: Recent[str, _Signed] = Recent(_MAX_NODES)  # by subject
         self._logged: Recent[tuple[str, str], bool] = Recent(_MAX_NAMED)
 
@@ -76,12 +76,6 @@ class SignedReports:
         """The last signed message of the subject, if this is the same."""
         last = self._last.get(message.subject)
         return last if last is not None and (last.mac, last.data) == (_mac(message), message.data) else None
-
-    def _node_key(self, node_id: str) -> bytes:
-        key = self._node_keys.get(node_id)
-        if key is None:
-            key = self._node_keys[node_id] = derive_node_key(self._cluster_key, node_id)
-        return key
 
 
 def node_id(message: Msg) -> str:

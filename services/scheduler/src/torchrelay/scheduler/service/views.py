@@ -144,30 +144,25 @@ def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
     held = {pack_id for store in state.membership.stores.values() for pack_id in store.copies}
     held |= {instance.pack_id for instance in state.instances}
     return [
-        scheduler_pb2.VersionView(version_id=version_id, pack_id=pack_id, models=models)
-        for version_id, pack_id, models in state.aliases
-        if pack_id in held
+        scheduler_pb2.VersionView(version_id=each.version_id, pack_id=each.model.pack_id, models=each.aliases.names)
+        for each in state.versions
+        if each.aliases.names and each.model is not None and each.model.pack_id in held
     ]
 
 
 def _instance_view(state: State, instance: Instance, now: float) -> scheduler_pb2.InstanceView:
     num_open = instance.work.num_open
-    moves = instance.prompt_moves
-    return scheduler_pb2.InstanceView(
-        instance_id=instance.instance_id,
-        model=instance.model,
-        version_id=instance.version_id,
-        pack_id=instance.pack_id,
-        worker_id=instance.worker_id,
+    return converters.to_message(
+        scheduler_pb2.InstanceView,
+        instance,
         roles=converters.roles_to_proto(instance.roles),
         state=instance.phase.value,
         in_state_s=now - instance.since,
         num_running=num_open,
         idle_s=0.0 if num_open else now - instance.last_active,
-        roles_reason=instance.roles_reason,
         roles_s=now - instance.roles_since if instance.roles_since else 0.0,
         moves=[
             scheduler_pb2.PromptMoves(worker_id=worker_id, num_prompts=number, saved_s=saved_s)
-            for worker_id, (number, saved_s) in moves.items()
+            for worker_id, (number, saved_s) in instance.prompt_moves.items()
         ],
     )

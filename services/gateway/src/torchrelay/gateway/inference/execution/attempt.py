@@ -17,6 +17,9 @@ from torchrelay.gateway.inference.execution.admission_stream import AdmissionStr
 from torchrelay.gateway.inference.execution.generation import FIRST_ATTEMPT, AttemptPlan
 from torchrelay.gateway.inference.execution.worker_streams import RoleName, RunStream, WorkerStreams
 
+# What the phases are that do not name themselves.
+_DETAILS = {"prepare": "key, chat template, tokenization, limits", "first_token": "from the placement on"}
+
 
 @dataclass(frozen=True, slots=True)
 class Upstreams:
@@ -244,7 +247,8 @@ class Attempt:
             if not self.resolved.pooling:
                 phases.append(("decode", self.first_token_unix_us, self.ended_unix_us))
         own = [
-            types_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where) for name, begin, end in phases
+            types_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where, detail=_DETAILS.get(name, ""))
+            for name, begin, end in phases
         ]
         if self.error:
             at = self.ended_unix_us

@@ -24,19 +24,17 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Drain, SetRoles
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.lateness import displaced
+from torchrelay.scheduler.policy.autoscaling.bids import Bid, Gain, overdue_s, overdue_tenant
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger, fewest
-from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
 from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.demand.demand import Demand, sizings_of
+from torchrelay.scheduler.policy.demand.lateness import displaced
 from torchrelay.scheduler.policy.reasons import Figures, Reason
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Model, Role, Roles
@@ -83,29 +81,6 @@ class Ask(NamedTuple):
 _FIRST_SLOT_PHASES = (InstancePhase.DRAINING, InstancePhase.READY, InstancePhase.LOADING)
 
 
-@dataclass(frozen=True)
-class Bid:
-    """A model that lacks ``roles``, and what it may take. ``tenant``: without a slot; ``overdue_tenant``: may take a
-    slot whatever that costs; both may be empty.
-    """
-
-    demand: Demand
-    roles: Roles
-    tenant: str
-    overdue_tenant: str
-
-    def num_gained(self, held_s: float) -> float:
-        """Late requests that a slot saves if it is held for ``held_s`` after its load: those that wait, and those that
-        come once it is loaded. For an idle slot, which its model may soon take back, those that wait count once.
-        """
-        demand = self.demand
-        if not held_s:
-            return float(demand.num_waiting)
-        load_s, rate = demand.load_s.get(Tier.HOST, 0.0), demand.arrivals_per_s
-        without = displaced(demand.num_waiting, rate, demand.slack_s, held_s + load_s)
-        return without - displaced(0.0, rate, demand.slack_s, load_s)
-
-
 def take_slots(demand: Demand, view: View, ledger: Ledger) -> list[SetRoles | Drain]:
     """Drains that free the slots that a waiting model needs beyond those that it can claim: one that plays all roles it
     lacks, else one per role. A tenant without a slot claims a slot with answers last, after the slots that it may take
@@ -117,7 +92,7 @@ def take_slots(demand: Demand, view: View, ledger: Ledger) -> list[SetRoles | Dr
         missing = ledger.claim(demand, missing, at_once=at_once)
         if not missing:
             return []
-        bid = Bid(demand, missing, tenant, _overdue_tenant(demand, view, ledger))
+        bid = Bid(demand, missing, tenant, overdue_tenant(demand, view, ledger))
         asks = [
             *_idle_asks(bid, view, ledger),
             *(_first_slots if at_once else _busy_asks)(bid, view, ledger),
@@ -287,34 +262,7 @@ def _is_young_first_slot(instance: Instance, demand: Demand, view: View, ledger:
     )
 
 
-def overdue_s(demand: Demand, config: PolicyConfig) -> float:
-    return max(config.longest_wait_s, demand.target_s)
-
-
-def _overdue_tenant(demand: Demand, view: View, ledger: Ledger) -> str:
-    """The tenant that may take a slot for the model, whatever that costs: if the model has waited longer than the limit
-    and its target, the first waiting tenant that has taken no such slot for a time slice. Empty without such a tenant.
-    """
-    if demand.slot_wait_s < overdue_s(demand, view.config):
-        return ""
-    return next((tenant for tenant in demand.waiting_tenants if tenant not in ledger.overdue_tenants), "")
-
-
 # Growth
-
-
-@dataclass(frozen=True)
-class Gain:
-    """A model's gain by one more instance: ``num_saved`` late requests if the instance is held for ``held_s``."""
-
-    num_saved: float
-    held_s: float
-    text: str
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the instance is due whatever another model loses, for a minimum."""
-        return math.isinf(self.num_saved)
 
 
 def take_idle_slots(
@@ -328,7 +276,7 @@ def take_idle_slots(
         if not missing:
             break
         rest = ledger.claim(demand, frozenset(missing))
-        missing = +(missing - Counter(frozenset(missing)))
+        missing -= Counter(frozenset(missing))
         able = [
             instance
             for instance in (ledger.idle if rest else ())

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.autoscaling.lateness import displaced
+from torchrelay.scheduler.policy.demand.lateness import displaced
 
 VALID_S = 2.0  # versions are evaluated more often, if there are not thousands
 

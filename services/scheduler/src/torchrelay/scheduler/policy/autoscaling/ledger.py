@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action, Load, SetRoles
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.types import InstancePhase, Model, Roles
 
 

@@ -15,26 +15,8 @@ from torchrelay.scheduler.policy.storage_tiers import Tier
 
 LOAD_STALLED: Final = "load_stalled"  # the cause of a drain
 _MAX_AVOID_S = 300.0
+_FORGOTTEN_AFTER = 10  # longest back-offs, a failure does not count any more
 _UNANSWERED_S = 1.0  # a load whose call ended without an answer, if accepted, appears in a report within this time
-
-
-@dataclass
-class _Failures:
-    """Failed loads of a version."""
-
-    num_tries: int = 0
-    counted_wake_at: float = -1.0
-    not_before: float = 0.0
-    given_up_for: str = ""  # cause of the last failure, if that was the last try
-    is_of_store: bool = False  # the last failure was the store's, not the model's or the worker's
-
-
-@dataclass
-class _AvoidedWorker:
-    """A worker where loads of any model failed and none has succeeded since, or whose store was lost."""
-
-    num_failures: int = 0
-    until: float = 0.0
 
 
 class _Progress(NamedTuple):
@@ -46,78 +28,80 @@ class _Progress(NamedTuple):
     num_chunks_verified: int | None = None  # None: the store has not reported the copy
 
 
-_NO_FAILURES = _Failures()
-
-
+@dataclass(slots=True)
 class LoadFailures:
-    """Failed loads by version and by worker, which a successful load clears; and the progress of loads."""
+    """Failed loads of a version since its last successful load."""
 
-    def __init__(self, config: PolicyConfig) -> None:
-        self._config = config
-        self._of: dict[str, _Failures] = {}
-        self._avoided: dict[str, _AvoidedWorker] = {}
-        self._reached: dict[str, tuple[_Progress, float]] = {}  # by instance, with the time
+    num_tries: int = 0
+    not_before: float = 0.0  # no load of the version is ordered before this time
+    is_of_store: bool = False  # the last failure was the store's, not the model's or the worker's
+    _counted_wake_at: float = -1.0
+    _last_cause: str = ""  # of the last failure, if that was the last try
 
-    def add(
-        self, version_id: str, worker_id: str, cause: str, wake_at: float, now: float, *, is_of_store: bool = False
-    ) -> bool:
+    def add(self, cause: str, wake_at: float, now: float, config: PolicyConfig, *, is_of_store: bool = False) -> bool:
         """Records a failed load, decided at ``wake_at``; loads decided together count as one try.
 
         True if that was the last try, so that waiting requests are refused. For later requests the tries start over
         after the longest back-off.
         """
-        failures, longest_s = self._of.setdefault(version_id, _Failures()), self._config.load_backoff_max_s
-        failures.is_of_store = is_of_store
-        if not is_of_store:
-            avoided = self._avoided.setdefault(worker_id, _AvoidedWorker())
-            avoided.until = now + min(longest_s * 2**avoided.num_failures, _MAX_AVOID_S)
-            avoided.num_failures = min(avoided.num_failures + 1, 16)
-        if wake_at <= failures.counted_wake_at:
+        longest_s = config.load_backoff_max_s
+        self.is_of_store = is_of_store
+        if wake_at <= self._counted_wake_at:
             return False
-        failures.counted_wake_at = wake_at
-        backoff_s, num_tries = self._config.load_backoff_s * 2**failures.num_tries, failures.num_tries + 1
-        is_last = num_tries >= self._config.load_tries
-        failures.num_tries, failures.given_up_for = (0, cause) if is_last else (num_tries, "")
-        failures.not_before = now + (longest_s if is_last else min(backoff_s, longest_s))
+        if now > self.not_before + _FORGOTTEN_AFTER * longest_s:
+            self.num_tries = 0
+        self._counted_wake_at = wake_at
+        backoff_s, num_tries = config.load_backoff_s * 2**self.num_tries, self.num_tries + 1
+        is_last = num_tries >= config.load_tries
+        self.num_tries, self._last_cause = (0, cause) if is_last else (num_tries, "")
+        self.not_before = now + (longest_s if is_last else min(backoff_s, longest_s))
         return is_last
 
-    def store_lost(self, worker_ids: Iterable[str], now: float) -> None:
-        """Avoids the workers of a host whose store was lost, for the longest back-off and no longer: stores restart."""
-        for worker_id in worker_ids:
-            avoided = self._avoided.setdefault(worker_id, _AvoidedWorker())
-            avoided.until = max(avoided.until, now + self._config.load_backoff_max_s)
-
-    def succeeded(self, version_id: str, worker_id: str) -> None:
-        """Clears the failures of the version and the worker after a successful load."""
-        self._of.pop(version_id, None)
-        self._avoided.pop(worker_id, None)
-
-    def prune(self, now: float) -> None:
-        """Drops records too old to matter, which bounds their number."""
-        horizon_s = 10 * self._config.load_backoff_max_s
-        self._of = {key: each for key, each in self._of.items() if each.not_before + horizon_s >= now}
-        self._avoided = {key: each for key, each in self._avoided.items() if each.until + _MAX_AVOID_S >= now}
-
-    def given_up_for(self, version_id: str, now: float) -> str:
+    def given_up_for(self, now: float) -> str:
         """Why the version is not loaded for a while after its last try; empty if it may be loaded."""
-        failures = self._of.get(version_id, _NO_FAILURES)
-        return failures.given_up_for if now < failures.not_before else ""
+        return self._last_cause if now < self.not_before else ""
 
-    def is_of_store(self, version_id: str) -> bool:
-        """Whether the last load failed because its store could not be reached or refused it."""
-        return self._of.get(version_id, _NO_FAILURES).is_of_store
 
-    def not_before(self, version_id: str) -> float:
-        """The time before which no load of the version is ordered."""
-        return self._of.get(version_id, _NO_FAILURES).not_before
+class AvoidedWorkers:
+    """Workers where loads of any model failed and none has succeeded since, or whose store was lost: they are used only
+    if there is no other.
+    """
 
-    def avoid(self, now: float) -> frozenset[str]:
-        """Workers where loads failed or whose store was lost, which are used only if there is no other.
+    def __init__(self, config: PolicyConfig) -> None:
+        self._shortest_s = config.load_backoff_max_s
+        self._failures: dict[str, int] = {}  # number by worker
+        self._until: dict[str, float] = {}
 
-        Workers with more failed loads are avoided for longer: otherwise a worker on which no load ever succeeds would
-        get half of each model's pair.
+    def load_failed(self, worker_id: str, now: float) -> None:
+        """Avoids the worker, after each further failure for longer: otherwise a worker on which no load ever succeeds
+        would get half of each model's pair.
         """
-        return frozenset(worker_id for worker_id, avoided in self._avoided.items() if avoided.until > now)
+        number = self._failures.get(worker_id, 0)
+        self._until[worker_id] = now + min(self._shortest_s * 2**number, _MAX_AVOID_S)
+        self._failures[worker_id] = min(number + 1, 16)
+
+    def store_lost(self, worker_ids: Iterable[str], now: float) -> None:
+        """Avoids the workers of a host whose store was lost, for the shortest time: stores restart."""
+        for worker_id in worker_ids:
+            self._until[worker_id] = max(self._until.get(worker_id, 0.0), now + self._shortest_s)
+
+    def succeeded(self, worker_id: str) -> None:
+        self._failures.pop(worker_id, None)
+        self._until.pop(worker_id, None)
+
+    def at(self, now: float) -> frozenset[str]:
+        """The workers to avoid; forgets failures of long ago."""
+        for worker_id in [each for each, until in self._until.items() if until + _MAX_AVOID_S < now]:
+            self.succeeded(worker_id)
+        return frozenset(worker_id for worker_id, until in self._until.items() if until > now)
+
+
+class LoadProgress:
+    """The progress of all loads: a load without any is given up."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._config = config
+        self._reached: dict[str, tuple[_Progress, float]] = {}  # by instance, with the time
 
     def stalled(self, loading: Iterable[Instance], membership: Membership, now: float) -> list[tuple[Instance, Reason]]:
         """Loading instances to give up, with the reason for each: no bytes arrive any more, or the bytes that arrived

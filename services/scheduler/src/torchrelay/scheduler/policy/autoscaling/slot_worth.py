@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import Load
-from torchrelay.scheduler.policy.autoscaling.asks import TIME_SLICE, Ask, Bid, ask_of, is_of_tenant, overdue_s
-from torchrelay.scheduler.policy.autoscaling.decision import decide, next_load_s
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
+from torchrelay.scheduler.policy.autoscaling.asks import TIME_SLICE, Ask, ask_of, is_of_tenant
+from torchrelay.scheduler.policy.autoscaling.auction import auction
+from torchrelay.scheduler.policy.autoscaling.bids import Bid, overdue_s
+from torchrelay.scheduler.policy.autoscaling.growth import next_load_s
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
-from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.view import View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import ScalingMode
+from torchrelay.scheduler.policy.demand.demand import Demand, sizings_of
 from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Roles
 
 
@@ -136,7 +137,7 @@ def _wait(demand: Demand, missing: Roles, view: View) -> Iterator[WorthLine]:
     victim = min(asks, key=lambda ask: ask.rank, default=None)
     if rest and victim is not None:
         yield WorthLine("victim", _victim_text(victim, demand, view))
-    actions = decide(replace(view, is_complete=False))
+    actions = auction(replace(view, is_complete=False))
     if view.config.scaling is ScalingMode.ADVISE:
         yield WorthLine("why", "the scheduler only advises (scaling), and loads nothing beyond minimums")
     elif any(isinstance(action, Load) and action.model.version_id == demand.model.version_id for action in actions):

@@ -53,13 +53,11 @@ class FreeSlots:
         """Marks these slots as no longer free."""
         self._taken.update(slot.worker_id for slot in slots)
 
-    def for_roles(
-        self, model: Model, avoid: frozenset[str], kv_bytes: int, num_prefill: int, num_decode: int
-    ) -> list[FreeSlot]:
+    def for_roles(self, model: Model, avoid: frozenset[str], kv_bytes: int, missing: Counter[Role]) -> list[FreeSlot]:
         """The slots among which ``assign`` chooses. Pairs go to one host if possible, so all slots are candidates."""
         kinds = [kind for kind, _ in self._free.kinds(model.slot_class)]
-        may_pair = num_prefill > 0 and num_decode > 0 and not _are_whole(kinds, kv_bytes)
-        return self.of(model, avoid, kv_bytes, None if may_pair else num_prefill + num_decode)
+        may_pair = len(+missing) == len(ROLES) and not _are_whole(kinds, kv_bytes)
+        return self.of(model, avoid, kv_bytes, None if may_pair else missing.total())
 
     def of(
         self, model: Model, avoid: frozenset[str] = frozenset(), kv_bytes: int = 0, most: int | None = None
@@ -118,19 +116,20 @@ class FreeSlots:
         )
 
 
-def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tuple[SlotAssignment, ...]:
-    """Assigns slots to as many of the missing prefill and decode instances as possible.
+def assign(missing: Counter[Role], slots: Iterable[FreeSlot]) -> tuple[SlotAssignment, ...]:
+    """Assigns slots to as many of the ``missing`` instances per role as possible.
 
     If both roles are missing, prefers one slot that plays both, which takes half the devices of a pair. A pair comes
     first only if the operator has set slots apart, some that prefer prefill and some that prefer decode, and no load
     failed at either. Without a slot that plays both, any pair, if possible on one host (one copy serves both). Half a
     pair is never loaded.
     """
+    num_prefill, num_decode = missing[Role.PREFILL], missing[Role.DECODE]
     left = sorted(slots, key=lambda slot: slot.cost)
     chosen: list[SlotAssignment] = []
     while num_prefill or num_decode:
-        missing = Role.PREFILL if num_prefill else Role.DECODE
-        taken = _both(left) if num_prefill and num_decode else _single(left, missing)
+        role = Role.PREFILL if num_prefill else Role.DECODE
+        taken = _both(left) if num_prefill and num_decode else _single(left, role)
         if not taken:
             break
         for slot, roles in taken:

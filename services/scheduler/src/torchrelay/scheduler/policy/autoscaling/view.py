@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, reserved_instances
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.types import BOTH, DECODES, InstancePhase, Model, Role, Roles
 
 

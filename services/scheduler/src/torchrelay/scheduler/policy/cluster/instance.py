@@ -70,7 +70,7 @@ class Instance:
     ttft_correction: Correction = field(default_factory=lambda: Correction(TTFT_WEIGHT))
     token_time: TokenTime = field(default_factory=TokenTime)
 
-    # What dispatch knows of it while it takes requests; see ``handlers/endpoints.py``.
+    # What dispatch knows of it while it takes requests; see ``dispatch/endpoints.py``.
     worker_ref: WorkerRef = _NO_WORKER
     plays_prefill: bool = False
     plays_decode: bool = False

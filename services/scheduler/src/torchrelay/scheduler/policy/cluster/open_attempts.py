@@ -73,9 +73,6 @@ class DispatchedWork:
         return not self.prefills and not self.decodes
 
 
-NO_WORK = DispatchedWork()
-
-
 class OpenAttempts:
     """Open attempts by key, and what they have dispatched, by instance."""
 
@@ -93,10 +90,6 @@ class OpenAttempts:
 
     def attempts(self) -> tuple[OpenAttempt, ...]:
         return tuple(self._open.values())
-
-    def at(self, instance_id: str) -> DispatchedWork:
-        """Work dispatched to an instance; callers must not change it."""
-        return self._dispatched.get(instance_id, NO_WORK)
 
     def work_of(self, instance_id: str) -> DispatchedWork:
         """Work of an instance that has appeared, or to which work is dispatched."""
@@ -186,8 +179,8 @@ class OpenAttempts:
         """Attempts that the instances prefill or decode, each once."""
         attempts: dict[AttemptKey, OpenAttempt] = {}
         for instance_id in instance_ids:
-            work = self.at(instance_id)
-            attempts |= work.prefills | work.decodes
+            if work := self._dispatched.get(instance_id):
+                attempts |= work.prefills | work.decodes
         return tuple(attempts.values())
 
     def check_integrity(self, pools: Mapping[str, int]) -> None:

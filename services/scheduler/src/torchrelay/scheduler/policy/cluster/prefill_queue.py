@@ -121,16 +121,12 @@ class PrefillQueue:
                 yield key, ahead_s
                 ahead_s += prefill_s
 
-    def ahead_s(self, now: float) -> float:
-        """Predicted time until all dispatched prompts are computed."""
-        return self.ahead_and_overdue_s(now)[0]
-
     def overdue_s(self, now: float) -> float:
         """How long the first prompt is overdue; it is expected to take as long again."""
         return self.ahead_and_overdue_s(now)[1]
 
     def ahead_and_overdue_s(self, now: float) -> tuple[float, float]:
-        """``ahead_s`` and ``overdue_s`` in one call, for the candidates of a placement."""
+        """Predicted time until all dispatched prompts are computed, and ``overdue_s``."""
         if not self._dispatched:
             return 0.0, 0.0
         first_s, since_s = next(iter(self._dispatched.values())), now - self._head_since

@@ -1,1 +1,1 @@
-"""Where an attempt runs, by predicted latency and reserved KV."""
+"""Which request goes where: by predicted latency, reserved KV, and what loads."""

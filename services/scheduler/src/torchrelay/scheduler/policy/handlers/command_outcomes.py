@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.handlers import dispatch, instance_changes, relay_plans, scaling
+from torchrelay.scheduler.policy.dispatch import dispatch
+from torchrelay.scheduler.policy.handlers import instance_changes, relay_plans, scaling
 from torchrelay.scheduler.policy.inputs import (
     CommandEnded,
     CommandOutcome,

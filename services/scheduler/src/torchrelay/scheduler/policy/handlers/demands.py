@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torchrelay.scheduler.policy.autoscaling.demand import DecodeDemand, Demand, most_in_time
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.handlers import backlogs, endpoints
+from torchrelay.scheduler.policy.demand.demand import DecodeDemand, Demand, most_in_time
+from torchrelay.scheduler.policy.dispatch import backlogs, endpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Model, Role
 
@@ -26,8 +26,8 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
     loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
     cold = state.attempts.attempts_at(loading)
     waiting = waiting_of(state, model, now)
-    usage, late_s = state.usages.of(version_id), state.late_s(model)
-    own_s, is_computed = state.aliases.idle_timeout_s(version_id, now)
+    version, late_s = state.versions.of(version_id), state.late_s(model)
+    usage, (own_s, is_computed) = version.usage, version.aliases.idle_timeout_s(now)
     rate, late_since = usage.rate(now), max([now - late_s, *(instance.changed_at for instance in instances)])
     load_s = state.load_times.by_tier(model, state.config)
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
@@ -43,10 +43,10 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
         num_waiting=waiting.number,
         num_cold=len(cold),
         oldest_wait_s=waiting.oldest_s,
-        since_slot_lost_s=now - state.slot_lost_at[version_id] if version_id in state.slot_lost_at else math.inf,
+        since_slot_lost_s=now - version.slot_lost_at,
         backlog_s=max(backlog_s, 0.0),
-        not_before=state.load_failures.not_before(version_id),
-        avoid=state.load_failures.avoid(now),
+        not_before=version.failures.not_before,
+        avoid=state.avoided_workers.at(now),
         most_kv_bytes=waiting.most_kv_bytes,
         least_kv_bytes=waiting.least_kv_bytes,
         by_tenant=_of_tenants(state, version_id, cold),
@@ -56,12 +56,12 @@ def demand_of(state: State, model: Model, now: float) -> Demand:
         target_s=state.ttft_target_s(usage),
         late_s=late_s,
         spare_s=late_s if is_computed else own_s,
-        is_deleted=state.aliases.is_deleted(version_id),
+        is_deleted=version.aliases.is_deleted,
         forecast=usage.window(state.expected_load_s(model), state.keep_s(version_id, now)),
         load_s=load_s,
         last_full_at=usage.last_full_at,
         decode=decode,
-        answers=answers.without_excess(len(instances)) if answers and 0 < num_both == len(instances) else None,
+        answers=answers if 0 < num_both == len(instances) else None,
     )
     playing = Counter(role for instance in instances for role in instance.target_roles)
     if decode is not None and playing[Role.DECODE] > 1 and decode.fluid.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
@@ -81,7 +81,7 @@ def note_demand(state: State, demand: Demand, now: float) -> None:
     version_id = demand.model.version_id
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
-    usage = state.usages.of(version_id)
+    usage = state.versions.of(version_id).usage
     if instances := state.instances.of_version(version_id):
         least_per_s = usage.mean_per_s(now + VALID_S)
         state.least_losses.note(version_id, len(instances), least_per_s, state.ttft_target_s(usage), now)
@@ -137,20 +137,21 @@ def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> d
 
 def tenants_of(state: State, version_id: str) -> list[str]:
     """Tenants that share the version; empty for a single tenant."""
-    tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
+    tenants = sorted({tenant_of(name) for name in state.names_of(version_id)})
     return tenants if len(tenants) > 1 else []
 
 
 def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> DecodeDemand | None:
     """The demand for instances that decode; None if the length of answers or their KV is unknown."""
-    num_tokens = state.usages.of(model.version_id).answers.mean
+    usage = state.versions.of(model.version_id).usage
+    num_tokens = usage.answers.mean
     if not num_tokens:
         return None
     able = endpoints.of_version(state, model, now)
     works = [instance.work for instance in able.decodes]
     if not (num_open := sum(work.num_choices for work in works)) or not able.prefills:
         return None
-    first, usage = able.decodes[0], state.usages.of(model.version_id)
+    first = able.decodes[0]
     correction, cost = first.token_time.correction.factor(now), first.latency.decode
     base_s = correction * cost.base_s
     attended_s = cost.per_attended_s * sum(work.num_attended for work in works) / num_open
@@ -162,7 +163,6 @@ def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> 
     num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
     return DecodeDemand(
         num_answers=num_open + num_waiting,
-        num_waiting=num_waiting,
         num_held=num_held,
         num_most=num_most,
         answer_s=able.prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),

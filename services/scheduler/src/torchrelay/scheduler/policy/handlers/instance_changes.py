@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrelay.common.quantities import format_count, format_duration
+from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
+from torchrelay.scheduler.policy.dispatch import dispatch
 from torchrelay.scheduler.policy.estimates.requests import CachedShare
-from torchrelay.scheduler.policy.handlers import dispatch, lifecycle, scaling
+from torchrelay.scheduler.policy.handlers import lifecycle, scaling
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import InstancePhase
@@ -36,12 +38,12 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
     """Records that an instance appeared, changed its phase or is gone."""
     instance = change.instance
     if change.gone:
+        version = state.versions.of(instance.version_id)
         if state.queues.num_waiting(instance.version_id):
-            state.slot_lost_at[instance.version_id] = now
+            version.slot_lost_at = now
         state.prefix_index.forget(instance.instance_id)
-        usage = state.usages.known(instance.version_id)
-        if usage is not None and not state.instances.of_version(instance.version_id):
-            usage.prompts = CachedShare()  # the caches are gone
+        if not state.instances.of_version(instance.version_id):
+            version.usage.prompts = CachedShare()  # the caches are gone
         state.load_times.end(instance.instance_id)
     fields = scaling.event_fields(instance)
     if change.since is not None:
@@ -50,7 +52,8 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
         case TransitionKind.MOVED if change.is_new_phase and change.since is not None:
             reason = instance.reason
             if instance.phase is InstancePhase.READY:
-                state.load_failures.succeeded(instance.version_id, instance.worker_id)
+                state.versions.of(instance.version_id).failures = LoadFailures()
+                state.avoided_workers.succeeded(instance.worker_id)
                 state.attempts.resumed(instance.instance_id, now)
                 state.load_times.end(instance.instance_id, now - instance.created_at)
                 reason = _ready_reason(instance, now - change.since)
@@ -76,9 +79,12 @@ def _count_failure(state: State, instance: Instance, reason: Reason, now: float)
     is_of_store = is_lost or "store" in reason.figures
     if is_lost and (worker := state.membership.workers.get(instance.worker_id)) is not None:
         workers = state.membership.workers.values()
-        state.load_failures.store_lost((each.worker_id for each in workers if each.host_id == worker.host_id), now)
+        state.avoided_workers.store_lost((each.worker_id for each in workers if each.host_id == worker.host_id), now)
     decided_at = instance.created_at
-    if state.load_failures.add(version_id, instance.worker_id, reason.text, decided_at, now, is_of_store=is_of_store):
+    if not is_of_store:
+        state.avoided_workers.load_failed(instance.worker_id, now)
+    failures = state.versions.of(version_id).failures
+    if failures.add(reason.text, decided_at, now, state.config, is_of_store=is_of_store):
         for admission in state.queues.waiting(version_id):
             if not is_of_store or now - admission.admitted_at > state.config.load_backoff_max_s:
                 lifecycle.refuse_if_given_up(state, admission, now)

@@ -11,7 +11,8 @@ from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.handlers import backlogs, dispatch, scaling
+from torchrelay.scheduler.policy.dispatch import backlogs, dispatch
+from torchrelay.scheduler.policy.handlers import scaling
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.queue.model_queue import MAX_RETRY_S, MIN_RETRY_S
 from torchrelay.scheduler.policy.state import State
@@ -38,7 +39,7 @@ def admit(
     is_known = opened is not None or key in state.queues
     is_new_call = key.attempt == 1 and current is None and not is_known
     scaling.note_model(state, model, now, is_new_call=is_new_call)
-    state.usages.of(admission.version_id).callers.note(admission.tenant, now)
+    state.versions.of(admission.version_id).usage.callers.note(admission.tenant, now)
     _suspect_failed_workers(state, admission, now)
     if opened is not None:
         if is_computed:  # the first-token message may have been lost with its stream
@@ -58,7 +59,7 @@ def admit(
     has_had_tries = key.attempt > 1 and not admission.num_forced_tokens
     if (
         has_had_tries
-        and not state.load_failures.is_of_store(admission.version_id)
+        and not state.versions.of(admission.version_id).failures.is_of_store
         and refuse_if_given_up(state, admission, now)
     ):
         return False
@@ -81,7 +82,7 @@ def admit(
     if displaced is admission and admission.num_forced_tokens:
         displaced = None  # somebody reads its answer already: it waits beyond the limit
     if displaced is not None:
-        _refuse_as_full(state, displaced, state.models[displaced.version_id], now)
+        _refuse_as_full(state, displaced, state.known_model(displaced.version_id), now)
     if displaced is admission:
         return False
     if not admission.num_forced_tokens:
@@ -95,8 +96,8 @@ def _note_arrival(state: State, admission: Admission, now: float) -> None:
     is_unused = not state.queues.num_waiting(version_id) and all(
         instance.work.is_idle for instance in state.instances.of_version(version_id)
     )
-    usage = state.usages.of(version_id)
-    cold_s = state.cold_s(state.models[version_id], usage, now) if is_unused else 0.0
+    usage = state.versions.of(version_id).usage
+    cold_s = state.cold_s(state.known_model(version_id), usage, now) if is_unused else 0.0
     usage.arrive(admission.num_prefill_tokens, admission.ttft_target_s, cold_s, now, is_unused=is_unused)
     state.forecasts.pop(version_id, None)
 
@@ -148,9 +149,8 @@ def park(state: State, keys: Iterable[AttemptKey]) -> None:
     gateway asks for them again.
     """
     for key in keys:
-        state.queues.park(key)
-        for _, too_large in state.too_large.values():
-            too_large.discard(key)
+        if (admission := state.queues.park(key)) is not None:
+            state.versions.of(admission.version_id).too_large.discard(key)
 
 
 def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:
@@ -168,7 +168,7 @@ def _suspect_failed_workers(state: State, admission: Admission, now: float) -> N
 def _suspect(state: State, worker_id: str, now: float) -> None:
     state.membership.suspect(worker_id, now)
     if instance := state.instances.on_worker(worker_id):
-        state.endpoints.pop(instance.version_id, None)
+        state.forget_endpoints(instance.version_id)
 
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
@@ -189,8 +189,9 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     attempt = state.attempts.close(key, now)
     if attempt is not None:
         state.unblock(attempt.admission.version_id)
-        state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
-        state.usages.used(attempt.admission.version_id, now)
+        version = state.versions.of(attempt.admission.version_id)
+        version.aliases.used(attempt.admission.model, now)
+        version.usage.last_used = now
         for instance_id in attempt.instance_ids:
             state.instances.touch(instance_id, now)
         if (version_id := attempt.admission.version_id) not in state.idle_deadlines:
@@ -203,7 +204,7 @@ def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: f
     predicted, instance = attempt.placement.predicted, state.instances.get(attempt.placement.decode.instance_id)
     if outcome.tbt_s is not None and not attempt.placement.cold and instance is not None:
         instance.token_time.correction.observe(predicted.tbt_s, predicted.tbt_correction, outcome.tbt_s, now)
-    model, admission = state.models.get(attempt.admission.version_id), attempt.admission
+    model, admission = state.versions.model(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
     decode = workers.get(attempt.placement.decode.worker_id)
@@ -218,7 +219,7 @@ def observe_length(state: State, attempt: OpenAttempt, outcome: Outcome) -> None
     admission = attempt.admission
     if outcome.num_output_tokens:
         num_tokens = admission.num_forced_tokens + outcome.num_output_tokens / max(admission.num_choices, 1)
-        state.usages.of(admission.version_id).answers.observe(num_tokens)
+        state.versions.of(admission.version_id).usage.answers.observe(num_tokens)
 
 
 def refuse(
@@ -237,7 +238,7 @@ def refuse(
 
 def refuse_if_given_up(state: State, admission: Admission, now: float) -> bool:
     """Refuses a request whose model will not be loaded for a while after its last try, unless instances serve it."""
-    cause = state.load_failures.given_up_for(admission.version_id, now)
+    cause = state.versions.of(admission.version_id).failures.given_up_for(now)
     instances = state.instances.of_version(admission.version_id)
     if not cause or cover_both_roles(instance for instance in instances if instance.placeable):
         return False

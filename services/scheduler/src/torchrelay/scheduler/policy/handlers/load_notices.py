@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Final
 
+from torchrelay.scheduler.policy.dispatch import backlogs, endpoints
 from torchrelay.scheduler.policy.effects import LoadNotice
-from torchrelay.scheduler.policy.handlers import backlogs, endpoints
 from torchrelay.scheduler.policy.state import State
 
 _EVERY_S: Final = 1.0  # between notices about a version
-_NEVER = (-math.inf, False)
 
 
 def tell(state: State, version_ids: Iterable[str], now: float) -> None:
@@ -19,9 +17,11 @@ def tell(state: State, version_ids: Iterable[str], now: float) -> None:
     gets a slot.
     """
     for version_id in version_ids:
-        model, (told_at, had_slot) = state.models.get(version_id), state.loads_told.get(version_id, _NEVER)
+        version = state.versions.get(version_id)
         has_slot = any(instance.staying for instance in state.instances.of_version(version_id))
-        if model is None or (now < told_at + _EVERY_S and (had_slot or not has_slot)):
+        if version is None or (model := version.model) is None:
+            continue
+        if now < version.told_at + _EVERY_S and (version.had_slot_when_told or not has_slot):
             continue
         loading = endpoints.loading_prefills(state, model, now)
         if loading is None:
@@ -29,7 +29,7 @@ def tell(state: State, version_ids: Iterable[str], now: float) -> None:
         placed = state.attempts.attempts_at([instance.instance_id for instance in loading])
         waiting = (*state.queues.waiting(version_id), *(attempt.admission for attempt in placed))
         if gateway_ids := sorted({admission.gateway_id for admission in waiting}):
-            state.loads_told[version_id] = now, has_slot
+            version.told_at, version.had_slot_when_told = now, has_slot
             first = min(loading, key=lambda instance: instance.load_left_s(now), default=None)  # expected to end first
             ready, number = (first.num_layers_ready, first.num_layers) if first is not None else (0, 0)
             left_s = backlogs.cold_wait_s(state, model, now) or 0.0

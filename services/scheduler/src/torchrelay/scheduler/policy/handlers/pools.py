@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torchrelay.common.quantities import format_count
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
-from torchrelay.scheduler.policy.autoscaling.sizing import wanted_instances
+from torchrelay.scheduler.policy.autoscaling.growth import wanted_instances
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.handlers import demands
 from torchrelay.scheduler.policy.reasons import Reason
@@ -119,7 +119,7 @@ def _shortages(state: State, version_ids: Iterable[str], now: float) -> Mapping[
     """The models among ``version_ids`` that lack slots, by the pool that lacks them."""
     shortages = defaultdict[Pool, list[tuple[str, int]]](list)
     for version_id in version_ids:
-        model = state.models.get(version_id)
+        model = state.versions.model(version_id)
         if model is None or not _has_engine(state, model, now):
             continue
         demand = demands.demand_of(state, model, now)

@@ -12,7 +12,7 @@ from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.handlers import pools
 from torchrelay.scheduler.policy.handlers.lifecycle import refuse
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import BOTH, Admission, SlotClass
+from torchrelay.scheduler.policy.types import BOTH, Admission, Model, SlotClass
 
 _SWEEP_S = 10.0  # waiting requests are checked for this long after a reason to refuse them: ticks may be late
 
@@ -29,8 +29,10 @@ def refuse_infeasible(state: State, now: float) -> None:
     ):
         return
     largest_slot = cache(partial(_largest_slot, state, now))  # thousands of requests have few sizes
-    for admission in list(state.queues):
-        _refuse_if_infeasible(state, admission, largest_slot, now)
+    for version_id in list(state.queues.versions):
+        model = state.known_model(version_id)
+        for admission in state.queues.waiting(version_id):
+            _refuse_if_infeasible(state, admission, model, largest_slot, now)
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
@@ -38,7 +40,8 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     slots may still appear, nor without any slot, for which ``refuse_unserved`` gives the reason.
     """
     if _knows_slots(state, now):
-        _refuse_if_infeasible(state, admission, partial(_largest_slot, state, now), now)
+        model = state.known_model(admission.version_id)
+        _refuse_if_infeasible(state, admission, model, partial(_largest_slot, state, now), now)
 
 
 def _knows_slots(state: State, now: float) -> bool:
@@ -52,9 +55,12 @@ def _largest_slot(state: State, now: float, wanted: SlotClass, absent_s: float) 
 
 
 def _refuse_if_infeasible(
-    state: State, admission: Admission, largest_slot: Callable[[SlotClass, float], tuple[int, int]], now: float
+    state: State,
+    admission: Admission,
+    model: Model,
+    largest_slot: Callable[[SlotClass, float], tuple[int, int]],
+    now: float,
 ) -> None:
-    model = state.models[admission.version_id]
     arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
     needed, reason = admission.kv_bytes(model), effects.RefusalReason.NO_CAPACITY
     if not arena and model.engine:
@@ -97,13 +103,14 @@ def refuse_unserved(state: State, now: float) -> None:
     if is_overdue:
         why += f", and no worker has started for {format_duration(state.slot_starts.limit_s)}"
         why += f": {state.launcher_waits}" if state.launcher_waits else ""
-    for admission in list(state.queues):
-        if not is_overdue and pools.is_starting_slots(state, state.models[admission.version_id].num_devices):
+    for version_id in list(state.queues.versions):
+        is_starting = pools.is_starting_slots(state, state.known_model(version_id).num_devices)
+        if (is_starting and not is_overdue) or _has_served_roles(state, version_id):
             continue
-        limit_s = absence_limit_s(state, admission)
-        if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
-            message = f"{admission.model} cannot be loaded: {why}"
-            refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
+        for admission in state.queues.waiting(version_id):
+            if now - state.unserved_since >= (limit_s := absence_limit_s(state, admission)):
+                message = f"{admission.model} cannot be loaded: {why}"
+                refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
 
 
 def _has_served_roles(state: State, version_id: str) -> bool:

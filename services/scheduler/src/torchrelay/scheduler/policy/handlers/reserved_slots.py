@@ -24,7 +24,7 @@ def refuse_without_slot(state: State, now: float) -> None:
         return
     slots = _Slots(state)
     for version_id in state.queues.versions:
-        model, waiting = state.models[version_id], state.queues.waiting(version_id)
+        model, waiting = state.known_model(version_id), state.queues.waiting(version_id)
         amounts = {admission.kv_bytes(model) for admission in waiting}  # a few, however many requests wait
         held = {kv_bytes for kv_bytes in amounts if slots.are_held(model, kv_bytes)}
         for admission in waiting if held else ():

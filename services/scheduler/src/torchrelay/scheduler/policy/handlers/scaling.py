@@ -12,8 +12,10 @@ from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Action, 
 from torchrelay.scheduler.policy.autoscaling.load_failures import LOAD_STALLED
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.config import ScalingMode
+from torchrelay.scheduler.policy.demand.usage import Usage
+from torchrelay.scheduler.policy.dispatch import recalls
 from torchrelay.scheduler.policy.effects import Hop, LoadCommand, LoadOrder, SetRolesCommand, UnloadCommand
-from torchrelay.scheduler.policy.handlers import demands, recalls, relay_plans
+from torchrelay.scheduler.policy.handlers import demands, relay_plans
 from torchrelay.scheduler.policy.handlers.views import view_of
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
@@ -113,8 +115,8 @@ def scale_marked(state: State, now: float) -> Sequence[str]:
     """Decides on the marked versions, and returns them."""
     marked = state.marked
     if state.are_starving_marked:
-        models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
-        marked.update(model.version_id for model in models if _lacks_role(state, model, now))
+        models = map(state.versions.model, state.queues.versions)
+        marked.update(model.version_id for model in models if model is not None and _lacks_role(state, model, now))
     state.marked, state.marked_at, state.are_starving_marked = set(), math.inf, False
     if marked:
         scale(state, now, sorted(marked))
@@ -160,7 +162,7 @@ def leave_other_slots(state: State, version_ids: Iterable[str], now: float) -> N
     present.
     """
     for version_id in version_ids:
-        model = state.models.get(version_id)
+        model = state.versions.model(version_id)
         if model is None or model.slot_class == SlotClass():
             continue
         for instance in state.instances.of_version(version_id):
@@ -189,10 +191,14 @@ def set_minimums(state: State, models: Sequence[Model], now: float) -> Collectio
 
 def model_deleted(state: State, name: str, now: float) -> None:
     """Forgets the demand for versions that no other model shares; their instances are drained once they are idle."""
-    for version_id in state.aliases.deleted(name):
-        state.forecasts.pop(version_id, None)
-        state.usages.forget(version_id)
-        state.idle_deadlines.note(version_id, now)
+    for version in state.versions:
+        if not version.aliases.delete(name):
+            continue
+        state.tenant_slots.changed(version.version_id)
+        if version.aliases.is_deleted:
+            version.usage = Usage()
+            state.forecasts.pop(version.version_id, None)
+            state.idle_deadlines.note(version.version_id, now)
 
 
 def evaluate_minimums(state: State, now: float) -> Collection[str]:
@@ -203,7 +209,7 @@ def evaluate_minimums(state: State, now: float) -> Collection[str]:
 
     changed = state.minimums.evaluate(now, lead_s)
     for version_id, minimum in changed.items():
-        if model := state.models.get(version_id):
+        if model := state.versions.model(version_id):
             plain = dict.fromkeys(demands.tenants_of(state, version_id), minimum.plain_text)
             state.record_event(now, "minimum", model, Reason("minimum", minimum.text(now), {}, plain))
     return changed.keys()
@@ -296,7 +302,7 @@ def _note_role_lost(state: State, version_id: str, roles: Roles, now: float) -> 
     """Records that the version gives up an instance with this role: the next needs another full period without
     demand.
     """
-    history = state.usages.of(version_id)
+    history = state.versions.of(version_id).usage
     if Role.DECODE in roles:
         history.decode_last_full_at = now
     else:

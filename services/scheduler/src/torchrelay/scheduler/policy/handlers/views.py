@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
-from torchrelay.scheduler.policy.autoscaling.demand import Demand
 from torchrelay.scheduler.policy.autoscaling.slot_worth import WorthLine, slot_worth
 from torchrelay.scheduler.policy.autoscaling.view import VersionUse, View
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.demand.demand import Demand
 from torchrelay.scheduler.policy.handlers import demands
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.storage_tiers import Tier
@@ -39,7 +38,7 @@ def present_view(state: State, now: float, version_ids: Iterable[str], *, is_com
 
     @cache
     def demand_of(version_id: str) -> Demand | None:
-        model = state.models.get(version_id)
+        model = state.versions.model(version_id)
         return None if model is None else demands.demand_of(state, model, now)
 
     known = [demand for each in (version_ids if is_settled else ()) if (demand := demand_of(each)) is not None]
@@ -64,10 +63,10 @@ def present_view(state: State, now: float, version_ids: Iterable[str], *, is_com
 
 
 def _use_of(state: State, version_id: str, now: float) -> VersionUse:
-    model, usage = state.models.get(version_id), state.usages.of(version_id)
-    names = state.aliases.of(version_id) or [each.model for each in state.instances.of_version(version_id)]
+    version = state.versions.of(version_id)
+    model, usage = version.model, version.usage
     return VersionUse(
-        frozenset(map(tenant_of, names)),
+        state.tenants_of(version_id),
         state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0,
         usage.expected_per_s(now),
         state.ttft_target_s(usage),
@@ -80,14 +79,15 @@ def _drain_s(state: State, instance: Instance) -> float:
     if not work.num_choices or worker is None:
         return 0.0
     latency = state.latency_models.of(worker, instance.pack_id, state.config)
-    num_tokens = state.usages.of(instance.version_id).answers.mean or 0.0
+    num_tokens = state.versions.of(instance.version_id).usage.answers.mean or 0.0
     return min(2 * num_tokens * latency.tbt_s(work.num_choices, work.num_attended), state.config.drain_s)
 
 
 def worth_lines(state: State, model: str, now: float) -> list[WorthLine]:
     """The present worth of a slot to a model; empty if the model is unknown, or while reports arrive after a start."""
-    names = ((version_id, {*state.aliases.of(version_id), known.name}) for version_id, known in state.models.items())
-    version_id = next((version_id for version_id, of_version in reversed(list(names)) if model in of_version), None)
+    versions = (each for each in reversed(state.versions) if each.model is not None)
+    names = ((each.version_id, {*each.aliases.names, each.model.name}) for each in versions if each.model is not None)
+    version_id = next((version_id for version_id, of_version in names if model in of_version), None)
     if version_id is None:
         return []
     view = present_view(state, now, dict.fromkeys((version_id, *state.queues.versions)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.policy.autoscaling.listed_cluster import Slot, a_demand, a_view, crowded_demand
 from tests.unit.scheduler.policy.paper_cluster import DECODE, PREFILL, a_model, a_store, a_worker, an_instance
 from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load
-from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.auction import auction
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, assign
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.storage_tiers import Tier
-from torchrelay.scheduler.policy.types import BOTH, InstancePhase, Role, Roles
+from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Role, Roles
 
 MODEL = a_model()
 
@@ -27,7 +28,7 @@ def test_uncrowded_instance_is_drained_though_used() -> None:
 
     def drained(last_full_at: float, **changes: object) -> list[str]:
         demand = a_demand(MODEL, 0, last_full_at=last_full_at, **changes)
-        actions = decide(a_view([demand], loads, workers, [store]))
+        actions = auction(a_view([demand], loads, workers, [store]))
         return [action.instance_id for action in actions if isinstance(action, Drain)]
 
     assert drained(last_full_at=30.0) == ["i-w1"]
@@ -41,14 +42,14 @@ def test_load_with_placed_requests_is_not_idle(num_cold: int, drained: list[str]
     serving = Slot(an_instance(model, workers[0]), 4)
     loading = Slot(an_instance(model, workers[1], phase=InstancePhase.LOADING), 0)
     demand = a_demand(model, num_waiting=0, num_cold=num_cold)
-    actions = decide(a_view([demand], [serving, loading], workers, [a_store("s1", "host-1")]))
+    actions = auction(a_view([demand], [serving, loading], workers, [a_store("s1", "host-1")]))
     assert [action.instance_id for action in actions if isinstance(action, Drain)] == drained
 
 
 @given(st.lists(st.sampled_from([PREFILL, DECODE, BOTH]), max_size=8), st.integers(0, 3), st.integers(0, 3))
 def test_assignments_have_no_half_pair_and_no_repeat(can: list[Roles], prefills: int, decodes: int) -> None:
     slots = [FreeSlot(f"w{n}", f"h{n % 2}", roles, Tier.REMOTE) for n, roles in enumerate(can)]
-    chosen = assign(slots, prefills, decodes)
+    chosen = assign(Counter({Role.PREFILL: prefills, Role.DECODE: decodes}), slots)
     playable_roles = {slot.worker_id: slot.playable_roles for slot in slots}
     assert len({slot.worker_id for slot in chosen}) == len(chosen)
     assert all(slot.roles <= playable_roles[slot.worker_id] for slot in chosen)
@@ -86,7 +87,7 @@ def test_chosen_pair_costs_least(shapes: list[tuple[Roles, int, bool, Role | Non
     prefills = [slot for slot in slots if Role.PREFILL in slot.playable_roles]
     decodes = [slot for slot in slots if Role.DECODE in slot.playable_roles]
     pairs = [(prefill, other) for prefill in prefills for other in decodes if prefill is not other]
-    chosen = assign(slots, 1, 1)
+    chosen = assign(Counter(ROLES), slots)
     if any(slot.playable_roles >= BOTH for slot in slots):
         pairs = [pair for pair in pairs if (pair[0].preferred_role, pair[1].preferred_role) == tuple(Role)]
     if pairs:
@@ -108,11 +109,11 @@ def test_growth_leaves_slots_to_starving_models() -> None:
     loads = [Slot(an_instance(crowded, w1, PREFILL), 9), Slot(an_instance(crowded, w2, DECODE), 9)]
     store = a_store("s1", "host-1")
     demands = [crowded_demand(crowded), a_demand(waiting, 1)]
-    assert decide(a_view(demands, loads, [w1, w2, w3], [store])) == ()  # w3 is half of what `waiting` needs
-    alone = decide(a_view(demands[:1], loads, [w1, w2, w3], [store]))
+    assert auction(a_view(demands, loads, [w1, w2, w3], [store])) == ()  # w3 is half of what `waiting` needs
+    alone = auction(a_view(demands[:1], loads, [w1, w2, w3], [store]))
     assert [action.assignments[0].worker_id for action in alone if isinstance(action, Load)] == []  # no pair for it
     free_decode = a_worker("w4", playable_roles=DECODE)
-    both = decide(a_view(demands, loads, [w1, w2, w3, free_decode], [store]))
+    both = auction(a_view(demands, loads, [w1, w2, w3, free_decode], [store]))
     assert [action.model.name for action in both if isinstance(action, Load)] == [waiting.name]
 
 
@@ -122,6 +123,6 @@ def test_partial_decision_leaves_slots_to_waiting_models() -> None:
     workers = [a_worker(f"w{number}") for number in range(3)]
     demand, load = crowded_demand(crowded), Slot(an_instance(crowded, workers[0]), 9)
     alone = a_view([demand], [load], workers, [a_store("s1", "host-1")])
-    assert [type(action) for action in decide(replace(alone, is_complete=False))] == [Load]
+    assert [type(action) for action in auction(replace(alone, is_complete=False))] == [Load]
     beside = replace(alone, is_complete=False, waited_for=alone.waited_for | {waiting.version_id})
-    assert decide(beside) == ()
+    assert auction(beside) == ()

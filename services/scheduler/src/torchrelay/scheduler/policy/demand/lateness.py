@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchrelay.scheduler.policy.autoscaling.usage import WINDOW_S
+from torchrelay.scheduler.policy.demand.usage import WINDOW_S
 
 
 def weight(wait_s: float, slack_s: float) -> float:

@@ -222,7 +222,7 @@ def _decodes(
     """The best few instances with unreserved KV bytes for the whole answer, by their delay of its later tokens.
     ``prefills``: those that may compute its prompt, and go on with other prompts.
     """
-    num_answer_tokens = state.usages.of(model.version_id).answers.expected(admission.max_tokens)
+    num_answer_tokens = state.versions.of(model.version_id).usage.answers.expected(admission.max_tokens)
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)

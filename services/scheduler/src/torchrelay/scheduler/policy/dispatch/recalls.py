@@ -10,7 +10,7 @@ from torchrelay.common.liveness import SILENT_S
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.handlers import endpoints
+from torchrelay.scheduler.policy.dispatch import endpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import BOTH, PromptSource, Role, Roles
 
@@ -64,7 +64,8 @@ def recalled(state: State, attempt: OpenAttempt, now: float) -> None:
 
 
 def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | None:
-    key, worker, model = attempt.admission.key, attempt.placement.prefill, state.models[attempt.admission.version_id]
+    admission, worker = attempt.admission, attempt.placement.prefill
+    model = state.known_model(admission.version_id)
     status = state.membership.workers.get(worker.worker_id)
     if status is None or not status.computes_by_layer:
         return None
@@ -73,5 +74,5 @@ def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | No
         return None  # its worker is lost or suspect
     prompt_s, kept_until = attempt.placement.predicted.prefill_s, now + SILENT_S
     return PromptSource(
-        key, worker, source.host_id, source.loaded_at, source.load_s, kept_until, attempt.placed_at, prompt_s
+        admission.key, worker, source.host_id, source.loaded_at, source.load_s, kept_until, attempt.placed_at, prompt_s
     )

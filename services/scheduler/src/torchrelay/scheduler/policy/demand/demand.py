@@ -7,13 +7,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torchrelay.scheduler.policy.autoscaling.lateness import Fluid
-from torchrelay.scheduler.policy.autoscaling.usage import WINDOW_S
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.demand.lateness import Fluid
+from torchrelay.scheduler.policy.demand.usage import WINDOW_S
+from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.storage_tiers import Tier
-from torchrelay.scheduler.policy.types import Model
+from torchrelay.scheduler.policy.types import BOTH, ROLES, Model, Role, Roles
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,6 @@ class DecodeDemand:
     target_s: float  # for the first token; an answer that waits longer for a place is late
     late_s: float  # cost of a late request, in seconds of a slot
     last_full_at: float = 0.0  # when all decode instances were last needed
-    num_waiting: int = 0  # of ``num_answers``, those of waiting requests
 
     @property
     def request_s(self) -> float:
@@ -45,13 +46,6 @@ class DecodeDemand:
     def backlog_s(self, num_instances: int) -> float:
         """Work beyond what the instances hold at once; negative if they can hold more."""
         return (self.num_answers - num_instances * self.num_held) * self.request_s
-
-    def without_excess(self, num_instances: int) -> DecodeDemand:
-        """The demand without placed answers beyond those that the instances hold in time: they stay where they are, so
-        more instances would not help them.
-        """
-        num_placed = min(self.num_answers - self.num_waiting, num_instances * self.num_held)
-        return replace(self, num_answers=num_placed + self.num_waiting)
 
     @property
     def fluid(self) -> Fluid:
@@ -140,3 +134,43 @@ class Demand:
     def slotless_tenant(self, num_slots_of: Counter[str]) -> str:
         """A tenant that waits for the model and has no slot; empty if each has a slot."""
         return next((tenant for tenant in self.waiting_tenants if not num_slots_of[tenant]), "")
+
+    def load_reason(self, cause: str, why: str = "", figures: Mapping[str, int | float] | None = None) -> Reason:
+        """The reason of a load. ``why`` may count the requests of all tenants; tenants that share the model see
+        ``cause`` instead.
+        """
+
+        def text(why: str, num_waiting: int, num_cold: int) -> str:
+            return f"{why}, {num_waiting} waiting" + (f", {num_cold} placed on loading instances" if num_cold else "")
+
+        plain = cause.replace("_", " ")
+        counts = {"num_waiting": self.num_waiting, "num_cold": self.num_cold, **(figures or {})}
+        by_tenant = {tenant: text(plain, *numbers) for tenant, numbers in self.by_tenant.items()}
+        return Reason(cause, text(why or plain, self.num_waiting, self.num_cold), counts, by_tenant)
+
+
+class Sizing(NamedTuple):
+    """Roles that are sized together, by the work that needs them; ``number``: instances that play all of them now."""
+
+    roles: Roles
+    work: Demand | DecodeDemand
+    number: int
+
+    @property
+    def num_lost(self) -> float:
+        """Requests that would be late with one instance fewer; only for two or more instances."""
+        return self.work.fluid.num_saved(self.number - 1, 0.0)
+
+
+def sizings_of(demand: Demand, playing: Counter[Role]) -> list[Sizing]:
+    """The sizings of a model: prompts and answers both size instances that play both roles; otherwise prompts size
+    prefill, and answers decode.
+    """
+    if demand.decode is None:
+        number = min(playing[role] for role in ROLES)
+        by_prompts = Sizing(BOTH, demand, number)
+        return [by_prompts] if demand.answers is None else [by_prompts, Sizing(BOTH, demand.answers, number)]
+    return [
+        Sizing(frozenset((Role.PREFILL,)), demand, playing[Role.PREFILL]),
+        Sizing(frozenset((Role.DECODE,)), demand.decode, playing[Role.DECODE]),
+    ]

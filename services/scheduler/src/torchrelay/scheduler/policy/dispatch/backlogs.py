@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.handlers import endpoints
+from torchrelay.scheduler.policy.dispatch import endpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Model
 
@@ -39,7 +39,7 @@ def computation_s(state: State, model: Model, prefills: Sequence[Instance]) -> C
     mean share is assumed to be cached.
     """
     is_loaded = any(not instance.is_loading for instance in prefills)
-    share = state.usages.of(model.version_id).prompts.uncached if is_loaded else 1.0
+    share = state.versions.of(model.version_id).usage.prompts.uncached if is_loaded else 1.0
     if prefills:
         latency = prefills[0].latency
     else:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable
 from functools import cached_property
 
+from torchrelay.scheduler.policy.cluster.candidate_index import LEAST_ENTRIES, CandidateIndex
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.dispatch.candidate_index import LEAST_ENTRIES, CandidateIndex
 
 
 class VersionEndpoints:
     """The instances of a version that take requests: not draining, and accepted by workers that are present and not
-    suspected. Built again when an instance changes; see ``handlers/endpoints.py``.
+    suspected. Built again when an instance changes; see ``dispatch/endpoints.py``.
     """
 
     def __init__(self, instances: Iterable[Instance]) -> None:

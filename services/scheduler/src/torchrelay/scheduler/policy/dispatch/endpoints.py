@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
+from torchrelay.scheduler.policy.cluster.version_endpoints import VersionEndpoints
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.storage_tiers import tier_of
 from torchrelay.scheduler.policy.types import InstancePhase, Model, Role, WorkerRef, WorkerStatus
@@ -15,12 +15,13 @@ _NONE = VersionEndpoints(())
 
 def of_version(state: State, model: Model, now: float) -> VersionEndpoints:
     """The instances of the version that take requests."""
-    endpoints = state.endpoints.get(model.version_id)
+    version = state.versions.of(model.version_id)
+    endpoints = version.endpoints
     if endpoints is None:
         instances = [each for each in state.instances.of_version(model.version_id) if _refresh(state, model, each, now)]
         if not instances:
             return _NONE
-        endpoints = state.endpoints[model.version_id] = VersionEndpoints(instances)
+        endpoints = version.endpoints = VersionEndpoints(instances)
     elif endpoints.has_old_loads:
         predict_loads(state, model, endpoints, now)
     return endpoints
@@ -75,7 +76,7 @@ def forget(state: State, before: WorkerStatus | None, worker: WorkerStatus, inst
     take. If the version has loading instances, their load times are predicted again.
     """
     if before is None or not _computes_alike(before, worker):
-        state.endpoints.pop(instance.version_id, None)
+        state.forget_endpoints(instance.version_id)
     elif instance.version_id in state.instances.loading_versions:
         state.loads_changed(instance.version_id)
 

@@ -7,9 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.estimates.requests import AnswerLength, CachedShare, Callers
-from torchrelay.scheduler.policy.types import MAX_VERSIONS
 
 WINDOW_S = 10.0  # the next seconds are expected to have the demand of the last 10 seconds
 _NUM_GAPS = 64
@@ -167,31 +165,3 @@ class Usage:
     def mean_per_s(self, now: float) -> float:
         """Long-run mean of the requests per second."""
         return self._mean.requests_per_s(now) if self._mean is not None else 0.0
-
-
-class Usages:
-    """The usage by version; the longest unused versions are evicted first."""
-
-    def __init__(self) -> None:
-        self._of: Recent[str, Usage] = Recent(MAX_VERSIONS)
-
-    def of(self, version_id: str) -> Usage:
-        usage = self._of.get(version_id)
-        if usage is None:
-            usage = self._of[version_id] = Usage()
-        else:
-            self._of.move_to_end(version_id)
-        return usage
-
-    def known(self, version_id: str) -> Usage | None:
-        """The usage of a version; None if nothing is known of it."""
-        return self._of.get(version_id)
-
-    def forget(self, version_id: str) -> None:
-        """Forgets the version: no more requests are expected."""
-        self._of.pop(version_id, None)
-
-    def used(self, version_id: str, now: float) -> None:
-        """Records the end of a request of the version."""
-        if (usage := self._of.get(version_id)) is not None:
-            usage.last_used = now

@@ -13,15 +13,14 @@ from collections.abc import Collection, Sequence
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.cluster.instance import Instance, ReturningPrompt
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.handlers import endpoints, recalls
-from torchrelay.scheduler.policy.handlers.placement import MOVE_S
+from torchrelay.scheduler.policy.dispatch import endpoints, recalls
+from torchrelay.scheduler.policy.dispatch.placement import MOVE_S
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import LoadingPrompts
 from torchrelay.scheduler.policy.types import Admission, Model, ServiceClass
 
 _MIN_WAIT_S = 0.001
 _RETURN_S = 0.5  # no instance is kept free any longer for a recalled prompt
-_CACHED_SHARE = 0.5  # of a prompt: an instance that has as much in its cache computes it itself
 
 
 def is_live(state: State, version_id: str) -> bool:
@@ -34,7 +33,8 @@ def take_over(state: State, version_id: str, now: float) -> None:
     model, prefills, movable = _movable(state, version_id, now)
     if not movable:
         return
-    is_shared, waiting = state.usages.of(version_id).callers.are_several(now), state.queues.next(version_id, now)
+    is_shared = state.versions.of(version_id).usage.callers.are_several(now)
+    waiting = state.queues.next(version_id, now)
     for target in _by_work_ahead(prefills, now):
         work, ahead_s = target.work, target.ahead_s(now) + target.returning_s(now)
         # These limit the prompts ahead of an instance to less than a full step.
@@ -73,7 +73,7 @@ def _movable(
     """The model and its prefill instances, and the prompts that may leave its loading instances, in the order in which
     they were dispatched.
     """
-    model = state.models[version_id]
+    model = state.known_model(version_id)
     if state.strategies.loading_prompts is not LoadingPrompts.MOVED:
         return model, (), []
     prefills = endpoints.of_version(state, model, now).prefills
@@ -123,12 +123,12 @@ def prefills_ahead(
     """
     loading = [instance for instance in prefills if instance.is_loading]
     num_loaded, mode = len(prefills) - len(loading), state.strategies.loading_prompts
-    if not num_loaded or not loading or mode is LoadingPrompts.NONE or _is_cached(state, admission, model, prefills):
+    if not num_loaded or not loading or mode is LoadingPrompts.NONE:
         return ()
     latency = loading[0].latency
     prompt_s = admission.num_contexts * latency.prefill_s(admission.num_context_tokens)
     bound_s = {instance: instance.ahead_s(now) for instance in loading}
-    is_shared = state.usages.of(model.version_id).callers.are_several(now)
+    is_shared = state.versions.of(model.version_id).usage.callers.are_several(now)
     takes = [
         instance
         for instance in loading
@@ -150,18 +150,6 @@ def prefills_ahead(
         return instance.computed_s(bound_s[instance] + prompt_s, now) <= last_s
 
     return [instance for instance in takes if gains(instance)]
-
-
-def _is_cached(state: State, admission: Admission, model: Model, prefills: Sequence[Instance]) -> bool:
-    """Whether a loaded instance has most of the prompt in its cache."""
-    if not admission.block_hashes:
-        return False
-    enough = _CACHED_SHARE * admission.num_context_tokens
-    return any(
-        state.prefix_index.num_blocks(each.instance_id, admission.block_hashes) * model.routing_block_tokens > enough
-        for each in prefills
-        if not each.is_loading
-    )
 
 
 def _by_work_ahead(prefills: Sequence[Instance], now: float) -> Sequence[Instance]:

@@ -10,15 +10,16 @@ from operator import itemgetter
 from msgspec import structs
 
 from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.cluster.candidate_index import CandidateIndex
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.dispatch.candidate_index import CandidateIndex
-from torchrelay.scheduler.policy.dispatch.version_endpoints import VersionEndpoints
-from torchrelay.scheduler.policy.handlers import backlogs, endpoints, live_scaling
-from torchrelay.scheduler.policy.handlers.placement import MAX_SCORED, NoPlacement, place
+from torchrelay.scheduler.policy.cluster.version_endpoints import VersionEndpoints
+from torchrelay.scheduler.policy.dispatch import backlogs, endpoints, live_scaling
+from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, NoPlacement, place
 from torchrelay.scheduler.policy.queue.late_requests import TimedPrompt
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Admission, AttemptKey, Model, Placement, ServiceClass
+from torchrelay.scheduler.policy.versions import Version
 
 _MAX_TIMELY = 32  # requests per choice of late requests
 _MAX_BEGINNING_ALIKE = 64  # instances that are searched for the longest cached prefix
@@ -41,25 +42,26 @@ def place_version(state: State, version_id: str, now: float) -> None:
     """Places waiting requests of the version until none can be placed now. Before them, loaded instances take over
     prompts of loading instances.
     """
-    model = state.models.get(version_id)
-    if model is not None and version_id in state.too_large:
-        _reconsider_too_large(state, model, now)
-    if model is None or not live_scaling.is_live(state, version_id):
-        _place_waiting_of(state, version_id, now)
+    version = state.versions.get(version_id)
+    if version is None or (model := version.model) is None:
+        return
+    if version.too_large:
+        _reconsider_too_large(state, version, model, now)
+    if not live_scaling.is_live(state, version_id):
+        _place_waiting_of(state, version, model, now)
         return
     _place_returning(state, model, now)
     live_scaling.take_over(state, version_id, now)
-    _place_waiting_of(state, version_id, now)
+    _place_waiting_of(state, version, model, now)
     state.due.note(version_id, live_scaling.next_take_over(state, version_id, now))
 
 
-def _reconsider_too_large(state: State, model: Model, now: float) -> None:
+def _reconsider_too_large(state: State, version: Version, model: Model, now: float) -> None:
     """Returns requests that were too large for all instances of the version to the queue, once its instances differ."""
-    checked, keys = state.too_large[model.version_id]
-    if endpoints.of_version(state, model, now) is not checked:
-        del state.too_large[model.version_id]
-        for key in keys:
+    if endpoints.of_version(state, model, now) is not version.too_large_for:
+        for key in version.too_large:
             state.queues.unpark(key)
+        version.too_large.clear()
 
 
 def _place_returning(state: State, model: Model, now: float) -> None:
@@ -74,13 +76,13 @@ def _place_returning(state: State, model: Model, now: float) -> None:
                 start(state, admission, placement, now)
 
 
-def _place_waiting_of(state: State, version_id: str, now: float) -> None:
-    known = state.endpoints.get(version_id)
+def _place_waiting_of(state: State, version: Version, model: Model, now: float) -> None:
+    version_id, known = version.version_id, version.endpoints
     if known is not None and now < known.blocked_until:
         return
     state.due.pop(version_id, None)
-    model = state.models.get(version_id)
-    if model is None or not state.queues.num_waiting(version_id):
+    if not state.queues.num_waiting(version_id):
+        version.too_large.clear()
         return
     able = endpoints.of_version(state, model, now)
     largest_pool_bytes = max((instance.kv_pool_bytes for instance in able.decodes), default=0)
@@ -96,7 +98,8 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
             if placement.is_own:  # the others need not wait for it
                 state.queues.park(admission.key)
                 if admission.kv_bytes(model) > largest_pool_bytes:
-                    state.too_large.setdefault(version_id, (able, set()))[1].add(admission.key)
+                    version.too_large.add(admission.key)
+                    version.too_large_for = able
                 else:
                     passed.append(admission.key)
                 continue
@@ -104,7 +107,7 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
                 state.due[version_id] = placement.due
             # A loading instance may take a prompt although no instance is free for all.
             is_blocked = placement.is_of_all and not live_scaling.is_live(state, version_id)
-            if is_blocked and not state.usages.of(version_id).callers.are_several(now):
+            if is_blocked and not version.usage.callers.are_several(now):
                 able.blocked_until = placement.due
             break
         is_late = now + placement.predicted.ttft_s > admission.deadline
@@ -173,7 +176,7 @@ def _best_place(
     """Places the request. Of many instances, tries the likeliest first, and all of them only if that fails.
     ``allowed``: the instances that may compute its prompt; None: any.
     """
-    is_shared = state.usages.of(admission.version_id).callers.are_several(now)
+    is_shared = state.versions.of(admission.version_id).usage.callers.are_several(now)
 
     def place_at(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Placement | NoPlacement:
         if allowed is not None:
@@ -218,7 +221,7 @@ def start(state: State, admission: Admission, placement: Placement, now: float) 
         if (decode := state.instances.get(placement.decode.instance_id)) is not None:
             decode.token_time.placed(placement.predicted.step_s, now)
         num_cached = admission.num_contexts * placement.predicted.num_cached_tokens
-        state.usages.of(admission.version_id).prompts.observe(admission.num_prefill_tokens, num_cached)
+        state.versions.of(admission.version_id).usage.prompts.observe(admission.num_prefill_tokens, num_cached)
     state.effects.answers.append(effects.Placed(admission.gateway_id, placement))
     placed = effects.AttemptPlaced(
         admission.key,
@@ -243,8 +246,9 @@ def open_attempt(
     state: State, admission: Admission, placement: Placement, is_computed: bool, now: float
 ) -> OpenAttempt:
     """Records that the attempt runs at the placement. ``is_computed``: its prompt is computed already."""
-    model = state.models[admission.version_id]
-    num_tokens = state.usages.of(model.version_id).answers.expected(admission.max_tokens)
+    version = state.versions.of(admission.version_id)
+    model = state.known_model(admission.version_id)
+    num_tokens = version.usage.answers.expected(admission.max_tokens)
     num_attended = admission.num_attended(num_tokens)
     attempt = OpenAttempt(
         admission, placement, now, admission.kv_bytes(model), is_computed, num_attended, computed_at=now
@@ -294,8 +298,8 @@ def _learn_from_first_token(
         admission.key.attempt == 1 or admission.was_recalled  # without an outage of its worker or of the scheduler
     )
     if is_measured and admission.admitted_at > instance.since and is_late:
-        state.usages.of(admission.version_id).late(admission.admitted_at)
-    model, worker = state.models.get(admission.version_id), state.membership.workers.get(instance.worker_id)
+        state.versions.of(admission.version_id).usage.late(admission.admitted_at)
+    model, worker = state.versions.model(admission.version_id), state.membership.workers.get(instance.worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
         state.prefix_index.note(instance.instance_id, admission.block_hashes, worker.kv_pool_bytes // block_bytes)

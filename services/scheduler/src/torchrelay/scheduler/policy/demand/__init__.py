@@ -1,0 +1,1 @@
+"""The demand for a model: its arrivals and unused times, and what late requests count."""

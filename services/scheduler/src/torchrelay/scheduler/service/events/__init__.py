@@ -1,1 +1,0 @@
-"""The history on JetStream, written and read."""
