@@ -25,7 +25,6 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.placement import pause_s
 from torchrelay.scheduler.policy.estimates.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.estimates.requests import Callers
 from torchrelay.scheduler.policy.inputs import FirstToken
