@@ -365,14 +365,13 @@ class PaperCluster:
         check_state(self.policy.state)
 
 
-def one_host(*workers: WorkerStatus | str, store: StoreStatus | None = None, **config: object) -> PaperCluster:
+def one_host(*peers: WorkerStatus | StoreStatus | str, store: StoreStatus | None = None, **config: Any) -> PaperCluster:
     """A host with a store; a name stands for a worker that plays both roles."""
-    scene = PaperCluster(PolicyConfig(**config))  # type: ignore[arg-type]
-    peers = [a_worker(worker) if isinstance(worker, str) else worker for worker in workers]
-    return scene.settle(store or a_store("store-1", "host-1"), *peers)
+    named = (a_worker(peer) if isinstance(peer, str) else peer for peer in peers)
+    return PaperCluster(PolicyConfig(**config)).settle(store or a_store("store-1", "host-1"), *named)
 
 
-def two_workers_one_host(**config: object) -> PaperCluster:
+def two_workers_one_host(**config: Any) -> PaperCluster:
     """The embedded install: one host, a prefill and a decode worker that can each play both roles."""
     return one_host(*a_pair("w-a", "w-b"), **config)
 

@@ -7,10 +7,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from msgspec import structs
-
 from tests.unit.scheduler.policy.invariants import placements_of, waiting_of
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_slot
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_slot, an_admission
 from torchrelay.common.liveness import SILENT_S, EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import (
@@ -190,19 +188,8 @@ class RunningCluster(PaperCluster):
             self.apply(Admit(self._admission(call), call.model))
 
     def _admission(self, call: Call) -> Admission:
-        admission = Admission(
-            call.key,
-            "gateway-1",
-            call.model.version_id,
-            call.num_tokens,
-            int(call.has_token),
-            50,
-            1,
-            self.now,
-            model=call.model.name,
-            lost_workers=call.lost_workers,
-        )
-        return structs.replace(admission, **call.changes)
+        changes = {"num_forced_tokens": int(call.has_token), "lost_workers": call.lost_workers, **call.changes}
+        return an_admission(call.model, call.name, call.attempt, self.now, num_prompt_tokens=call.num_tokens, **changes)
 
     def _end(self, call: Call, why: str) -> None:
         call.end, call.ended_at = why, self.now
@@ -334,15 +321,13 @@ class RunningCluster(PaperCluster):
     # Workers
 
     def _running_at(self, instance_id: str) -> list[Call]:
-        return [
-            call
-            for call in self.open_calls
-            if call.placement is not None
-            and (
-                call.placement.decode.instance_id == instance_id
-                or (call.placement.prefill.instance_id == instance_id and call.first_token_at is None)
-            )
-        ]
+        def runs_there(call: Call) -> bool:
+            if (placement := call.placement) is None:
+                return False
+            is_computed_there = placement.prefill.instance_id == instance_id and call.first_token_at is None
+            return placement.decode.instance_id == instance_id or is_computed_there
+
+        return [call for call in self.open_calls if runs_there(call)]
 
     def _compute(self, step_s: float) -> None:
         for worker in list(self.workers.values()):

@@ -191,15 +191,6 @@ def test_load_failing_before_any_report_is_noticed() -> None:
     ]
 
 
-def test_older_report_does_not_undo_drain() -> None:
-    instances, worker = Instances(OpenAttempts()), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
-    instances.put(a_load(worker, accepted_at=1.0, confirmed=True, phase=InstancePhase.DRAINING))
-    instances.observe(worker, now=2.0)
-    instance = instances.get("i1")
-    assert instance is not None and instance.phase is InstancePhase.DRAINING
-    assert kinds(instances.observe(replace(worker, slot=SlotStatus()), now=3.0)) == [TransitionKind.RELEASED]
-
-
 def test_instance_of_a_leaving_worker_drains() -> None:
     instances, worker = Instances(OpenAttempts()), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
     instances.put(a_load(worker, accepted_at=1.0, confirmed=True, phase=InstancePhase.READY))

@@ -103,7 +103,7 @@ def test_a_model_takes_any_engine_where_its_favourite_is_busy() -> None:
 
 
 def test_a_slot_with_another_engine_is_not_taken_from_its_model() -> None:
-    scene = one_host("w-b", a_worker("w-c"))
+    scene = one_host("w-b", "w-c")
     scene.serve(a_model(), "r1")
     scene.release("r1")
     scene.admit(a_model("acme/other", engine="vllm"), "r2")

@@ -65,13 +65,6 @@ def test_own_model_counts_after_enough_steps() -> None:
     assert LatencyModels().of(worker_with(few), MODEL.pack_id, RULES).prefill == few.prefill, "better than a guess"
 
 
-def test_each_step_kind_is_learned_from_any_worker() -> None:
-    latency_models = LatencyModels()
-    latency_models.observe(worker_with(LatencyModel(FAST.prefill, token_budget=256), "prefills"))
-    latency_models.observe(worker_with(LatencyModel(decode=FAST.decode), "decodes"))
-    assert latency_models.of(worker_with(None, slot=SlotStatus()), MODEL.pack_id, RULES) == FAST
-
-
 def test_overdue_load_is_expected_later_and_later() -> None:
     """P4: it said a tenth of the whole time for ever, so requests went on being sent there."""
     loading = an_instance(MODEL, a_worker("w"), phase=InstancePhase.LOADING, created_at=100.0)
@@ -172,6 +165,16 @@ def test_noise_is_not_corrected(true: float, weight: float) -> None:
         factors.append(factor)
         correction.observe(factor, factor, true * math.exp(rng.gauss(0.0, 0.4)), now)
     assert median(abs(math.log(factor / true)) for factor in factors[100:]) < (0.02 if true == 1.0 else 0.1)
+
+
+@pytest.mark.parametrize("times", [3.0, 20.0])
+def test_slower_worker_is_avoided_after_twenty_prompts(times: float) -> None:
+    rng, correction = random.Random(3), Correction(TTFT_WEIGHT)
+    for number in range(220):
+        slow = times if number >= 200 else 1.0
+        factor = correction.factor(number)
+        correction.observe(factor, factor, slow * math.exp(rng.gauss(0.0, 0.3)), number)
+    assert correction.factor(220.0) > 0.7 * min(times, 8.0)
 
 
 def test_correction_fades_until_instance_is_tried_again() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec import structs
 
@@ -46,9 +48,8 @@ def opened(cold: bool, key: AttemptKey = KEY) -> AttemptPlaced:
 INSTANCE = an_instance(a_model(), a_worker("w"), instance_id="i1", pack_id="p", created_at=10.1, accepted_at=10.4)
 
 
-def a_relay(*stamps_us: int, source: str = "store-9") -> PackCopy:
-    """Its begin, its first chunk and its end, by the store's clock."""
-    return PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", *stamps_us, source)
+def a_relay(begin_us: int, first_us: int, end_us: int, source: str = "store-9") -> PackCopy:
+    return PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", begin_us, first_us, end_us, source)
 
 
 def request(explain: ExplainLog, request_id: str = "r1") -> tuple[list[TimedPhase], list[SchedulerEvent]]:
@@ -101,10 +102,11 @@ def test_store_clock_does_not_date_load(ahead_s: int) -> None:
     explain = ExplainLog()
     explain.placed(opened(cold=True))
     explain.observe(INSTANCE, SlotStatus(), "store-1", None)
-    stamps_us = (stamp + ahead_s * 1_000_000 for stamp in (10_150_000, 10_160_000, 10_300_000))
-    explain.observe(INSTANCE, SlotStatus(), "store-1", a_relay(*stamps_us))
-    (relay,) = (phase for phase in request(explain)[0] if phase.name == "relay")
-    assert relay.detail.startswith("1 kB from store-9") and relay.duration_s == pytest.approx(0.15)
+    ahead_us = ahead_s * 1_000_000
+    relay = a_relay(10_150_000 + ahead_us, 10_160_000 + ahead_us, 10_300_000 + ahead_us)
+    explain.observe(INSTANCE, SlotStatus(), "store-1", relay)
+    (phase,) = (phase for phase in request(explain)[0] if phase.name == "relay")
+    assert phase.detail.startswith("1 kB from store-9") and phase.duration_s == pytest.approx(0.15)
 
 
 def test_decisions_after_the_end_of_a_request_are_none_of_its() -> None:
@@ -152,7 +154,7 @@ def test_prediction_is_shown_beside_measurement() -> None:
 BUSY, WAITING, OTHER = a_model("acme/busy"), a_model("acme/waiting"), a_model("birch/other")
 
 
-def one_slot(busy: Model = BUSY, **config: object) -> PaperCluster:
+def one_slot(busy: Model = BUSY, **config: Any) -> PaperCluster:
     """A slot whose model gets a request every 0.1 s, each of which runs on."""
     scene = one_host("w", store=a_store("s", "host-1", map(a_copy, (BUSY, WAITING, OTHER))), **config)
     for number in range(20):

@@ -14,7 +14,6 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
-from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.inputs import MinimumsSet
 from torchrelay.scheduler.policy.storage_tiers import Tier
@@ -34,8 +33,8 @@ def set_minimums(scene: PaperCluster, *models: Model) -> None:
     scene.finish_loads()
 
 
-def one_slot() -> PaperCluster:
-    return one_host("w-a")
+def reasons(scene: PaperCluster, kind: str) -> list[str]:
+    return [event.reason for event in scene.told(kind)]
 
 
 def test_minimum_is_loaded_without_request_until_removed() -> None:
@@ -43,7 +42,7 @@ def test_minimum_is_loaded_without_request_until_removed() -> None:
     set_minimums(scene, KEPT)
     wake = scene.loads()[0]
     assert [order.worker_id for hop in wake.hops for order in hop.loads] == ["w-a", "w-b"]
-    assert {event.reason for event in scene.told("scale_up")} == {"its minimum is 1 per role"}
+    assert set(reasons(scene, "scale_up")) == {"its minimum is 1 per role"}
     scene.pass_time(20.0)
     assert loaded(scene) == [KEPT.name] and len(scene.loads()) == 1
     set_minimums(scene)
@@ -52,7 +51,7 @@ def test_minimum_is_loaded_without_request_until_removed() -> None:
 
 
 def test_minimum_takes_idle_slot_and_keeps_it() -> None:
-    scene = one_slot()
+    scene = one_host("w-a")
     scene.serve(OTHER, "r1")
     set_minimums(scene, KEPT)
     scene.pass_time(0.5)
@@ -70,7 +69,7 @@ def test_minimum_takes_idle_slot_and_keeps_it() -> None:
 
 
 def test_larger_minimum_of_identical_uploads_counts() -> None:
-    scene = one_host(*(a_worker(f"w-{n}") for n in range(4)))
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
     set_minimums(scene, replace(KEPT, min_instances=2), replace(KEPT, name="birch/same", min_instances=1))
     scene.pass_time(5.0)
     assert len(list(scene.policy.state.instances)) == 2
@@ -83,13 +82,8 @@ def scheduled(begin: float, end: float, number: int = 1) -> ScheduledMinimum:
     return ScheduledMinimum(begin, end, number, ENTRY)
 
 
-def reasons(scene: PaperCluster, kind: str) -> list[str]:
-    return [event.reason for event in scene.events if event.kind == kind]
-
-
 def test_scheduled_minimum_is_loaded_by_begin_and_ends() -> None:
-    scene = PaperCluster(PolicyConfig(relay_bytes_per_s=1e6))
-    scene.settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
+    scene = one_host("w-0", "w-1", "w-2", "w-3", relay_bytes_per_s=1e6)
     begin = scene.now + 100.0
     timed = a_model("acme/timed", idle_timeout_s=1.0)
     load_s = scene.policy.state.load_times.predict_s(timed, Tier.REMOTE, scene.config)
@@ -129,7 +123,7 @@ def test_greatest_of_overlapping_minimums_counts() -> None:
 
 
 def test_schedule_is_hidden_from_other_tenants() -> None:
-    scene = one_slot()
+    scene = one_host("w-a")
     own = replace(KEPT, min_instances=0, scheduled=(scheduled(scene.now, scene.now + 60),))
     scene.models[KEPT.version_id] = own
     scene.apply(MinimumsSet((own, replace(KEPT, name="birch/same", min_instances=0))))
@@ -146,7 +140,7 @@ def why_refused(scene: PaperCluster, name: str) -> str:
 
 def test_request_without_unreserved_slot_is_refused_in_time() -> None:
     """It waited for ever."""
-    scene, same_tenant = one_slot(), a_model("acme/other")
+    scene, same_tenant = one_host("w-a"), a_model("acme/other")
     set_minimums(scene, KEPT)
     scene.admit(OTHER, "r1")
     scene.admit(same_tenant, "r2")
@@ -191,8 +185,7 @@ def test_request_whose_kv_fits_only_reserved_slots_is_refused() -> None:
 
 def test_model_without_space_beside_minimum_packs_is_refused() -> None:
     kept = replace(KEPT, pack_bytes=900 << 20)
-    scene = PaperCluster(PolicyConfig(replicate=False))
-    scene.settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
+    scene = one_host("w-a", "w-b", replicate=False)
     set_minimums(scene, kept)
     scene.hold("store-1", kept, num_pins=1)
     scene.report_all()
@@ -203,8 +196,7 @@ def test_model_without_space_beside_minimum_packs_is_refused() -> None:
 
 def test_request_for_own_instance_is_not_refused_on_full_host() -> None:
     """Its slot needs no space for a second copy of the weights; it was refused after 10 s."""
-    scene = PaperCluster(PolicyConfig(replicate=False))
-    scene.settle(a_store("store-1", "host-1"), a_worker("w-a", kv_pool_bytes=1024 * 200))
+    scene = one_host(a_worker("w-a", kv_pool_bytes=1024 * 200), replicate=False)
     scene.serve(OTHER, "r1")
     scene.settle(a_worker("w-b"))
     kept = replace(KEPT, pack_bytes=1000 << 20)
@@ -231,23 +223,19 @@ def asked_every_minute(num_times: int) -> PaperCluster:
     return scene
 
 
-def causes(scene: PaperCluster) -> list[str]:
-    return [event.reason for event in scene.told("scale_up")]
-
-
 def test_periodic_model_is_loaded_just_before_use() -> None:
     scene = asked_every_minute(14)
-    assert causes(scene)[:9] == ["at zero, 1 waiting"] * 9
-    assert all(cause.startswith("its next request is expected within") for cause in causes(scene)[10:])
-    idle = [event.reason for event in scene.told("idle")]
+    assert reasons(scene, "scale_up")[:9] == ["at zero, 1 waiting"] * 9
+    assert all(cause.startswith("its next request is expected within") for cause in reasons(scene, "scale_up")[10:])
+    idle = reasons(scene, "idle")
     assert idle and all(reason.startswith("idle for 5 s (limit 5 s") for reason in idle)
 
 
 def test_missed_forecast_ends_and_slot_is_freed() -> None:
     scene = asked_every_minute(12)
-    before = len(causes(scene))
+    before = len(reasons(scene, "scale_up"))
     scene.pass_time(300.0, step_s=0.5)
-    assert len(causes(scene)) == before and not list(scene.policy.state.instances)
+    assert len(reasons(scene, "scale_up")) == before and not list(scene.policy.state.instances)
 
 
 def test_needed_slot_goes_to_waiting_model() -> None:

@@ -452,3 +452,17 @@ def test_large_requests_of_shared_model_are_placed_once_the_large_instance_is_fr
         scene.release(name)
     scene.pass_time(1.0)
     assert len({name for name in names if scene.placement(name)}) > len(placed)
+
+
+def test_tenant_without_a_slot_takes_none_of_a_worker_that_leaves() -> None:
+    """The answers there were cut off, and the slot could not be loaded."""
+    scene = one_host("w-a", "w-b")
+    for number in range(2):
+        scene.serve(a_model(f"acme/m{number}"), f"r{number}")
+    leaving = scene.placed("r0").decode.worker_id
+    scene.workers[leaving] = replace(scene.workers[leaving], is_leaving=True)
+    scene.report(leaving)
+    scene.obedient = False
+    scene.admit(a_model("birch/other"), "waits")
+    scene.pass_time(3.0)
+    assert {event.fields["worker_id"] for event in scene.told("first_slot")} == scene.workers.keys() - {leaving}

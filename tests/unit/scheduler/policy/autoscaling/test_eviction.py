@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.policy.autoscaling.listed_cluster import RULES, Slot, a_view
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import RULES, Slot, a_demand, a_view, crowded_demand
 from tests.unit.scheduler.policy.paper_cluster import (
     DECODE,
     MB,
@@ -50,14 +50,11 @@ def slots(model: str, number: int, num_open: int = 0, **changes: Any) -> list[Sl
 
 
 def waiting(name: str = "acme/new", wait_s: float = 0.1, number: int = 1, **changes: Any) -> Demand:
-    return replace(Demand(a_model(name), number, 0, wait_s), **changes)
+    return a_demand(a_model(name), number, oldest_wait_s=wait_s, **changes)
 
 
 def crowded(name: str = "acme/crowded", backlog_s: float = 6.0, max_instances: int = 8, **changes: Any) -> Demand:
-    """5 requests a second of 0.1 s each, and 0.5 s to wait for them."""
-    model = a_model(name, max_instances=max_instances)
-    demand = Demand(model, 1, 0, 0.0, arrivals_per_s=5.0, load=0.5, target_s=0.6, backlog_s=backlog_s)
-    return replace(demand, **changes)
+    return crowded_demand(a_model(name, max_instances=max_instances), 1, backlog_s=backlog_s, **changes)
 
 
 def full_host(
@@ -235,6 +232,35 @@ def test_whose_slot_is_drained(loads: Sequence[Slot], demands: Sequence[Demand],
     assert drained(loads, demands) == expected
 
 
+def after(loads: Iterable[Slot], leaving: Iterable[str]) -> list[Slot]:
+    """The slots once the instances drain."""
+    draining = {"phase": InstancePhase.DRAINING, "since": NOW}
+    return [
+        load._replace(instance=replace(load.instance, **draining)) if load.instance.instance_id in leaving else load  # type: ignore[arg-type]
+        for load in loads
+    ]
+
+
+def test_repeated_decisions_drain_slots_once() -> None:
+    """Any slot that was leaving, for whomever, ended the search; and with workers of one role each, every decision
+    drained two more, as none of them alone was enough.
+    """
+    apart = [slot(n, f"acme/{n // 2}", 0, DECODE if n % 2 else PREFILL) for n in range(16)]
+    many = [waiting(f"acme/new {number}") for number in range(6)]
+    grown = [slot(0, "acme/crowded", 1), *(slot(n, f"acme/{n}") for n in range(1, 5))]
+    of_tenants = [slot(n, f"t{n}/busy", 1, tenants=frozenset({f"t{n}"})) for n in range(5)]
+    for loads, demands, num_drained in (
+        (apart, [waiting()], 2),
+        (slots("acme/", 8), many, 6),
+        (grown, [crowded(max_instances=3)], 2),
+        (of_tenants, [waiting(wait_s=5.0, number=5)], 1),
+    ):
+        leaving: list[str] = []
+        for _ in range(4):
+            leaving += drained(after(loads, leaving), demands)
+        assert len(set(leaving)) == len(leaving) == num_drained
+
+
 @pytest.mark.parametrize("roles", [[BOTH], [PREFILL, DECODE], [BOTH] * 3], ids=["alone", "apart", "three"])
 def test_busy_model_filling_arena_ends_its_turn(roles: list[Roles]) -> None:
     """Only with space for both packs was its slot usable; else who waited, waited until it was idle."""
@@ -251,6 +277,23 @@ def test_overdue_model_takes_slot_that_holds_it_although_another_slot_pays() -> 
     loads = [slot(0, "acme/large", 1, arrivals_per_s=50.0), slot(1, "acme/small", 1)]
     demand = Demand(a_model("acme/new", num_devices=2), 1, 0, LONGEST_S)
     assert drained(loads, [demand], workers={"num_devices": 2}) == ["i0"]
+
+
+@pytest.mark.parametrize("num_open", [0, 1], ids=["idle", "busy"])
+def test_tenant_takes_one_overdue_slot_per_turn(num_open: int) -> None:
+    """Its 64 models with a request a minute each took as many slots of others."""
+    loads = slots("birch/", 6, num_open, last_active=NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
+    late = [waiting(f"acme/{number}", LONGEST_S + number) for number in range(4)]
+    shared = waiting("acme/new", 100.0, by_tenant={"acme": (1, 0), "birch": (0, 1), "cedar": (1, 0)})
+    for demands, taken_at, tenants in (
+        ([*late, waiting("cedar/new", 100.0)], {"acme": NOW - SLICE_S}, ["cedar", "acme"]),
+        ([*late, waiting("cedar/new", 100.0)], {"acme": NOW - SLICE_S + 0.1}, ["cedar"]),
+        ([shared], {"acme": NOW}, ["cedar"]),
+        ([shared], {"acme": NOW, "cedar": NOW}, []),
+    ):
+        assert [drain.overdue_tenant for drain in drains(loads, demands, overdue_slots_at=taken_at)] == tenants
+    profitable = drains(slots("birch/", 4, 1), [waiting(f"acme/{number}", 100.0) for number in range(4)])
+    assert [drain.overdue_tenant for drain in profitable] == [""] * 4, "a slot that pays counts against no tenant"
 
 
 def test_instance_of_a_model_that_cannot_serve_goes_soon() -> None:

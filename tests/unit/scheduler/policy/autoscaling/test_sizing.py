@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import crowded_demand
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.bids import Bid
 from torchrelay.scheduler.policy.autoscaling.growth import wanted_instances
@@ -24,11 +25,7 @@ RULES = PolicyConfig()
 
 
 def crowded(num_waiting: int = 40, **changes: object) -> Demand:
-    """5 requests a second of 0.1 s each, and 0.5 s to wait for them."""
-    demand = Demand(
-        a_model(max_instances=5), num_waiting, 0, 0.0, backlog_s=num_waiting / 10, arrivals_per_s=5.0, load=0.5
-    )
-    return replace(demand, target_s=0.6, **changes)  # type: ignore[arg-type]
+    return crowded_demand(a_model(max_instances=5), num_waiting, **changes)
 
 
 def wanted(demand: Demand, num_instances: int, load_s: float) -> int:

@@ -25,14 +25,13 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt, OpenAttempts
 from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.placement import pause_s
 from torchrelay.scheduler.policy.estimates.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.estimates.requests import Callers
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Prediction
 from torchrelay.scheduler.policy.types import BOTH, AttemptKey, Placement, SlotStatus, WorkerRef
 
-A, B = (AttemptKey(name, 1) for name in "ab")
+A, B, C = (AttemptKey(name, 1) for name in "abc")
 
 
 def test_prompt_behind_an_overdue_one_has_not_begun() -> None:
@@ -44,6 +43,7 @@ def test_prompt_behind_an_overdue_one_has_not_begun() -> None:
     assert queue.less_ahead_at(2.5) == pytest.approx(10.5)
     assert math.isinf(queue.less_ahead_at(2.0)), "time alone does not help"
     assert list(queue.not_begun(10.25, is_loading=False)) == [(B, 0.75)]
+    assert list(queue.not_begun(14.0, is_loading=False)) == [(B, 3.0)]
     assert list(queue.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0)]
 
 
@@ -80,14 +80,6 @@ def test_pause_ends_with_last_answer() -> None:
     work = attempts.work_of("both")
     assert work.has_answers and not work.queue.owes_pauses
     assert work.queue.paused_s(0.01, 3.0) == 0.0
-
-
-@given(st.floats(0.01, 1.0), st.floats(0.001, 0.2), st.floats(0.02, 0.5))
-def test_tokens_are_in_time_in_the_mean(full_step_s: float, decode_step_s: float, tbt_target_s: float) -> None:
-    found_s = pause_s(full_step_s, decode_step_s, tbt_target_s)
-    if 0.0 < found_s < full_step_s:
-        num_tokens = 1 + found_s / decode_step_s
-        assert (full_step_s + found_s) / num_tokens == pytest.approx(0.85 * tbt_target_s)
 
 
 @pytest.mark.parametrize(("base_s", "expected"), [(0.0, 2), (0.001, 2), (0.010, 6), (0.060, 40)])
@@ -215,3 +207,16 @@ def test_all_instances_are_scored_if_likely_ones_lack_kv(counted: CountedPlaceme
     placed = scene.placed("second")
     assert placed.decode.worker_id == "w063"
     assert counted.numbers[-1] == 64
+
+
+def test_loading_instance_has_computed_the_layers_that_it_has() -> None:
+    queue = PrefillQueue()
+    assert queue.left_by_layer_s(0.5, 10.0) == 0.0
+    queue.add(A, 1.0, now=10.0)
+    queue.add(B, 2.0, now=10.0)
+    assert queue.left_by_layer_s(0.5, 10.4) == pytest.approx(2.6), "one prompt at a time"
+    assert queue.left_by_layer_s(0.5, 12.0) == pytest.approx(1.5), "it waits for the other layers"
+    queue.add(C, 1.0, now=12.0)
+    assert [queue.left_by_layer_s(0.5, now) for now in (12.0, 12.1, 14.0)] == pytest.approx([2.5, 2.4, 2.0])
+    queue.leave(A, now=14.0)
+    assert queue.left_by_layer_s(1.0, 14.0) == pytest.approx(0.0)

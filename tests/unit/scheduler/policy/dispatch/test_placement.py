@@ -180,14 +180,6 @@ def test_pause_follows_strictest_answer() -> None:
     assert pause_s(0.001, 0.08, 1.0) == pytest.approx(strictest_s), "a target that no pause meets says nothing"
 
 
-def test_decode_goes_where_fewer_run_and_must_have_the_kv() -> None:
-    prefill = a_candidate("p", PREFILL)
-    busy, calm = a_candidate("d1", DECODE, num_decoding=30), a_candidate("d2", DECODE, num_decoding=2)
-    assert placed(prefill, busy, calm) == ("p", "d2")
-    full = a_candidate("d2", DECODE, num_decoding=2, free=1000)
-    assert placed(prefill, busy, full) == ("p", "d1")
-
-
 def test_decode_instance_meets_tbt_target_if_possible() -> None:
     prefill, quick = a_candidate("p", PREFILL), a_candidate("d1", DECODE, load_left_s=0.5)
     full = a_candidate("d2", DECODE, num_decoding=60, seen=50_000)  # 0.15 s a step; the target is 0.1 s

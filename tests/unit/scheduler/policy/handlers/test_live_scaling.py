@@ -170,18 +170,6 @@ def test_instance_with_answers_takes_one_prompt_at_a_time() -> None:
     assert cluster.recalls() == [AttemptKey("r1", 1)], "its answer needs a pause after each"
 
 
-def test_each_prompt_moves_once() -> None:
-    cluster = Cluster()
-    cluster.admit(2)
-    cluster.scene.now += STEP_S
-    cluster.scene.apply(FirstToken(AttemptKey("r0", 1)))
-    cluster.return_recalled()
-    cluster.scene.pass_time(0.1)
-    assert cluster.recalls() == [AttemptKey("r1", 1)]
-    attempt = cluster.scene.policy.state.attempts.get(AttemptKey("r1", 2))
-    assert attempt is not None and not attempt.may_be_recalled
-
-
 def test_prompt_that_loading_instance_computes_sooner_stays() -> None:
     cluster = Cluster(num_layers=23)
     cluster.admit(3)

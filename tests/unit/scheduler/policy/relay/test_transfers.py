@@ -19,6 +19,8 @@ from torchrelay.scheduler.policy.relay.transfers import (
     TransferEvent,
     TransferEventKind,
     Transfers,
+    sources_dropped,
+    sources_joined,
 )
 from torchrelay.scheduler.policy.types import REMOTE, CopyCause, PackCopy, SourceShare, StoreStatus
 
@@ -292,3 +294,15 @@ def test_replan_names_better_source_before_target(transfers: ReportedTransfers) 
     transfers.replan(transfer, edge, 102.0)
     assert transfer.sources == {"s0": 9e6, "s1": 1e6} and transfer.num_replans == 1
     assert transfers.better_edge(transfer, slow, nodes) is None, "they are the same"
+
+
+def test_joined_and_dropped_sources() -> None:
+    before = copy_with(1, SourceShare("a", 1, 1.0, True), SourceShare("b", 1, 1.0, False, "slow"))
+    after = copy_with(
+        2,
+        SourceShare("a", 1, 0.0, False, "gone"),
+        SourceShare("b", 1, 1.0, True, "slow"),
+        SourceShare("c", 0, 0.0, True),
+    )
+    assert sources_joined(before, after) == ("b", "c") and sources_dropped(before, after) == {"a": "gone"}
+    assert sources_joined(None, before) == () and sources_dropped(None, before) == {"b": "slow"}

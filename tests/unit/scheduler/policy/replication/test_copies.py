@@ -74,17 +74,6 @@ def test_idle_copies_leave_half_of_limits_free() -> None:
     assert [pack_id for pack_id, _, _ in briefly(cluster.decide())] == packs[-1:-5:-1], "the most valuable first"
 
 
-def test_returned_store_costs_nothing_and_restart_without_arena_is_loss() -> None:
-    cluster = two_racks(a_copy("p")).use("p")
-    cluster.hold("c", "p")
-    store = cluster.lose("c")
-    assert not cluster.decide(1.5)
-    cluster.report(replace(store, incarnation="c 2"))
-    assert not cluster.decide(5.0)
-    cluster.report(a_store("c", domain="r2"))
-    assert briefly(cluster.decide()) == [("p", "c", REBUILD)]
-
-
 def test_lost_pack_without_demand_is_not_made_again() -> None:
     cluster = two_racks().use("p", ago_s=599.0)
     cluster.report(a_store("d", a_copy("p")))

@@ -34,12 +34,6 @@ def test_store_is_told_at_once_of_a_last_copy() -> None:
     assert cluster.retained["a"] == (last, spare)
 
 
-def test_incoming_copy_is_retained_and_unused_pack_is_not() -> None:
-    cluster = CopyCluster().report(a_store("a", a_copy("p"), a_copy("old")), a_store("b")).use("old", ago_s=700.0)
-    cluster.use("p").decide()
-    assert cluster.retained == {"a": ("p",), "b": ("p",)} and cluster.under_way == [("p", "b")]
-
-
 def test_leases_are_renewed_in_time_a_few_per_turn() -> None:
     cluster, times = CopyCluster().use("p"), defaultdict[str, list[float]](list)
     cluster.report(*(a_store(f"s{number}", a_copy(f"p{number}"), domain="r") for number in range(200)))
