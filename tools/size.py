@@ -34,7 +34,7 @@ def lines_by_package() -> dict[str, tuple[int, int]]:
     }
     packages |= {path.parts[0]: path.parts[0] for path in paths if path.parts[1:2] == ("src",)}
     for path in paths:
-        if path.suffix not in SUFFIXES or "_pb2" in path.name or "vendor" in path.parts:
+        if path.suffix not in SUFFIXES or "_pb2" in path.name or "vendor" in path.parts or not (ROOT / path).exists():
             continue
         with (ROOT / path).open(encoding="utf-8") as file:
             number = sum(1 for _ in file)

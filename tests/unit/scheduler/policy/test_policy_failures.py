@@ -21,6 +21,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.common.liveness import EngineProgress
+from torchrelay.scheduler.policy.autoscaling.load_failures import AvoidedWorkers
 from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import (
     Admit,
@@ -241,6 +242,20 @@ def test_silence_before_listening_keeps_workers() -> None:
     scene.now += 10
     scene.apply(Tick(listening_since=scene.now))
     assert len(scene.policy.state.membership.workers) == 2
+
+
+def test_failed_load_is_retried_elsewhere() -> None:
+    """A worker is avoided after a failed load, and for longer after each further one."""
+    scene = hosts(2)
+    scene.failing_workers = {"p-1", "d-1"}
+    scene.admit(MODEL, "r1")
+    scene.pass_time(1.0)
+    assert scene.placed("r1").prefill.worker_id in ("p-2", "d-2")
+    avoided, times = AvoidedWorkers(scene.config), []
+    for _ in range(3):
+        avoided.load_failed("w", 0.0)
+        times.append(next(now for now in range(1000) if not avoided.at(now)))
+    assert times[1] == 2 * times[0] and times[2] == 4 * times[0]
 
 
 def test_waiting_requests_learn_cause_after_last_try() -> None:

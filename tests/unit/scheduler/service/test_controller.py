@@ -24,7 +24,7 @@ from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.rpc.message_pace import AT_ONCE, EVERY_S
-from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.control.v1 import param_store_pb2, reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents
 from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -352,14 +352,13 @@ async def test_peer_is_connected_while_channel_is_ready() -> None:
     channels = PeerChannels(CHANNEL_KEY)
     store = types.Peer("store-1", is_store=True)
     assert not channels.is_connected(address, store), "nobody has called it"
-    channel = channels.channel(address, store)
+    stub = channels.stub(address, store)
     assert not channels.is_connected(address, store)
-    channel.get_state(try_to_connect=True)
-    await channel.channel_ready()
+    with pytest.raises(grpc.aio.AioRpcError, match="UNIMPLEMENTED"):
+        await stub.Retain(param_store_pb2.RetainRequest(), wait_for_ready=True)
     assert channels.is_connected(address, store)
     await server.stop(None)
-    await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
-    assert not channels.is_connected(address, store)
+    await eventually(lambda: not channels.is_connected(address, store))
     await channels.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -10,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.autoscaling.listed_cluster import Slot, a_demand, a_view, crowded_demand
-from tests.unit.scheduler.policy.paper_cluster import DECODE, PREFILL, a_model, a_store, a_worker, an_instance
-from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load
+from tests.unit.scheduler.policy.paper_cluster import DECODE, PREFILL, a_copy, a_model, a_store, a_worker, an_instance
+from torchrelay.scheduler.policy.autoscaling.actions import Drain, Load, SetRoles
 from torchrelay.scheduler.policy.autoscaling.auction import auction
-from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, assign
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
+from torchrelay.scheduler.policy.autoscaling.slots import FreeSlot, FreeSlots, assign
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.storage_tiers import Tier
 from torchrelay.scheduler.policy.types import BOTH, ROLES, InstancePhase, Role, Roles
@@ -126,3 +128,41 @@ def test_partial_decision_leaves_slots_to_waiting_models() -> None:
     assert [type(action) for action in auction(replace(alone, is_complete=False))] == [Load]
     beside = replace(alone, is_complete=False, waited_for=alone.waited_for | {waiting.version_id})
     assert auction(beside) == ()
+
+
+def test_slots_need_store_with_free_space() -> None:
+    model, other = a_model(), a_model("acme/other")
+    pinned = replace(a_copy(other), num_pins=1)
+    stores = {
+        "small": a_store("s1", "small", arena_bytes=model.pack_bytes - 1),
+        "pinned": a_store("s2", "pinned", [pinned], arena_bytes=2 * model.pack_bytes - 1),
+        "evictable": a_store("s3", "evictable", [a_copy(other)], arena_bytes=2 * model.pack_bytes - 1),
+        "there": a_store("s4", "there", [a_copy(model), pinned], arena_bytes=2 * model.pack_bytes),
+    }
+    workers = [a_worker(f"w {host_id}", host_id) for host_id in (*stores, "no store")]
+    view = a_view([], workers=workers, stores=stores.values())
+    slots = sorted(FreeSlots(view.instances, view.membership).of(model, frozenset(["w there"])))
+    assert [(slot.worker_id, slot.tier, slot.avoided) for slot in slots] == [
+        ("w evictable", Tier.PEER, False),
+        ("w there", Tier.HOST, True),
+    ]
+
+
+def test_missing_role_is_set_if_no_slot_is_free() -> None:
+    prefill, free = a_worker("w1"), a_worker("w2")
+    load = Slot(an_instance(MODEL, prefill, PREFILL), 0)
+    store = a_store("s1", "host-1")
+    with_slot = auction(a_view([a_demand(MODEL)], [load], [prefill, free], [store]))
+    assert [type(action) for action in with_slot] == [Load]
+    without = auction(a_view([a_demand(MODEL)], [load], [prefill], [store]))
+    assert [(type(action), action.roles) for action in without if isinstance(action, SetRoles)] == [(SetRoles, BOTH)]
+    only_prefill = replace(prefill, playable_roles=PREFILL)
+    assert auction(a_view([a_demand(MODEL)], [load], [only_prefill], [store])) == ()
+
+
+def test_minimum_that_is_loaded_needs_no_expected_instance() -> None:
+    model = a_model()
+    demand = a_demand(model, 0, forecast=(-math.inf, math.inf))
+    view = a_view([demand], workers=[a_worker("w1"), a_worker("w2")], stores=[a_store("s1", "host-1")])
+    view = replace(view, minimums={model.version_id: Minimum(1)})
+    assert [action.reason.cause for action in auction(view)] == ["minimum"]

@@ -426,3 +426,34 @@ def test_idle_models_free_arena_they_fill() -> None:
         report_pins(scene, "store-1")
         scene.pass_time(0.1)
     assert scene.placement("r2") is not None
+
+
+def told(*args: Any, **changes: Any) -> list[str]:
+    return [drain.reason.text for drain in drains(*args, **changes)]
+
+
+def test_eviction_reason_names_figures_and_no_counts_of_other_tenants() -> None:
+    idle = slot(0, "acme/idle", last_active=NOW - 12.0, reload_s=4.0, tenants=frozenset(("acme",)))
+    crowd = slot(1, "acme/crowded", 9)
+    again = "to load it again takes 4 s"
+    assert told([idle], [waiting()]) == [
+        f"idle for 12 s, and acme/new has waited 100 ms for a slot; {again} (0.0 late requests)"
+    ]
+    assert told([idle, crowd], [crowded()]) == [
+        f"idle for 12 s, and acme/crowded saves 147.9 late requests; {again} (0.0 late requests)"
+    ]
+    (drain,) = drains([idle, crowd], [crowded(oldest_wait_s=5.0), waiting()])
+    assert drain.reason.cause == "evict" and "grow" not in drain.reason.text, "a starving model comes before growth"
+    assert told([slot(n, "birch/busy", 1) for n in (0, 1)], [waiting(wait_s=1.25)]) == [
+        "a model of another tenant has waited 1.25 s for a slot, and this model can do without one; without it 0.0 "
+        "requests of this model are late"
+    ]
+    assert told([slot(0, "birch/busy", 1, since=NOW - 30.0)], [waiting(wait_s=11.5)]) == [
+        "a model of another tenant has waited 11.5 s, and no slot can be spared; this one was held for 30 s; "
+        "without it 0.0 requests of this model are late"
+    ]
+    other, crowd = crowded("birch/crowded"), slot(1, "birch/crowded", 9)
+    text = f"idle for 12 s, and a model of another tenant needs more instances; {again}"
+    assert told([idle, crowd], [other]) == [f"{text} (0.0 late requests)"]
+    shared = idle._replace(tenants=frozenset(("acme", "cedar")))
+    assert told([shared, crowd], [other]) == [text]

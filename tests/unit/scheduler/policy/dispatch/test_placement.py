@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import DECODE, MB, PREFILL, a_model, a_worker, an_instance
@@ -226,3 +228,36 @@ def test_why_there_is_no_place() -> None:
     )
     crowded = place_at(admission, a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance))
     assert isinstance(crowded, NoPlacement)
+
+
+candidates = st.builds(
+    a_candidate,
+    worker_id=st.uuids().map(str),
+    roles=st.sampled_from([PREFILL, DECODE, BOTH]),
+    load_left_s=st.sampled_from([0.0, 0.5, 3.0]),
+    queued=st.integers(0, 5000),
+    free=st.integers(0, 1 << 20),
+    num_decoding=st.integers(0, 70),
+)
+
+
+@given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
+def test_placement_always_has_roles_and_kv(candidates: list[Instance], tokens: int, choices: int) -> None:
+    admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
+    placement = place_at(admission, *candidates)
+    by_worker = {candidate.worker_id: candidate for candidate in candidates}
+    fits = [
+        candidate
+        for candidate in candidates
+        if candidate.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and len(candidate.work.decodes) < 64
+    ]
+    prefills = [candidate for candidate in candidates if candidate.plays_prefill]
+    if isinstance(placement, NoPlacement):
+        is_full = any(each.ahead_s(NOW) >= each.full_step_s for each in prefills)
+        assert is_full or not prefills or not any(candidate.plays_decode for candidate in fits)
+        assert not is_full or placement.due > NOW
+        return
+    prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
+    assert prefill.plays_prefill and decode.plays_decode and decode in fits
+    assert prefill.ahead_s(NOW) < prefill.full_step_s, "nothing is dispatched that cannot begin"
+    assert placement.cold == bool(prefill.load_left_s(NOW) or decode.load_left_s(NOW))

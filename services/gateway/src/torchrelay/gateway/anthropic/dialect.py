@@ -24,6 +24,8 @@ PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 
 
 class AnthropicDialect:
+    """The dialect of Anthropic's Messages API."""
+
     id_headers: Sequence[bytes] = (b"request-id", b"x-request-id")
 
     def new_id(self) -> str:
@@ -39,6 +41,8 @@ class AnthropicDialect:
 
 @dataclass(frozen=True, slots=True)
 class MessageReplies:
+    """Writes messages. ``shows_reasoning``: with blocks of thinking."""
+
     shows_reasoning: bool
 
     @property

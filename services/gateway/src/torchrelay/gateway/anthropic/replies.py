@@ -61,7 +61,7 @@ class MessageEncoder:
         """
         events = [*self._begin()]
         for delta in deltas:
-            self._finish = delta.finish
+            self._finish = delta.finish or self._finish
             for step in self._choice.read(delta):
                 for part in step.parts:
                     events += self._shown(part)

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.core import Principal
+from torchrelay.gateway.exchange.concurrent import run_all
 from torchrelay.gateway.exchange.dialect import Dialect, Replies, StreamEncoder, total_usage
-from torchrelay.gateway.exchange.each import each
 from torchrelay.gateway.exchange.http_exchange import HttpExchange
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
@@ -125,7 +125,7 @@ class AnswersApp(TokenPathApp):
         ]
         exchange.encoder = encoders[0]
         pairs = list(zip(sessions, encoders, strict=True))
-        await each(pairs, lambda pair: self._stream_events(exchange, *pair))
+        await run_all(pairs, lambda pair: self._stream_events(exchange, *pair))
         usage = total_usage([session.usage(encoder.choices) for session, encoder in pairs])
         await exchange.send_last(encoders[0].end(usage))
 

@@ -1,4 +1,6 @@
-"""Errors in OpenAI's format, on every HTTP path: status, body and headers of a ``TorchrelayError``; rate limits."""
+"""Errors in OpenAI's format, on all paths whose dialect has none of its own: status, body and headers of a
+``TorchrelayError``; rate limits.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ async def read_whole(
         for delta in await request.next():
             choice = choices[delta.choice]
             choice.token_ids += delta.token_ids
-            choice.finish = delta.finish
+            choice.finish = delta.finish or choice.finish
             for step in readers[delta.choice].read(delta):
                 choice.parts += step.parts
                 if logprobs is not None and step.scored is not None:

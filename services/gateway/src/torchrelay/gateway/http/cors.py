@@ -25,7 +25,9 @@ class CorsApp(CORSMiddleware):
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
-        super().__init__(app, origins, _METHODS, allow_headers=["*"], expose_headers=_EXPOSED)
+        super().__init__(
+            app, origins, _METHODS, allow_headers=["*"], expose_headers=_EXPOSED, allow_private_network=True
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = Headers(scope=scope).get("origin")

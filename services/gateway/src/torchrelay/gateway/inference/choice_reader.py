@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
     @property
     def content(self) -> str:
-        return "".join(part for part in self.parts if isinstance(part, str))
+        return "".join([part for part in self.parts if isinstance(part, str)]) if self.parts else ""
 
 
 class ChoiceReader:

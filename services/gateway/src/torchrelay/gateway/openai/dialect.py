@@ -9,8 +9,8 @@ from typing import Final
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.exchange import errors
+from torchrelay.gateway.exchange.concurrent import run_all
 from torchrelay.gateway.exchange.dialect import Call
-from torchrelay.gateway.exchange.each import each
 from torchrelay.gateway.exchange.logprobs import LogprobFormatter
 from torchrelay.gateway.exchange.whole_answer import ChoiceBuffer, read_whole
 from torchrelay.gateway.inference.pipeline import RequestSession
@@ -43,7 +43,7 @@ class OpenAiDialect:
             shows_reasoning = chat.include_reasoning is not False
         else:
             body = completion = requests.decode_completion(encoded)
-            prompts = [requests.params_of_completion(each) for each in requests.one_per_prompt(completion)]
+            prompts = [requests.params_of_completion(of_prompt) for of_prompt in requests.one_per_prompt(completion)]
             shows_reasoning = True  # as part of the text
             num_echoed = completion.logprobs if completion.echo else None
             if requests.chooses_best(completion):
@@ -58,6 +58,8 @@ class OpenAiDialect:
 
 @dataclass(frozen=True, slots=True)
 class CompletionReplies:
+    """Writes chat completions and completions."""
+
     format: ReplyFormat
 
     @property
@@ -68,7 +70,7 @@ class CompletionReplies:
         return SseEncoder(session, self.format, reply_id, first_index)
 
     async def whole(self, sessions: Sequence[RequestSession], held: ShareAccount) -> bytes:
-        return whole_reply(self.format, await each(sessions, lambda session: self._answer(session, held)))
+        return whole_reply(self.format, await run_all(sessions, lambda session: self._answer(session, held)))
 
     async def _answer(self, session: RequestSession, held: ShareAccount) -> Answer:
         request, reply_format = session.request, self.format

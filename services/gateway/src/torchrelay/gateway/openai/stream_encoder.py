@@ -26,6 +26,8 @@ class SseEncoder:
         self._session = session
         self._shows_reasoning = reply_format.shows_reasoning
         self._has_annotations = self._logprobs is not None or reply_format.return_token_ids
+        # Each token is an event of its content: the fast path of most streams.
+        self._is_plain = not self._has_annotations and not any(choice.is_divided for choice in self.choices)
         self._unstarted = set(range(len(self.choices)))  # choices without a first event
 
     def keep_alive(self) -> bytes:
@@ -46,7 +48,9 @@ class SseEncoder:
                 self._unstarted.discard(choice)
                 events.append(self._reply.opening(choice, self._session.echo))
             for step in self.choices[choice].read(delta):
-                if step.token_id is not None:
+                if step.token_id is not None and self._is_plain:
+                    events.append(self._reply.token(choice, step.content, step.token_id, None))
+                elif step.token_id is not None:
                     events += self._events(choice, step, step.token_id)
                 elif delta.finish is not None:
                     events += self._last_events(choice, step, delta.finish)

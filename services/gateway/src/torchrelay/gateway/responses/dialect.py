@@ -21,6 +21,8 @@ PATH: Final = "/v1/responses"
 
 
 class ResponsesDialect:
+    """The dialect of OpenAI's Responses API."""
+
     id_headers: Sequence[bytes] = (b"x-request-id",)
 
     def new_id(self) -> str:
@@ -37,6 +39,8 @@ class ResponsesDialect:
 
 @dataclass(frozen=True, slots=True)
 class ResponseReplies:
+    """Writes responses."""
+
     format: ResponseFormat
 
     @property

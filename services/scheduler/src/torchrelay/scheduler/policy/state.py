@@ -225,7 +225,9 @@ class State:
         """How long to keep the last instance of the version unused; 0 if all its models are deleted. The longest that
         any of its models asks for; for those that do not, as long as the next load costs.
         """
-        version = self.versions.of(version_id)
+        version = self.versions.get(version_id)
+        if version is None:
+            return self.config.idle_timeout_s or self.config.late_cost_s
         if version.aliases.is_deleted:
             return 0.0
         own_s, is_computed = version.aliases.idle_timeout_s(now)
@@ -265,7 +267,8 @@ class State:
 
     def tbt_target_s(self, version_id: str, now: float) -> float:
         """Target for the time between tokens of the version's answers: the shortest target of its models."""
-        return self.versions.of(version_id).aliases.tbt_target_s(now) or self.config.tbt_target_s
+        version = self.versions.get(version_id)
+        return (version.aliases.tbt_target_s(now) if version is not None else None) or self.config.tbt_target_s
 
     def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
         """The model of a pack, named by the start of the pack's id until an admission names it."""

@@ -27,13 +27,13 @@ class Version:
     endpoints: VersionEndpoints | None = None  # None: to be built; see ``dispatch/endpoints.py``
     too_large: set[AttemptKey] = field(default_factory=set)  # parked requests with more KV than ``too_large_for`` has
     too_large_for: VersionEndpoints | None = None
-    slot_lost_at: float = -math.inf  # while requests waited
+    slot_lost_at: float = -math.inf  # the last time that it lost an instance while requests waited
     told_at: float = -math.inf  # when gateways were last told about its load; see ``load_notices``
     had_slot_when_told: bool = False
 
 
 class Versions:
-    """The versions by id, those that were called last at the end; of more than ``MAX_VERSIONS``, the longest uncalled
+    """The versions by id, those that were called or appeared last at the end; of more than ``MAX_VERSIONS``, the first
     version without use is forgotten.
     """
 

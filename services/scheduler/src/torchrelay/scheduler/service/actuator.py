@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, assert_never
 
 import grpc
 from msgspec import structs
@@ -73,6 +73,8 @@ class Actuator:
                     await self._call(Peer(store_id, is_store=True), "Retain", retain)
             case effects.DisconnectCommand(address):
                 await self._channels.forget(address)
+            case _:
+                assert_never(command)
 
     async def _load_host(
         self, command: effects.LoadCommand, hop: effects.Hop, answered: Mapping[str, asyncio.Event]
@@ -113,7 +115,8 @@ class Actuator:
         try:
             await self._relay(command, hop)
         except TorchrelayError as error:
-            log.info("relay_refused", store_id=hop.store_id, error=logged_cause(error))
+            name = "reroute_refused" if isinstance(command, effects.RerouteCommand) else "relay_refused"
+            log.info(name, store_id=hop.store_id, error=logged_cause(error))
             return f"param-store {hop.store_id} did not accept the relay: {error.message}"
         return ""
 

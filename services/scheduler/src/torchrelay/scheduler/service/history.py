@@ -172,7 +172,9 @@ class EventReader:
                     try:
                         messages = await cancellable(reader.fetch(min(num_pending, _BATCH) or 1, timeout=_WAIT_S))
                     except nats.errors.TimeoutError:
-                        await reader.consumer_info()  # fails if the consumer is gone
+                        if await _is_gone(reader):  # the broker restarted, or removed the consumer of a slow reader
+                            log.info("history_consumer_gone", subject=subject)
+                            break
                         if num_pending:
                             raise
                         continue  # nothing has happened
@@ -180,9 +182,8 @@ class EventReader:
                         num_pending = message.metadata.num_pending
                         start = _start(0, message.metadata.sequence.stream)
                         yield message
-                return
-            except NotFoundError:  # the broker restarted, or removed the consumer of a slow reader
-                log.info("history_consumer_gone", subject=subject)
+                else:
+                    return
             finally:
                 await reader.unsubscribe()
 
@@ -199,6 +200,14 @@ class EventReader:
         except (ValueError, TypeError, AttributeError) as error:
             log.warning("event_unreadable", subject=message.subject, error=str(error))
             return None
+
+
+async def _is_gone(reader: JetStreamContext.PullSubscription) -> bool:
+    try:
+        await reader.consumer_info()
+    except NotFoundError:
+        return True
+    return False
 
 
 def _start(since_unix_us: int, after_sequence: int) -> ConsumerConfig:

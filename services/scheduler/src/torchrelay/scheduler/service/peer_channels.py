@@ -22,18 +22,11 @@ class PeerChannels:
 
     def __init__(self, cluster_key: bytes, tls: Tls | None = None) -> None:
         self._cluster_key, self._tls = cluster_key, tls
-        self._opened: dict[
-            _Key, tuple[grpc.aio.Channel, Any]
-        ] = {}  # with a stub, which costs as much as a call to make
+        # With a stub, which costs as much as a call to make.
+        self._opened: dict[_Key, tuple[grpc.aio.Channel, Any]] = {}
 
     def stub(self, address: str, peer: Peer) -> Any:
         """The stub of the worker or store, whose asynchronous methods exist in the type stubs only."""
-        return self._open(address, peer)[1]
-
-    def channel(self, address: str, peer: Peer) -> grpc.aio.Channel:
-        return self._open(address, peer)[0]
-
-    def _open(self, address: str, peer: Peer) -> tuple[grpc.aio.Channel, Any]:
         opened = self._opened.get((address, peer))
         if opened is None:
             token = call_token(derive_node_key(self._cluster_key, peer.node_id), Caller.SCHEDULER)
@@ -41,7 +34,7 @@ class PeerChannels:
             channel = open_channel(address, self._tls, token, callee, is_thin=True)
             kind = param_store_pb2_grpc.ParamStoreStub if peer.is_store else worker_pb2_grpc.WorkerStub
             opened = self._opened[address, peer] = channel, kind(channel)
-        return opened
+        return opened[1]
 
     def is_connected(self, address: str, peer: Peer) -> bool:
         """Whether the connection to the peer stands now."""

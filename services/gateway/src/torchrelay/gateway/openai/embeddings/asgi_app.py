@@ -13,7 +13,7 @@ from typing import Final
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.exchange.asgi_app import TokenPathApp
-from torchrelay.gateway.exchange.each import each
+from torchrelay.gateway.exchange.concurrent import run_all
 from torchrelay.gateway.exchange.http_exchange import HttpExchange
 from torchrelay.gateway.inference.core import EmbeddingDelta
 from torchrelay.gateway.inference.pipeline import RequestSession
@@ -63,7 +63,7 @@ class EmbeddingsApp(TokenPathApp):
                     error.message = f"input[{index}]: {error.message}"
                 raise
 
-        prompts = await each(range(num_inputs), prompt_of, MAX_RUNNING)
+        prompts = await run_all(range(num_inputs), prompt_of, MAX_RUNNING)
         params.clear()
         body_bytes.release()
 
@@ -78,7 +78,7 @@ class EmbeddingsApp(TokenPathApp):
                 self.pipeline.leave(session.request)
                 return values[: size * FLOAT_BYTES]
 
-            vectors = await each(range(num_inputs), values_of, MAX_RUNNING)
+            vectors = await run_all(range(num_inputs), values_of, MAX_RUNNING)
         encode = partial(encoded, is_normalized=embedding.is_normalized, as_base64=body.encoding_format == "base64")
         return reply_parts(model.name, map(encode, vectors), sum(map(len, prompts)))
 

@@ -1,4 +1,4 @@
-"""The auction of slots: what a slot is worth to a waiting model, what it costs its own, and when it changes hands.
+"""Asks for slots: what a slot costs its model, and when it changes hands.
 
 Of each slot, the row of this table that applies:
 
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import FIRST_SLOT, Drain, SetRoles
-from torchrelay.scheduler.policy.autoscaling.bids import Bid, Gain, overdue_s, overdue_tenant
+from torchrelay.scheduler.policy.autoscaling.bids import Bid, Gain, first_overdue, longest_wait_s
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger, fewest
 from torchrelay.scheduler.policy.autoscaling.view import View, cover_both_roles
 from torchrelay.scheduler.policy.cluster.instance import Instance
@@ -92,7 +92,7 @@ def take_slots(demand: Demand, view: View, ledger: Ledger) -> list[SetRoles | Dr
         missing = ledger.claim(demand, missing, at_once=at_once)
         if not missing:
             return []
-        bid = Bid(demand, missing, tenant, overdue_tenant(demand, view, ledger))
+        bid = Bid(demand, missing, tenant, first_overdue(demand, view, ledger))
         asks = [
             *_idle_asks(bid, view, ledger),
             *(_first_slots if at_once else _busy_asks)(bid, view, ledger),
@@ -159,7 +159,7 @@ def _busy_asks(bid: Bid, view: View, ledger: Ledger) -> Iterator[Ask]:
             ask = ask_of(instance, bid, view, ledger, slice_s, TIME_SLICE)
             if is_held and (ask.pays or bid.overdue_tenant):
                 yield ask
-            elif bid.overdue_tenant and demand.slot_wait_s < overdue_s(demand, view.config) + slice_s:
+            elif bid.overdue_tenant and demand.slot_wait_s < longest_wait_s(demand, view.config) + slice_s:
                 yield ask._replace(cause=_NOT_YET)
 
 
@@ -276,7 +276,7 @@ def take_idle_slots(
         if not missing:
             break
         rest = ledger.claim(demand, frozenset(missing))
-        missing -= Counter(frozenset(missing))
+        missing = missing - Counter(frozenset(missing))
         able = [
             instance
             for instance in (ledger.idle if rest else ())

@@ -1,4 +1,4 @@
-"""The auction of slots: decides which instances to load, drain or give other roles, for the whole cluster at once.
+"""Autoscaling by an auction of slots: decides which instances to load, drain or give other roles.
 
 for each model that cannot serve its requests, those of tenants without a slot first, then the longest wait first:
     load it into free slots, or give the missing role to an instance of its own
@@ -36,21 +36,21 @@ ChooseSlots: TypeAlias = Callable[[Counter[Role], Sequence[FreeSlot]], tuple[Slo
 
 def auction(view: View) -> tuple[Action, ...]:
     """All actions that are due; an auction after applying them yields none."""
-    sale = _Sale(view)
-    starving = [demand for demand in sale.lacking() if not sale.load_first(demand)]
+    decision = _Auction(view)
+    starving = [demand for demand in decision.lacking() if not decision.load_first(demand)]
     for demand in starving:
-        sale.take_slot(demand)
-    sale.keep_free_for(starving)
+        decision.take_slot(demand)
+    decision.keep_free_for(starving)
     if view.has_all_waiting:
-        for demand in sale.demands:
-            sale.grow(demand)
-        for demand in sale.demands:
-            sale.fill_minimum(demand)
-            sale.load_expected(demand)
-    return (*sale.actions, *idle_slots(view, sale.actions))
+        for demand in decision.demands:
+            decision.grow(demand)
+        for demand in decision.demands:
+            decision.fill_minimum(demand)
+            decision.load_expected(demand)
+    return (*decision.actions, *idle_slots(view, decision.actions))
 
 
-class _Sale:
+class _Auction:
     """The actions so far, with the free slots that they leave and the roles that they grant."""
 
     def __init__(self, view: View) -> None:
@@ -159,7 +159,8 @@ class _Sale:
     def _playing(self, demand: Demand) -> Counter[Role]:
         """Instances of the model per role, with those that were decided on."""
         playing = Counter(role for instance in self._view.of(demand.model) for role in instance.target_roles)
-        return playing + self._granted[demand.model.version_id]
+        playing.update(self._granted.get(demand.model.version_id, {}))
+        return playing
 
     def _load(
         self, demand: Demand, missing: Counter[Role], kv_bytes: int, reason: Reason, choose: ChooseSlots = assign

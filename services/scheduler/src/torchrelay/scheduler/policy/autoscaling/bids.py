@@ -37,15 +37,16 @@ class Bid:
         return without - displaced(0.0, rate, demand.slack_s, load_s)
 
 
-def overdue_s(demand: Demand, config: PolicyConfig) -> float:
+def longest_wait_s(demand: Demand, config: PolicyConfig) -> float:
+    """How long a model waits for a slot, at most, before it may take one whatever that costs."""
     return max(config.longest_wait_s, demand.target_s)
 
 
-def overdue_tenant(demand: Demand, view: View, ledger: Ledger) -> str:
+def first_overdue(demand: Demand, view: View, ledger: Ledger) -> str:
     """The tenant that may take a slot for the model, whatever that costs: if the model has waited longer than the limit
     and its target, the first waiting tenant that has taken no such slot for a time slice. Empty without such a tenant.
     """
-    if demand.slot_wait_s < overdue_s(demand, view.config):
+    if demand.slot_wait_s < longest_wait_s(demand, view.config):
         return ""
     return next((tenant for tenant in demand.waiting_tenants if tenant not in ledger.overdue_tenants), "")
 

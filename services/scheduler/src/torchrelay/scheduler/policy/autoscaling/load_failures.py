@@ -15,7 +15,7 @@ from torchrelay.scheduler.policy.storage_tiers import Tier
 
 LOAD_STALLED: Final = "load_stalled"  # the cause of a drain
 _MAX_AVOID_S = 300.0
-_FORGOTTEN_AFTER = 10  # longest back-offs, a failure does not count any more
+_FORGOTTEN_AFTER = 10  # longest back-offs after which a failure no longer counts
 _UNANSWERED_S = 1.0  # a load whose call ended without an answer, if accepted, appears in a report within this time
 
 
@@ -68,7 +68,7 @@ class AvoidedWorkers:
     """
 
     def __init__(self, config: PolicyConfig) -> None:
-        self._shortest_s = config.load_backoff_max_s
+        self._first_s = config.load_backoff_max_s
         self._failures: dict[str, int] = {}  # number by worker
         self._until: dict[str, float] = {}
 
@@ -77,13 +77,13 @@ class AvoidedWorkers:
         would get half of each model's pair.
         """
         number = self._failures.get(worker_id, 0)
-        self._until[worker_id] = now + min(self._shortest_s * 2**number, _MAX_AVOID_S)
+        self._until[worker_id] = now + min(self._first_s * 2**number, _MAX_AVOID_S)
         self._failures[worker_id] = min(number + 1, 16)
 
     def store_lost(self, worker_ids: Iterable[str], now: float) -> None:
         """Avoids the workers of a host whose store was lost, for the shortest time: stores restart."""
         for worker_id in worker_ids:
-            self._until[worker_id] = max(self._until.get(worker_id, 0.0), now + self._shortest_s)
+            self._until[worker_id] = max(self._until.get(worker_id, 0.0), now + self._first_s)
 
     def succeeded(self, worker_id: str) -> None:
         self._failures.pop(worker_id, None)

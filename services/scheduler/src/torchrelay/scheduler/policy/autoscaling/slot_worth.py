@@ -15,7 +15,7 @@ from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy.autoscaling.actions import Load
 from torchrelay.scheduler.policy.autoscaling.asks import TIME_SLICE, Ask, ask_of, is_of_tenant
 from torchrelay.scheduler.policy.autoscaling.auction import auction
-from torchrelay.scheduler.policy.autoscaling.bids import Bid, overdue_s
+from torchrelay.scheduler.policy.autoscaling.bids import Bid, longest_wait_s
 from torchrelay.scheduler.policy.autoscaling.growth import next_load_s
 from torchrelay.scheduler.policy.autoscaling.ledger import Ledger
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots
@@ -181,7 +181,7 @@ def _why_not(victim: Ask, demand: Demand, ledger: Ledger, view: View) -> str:
             why.append("the model of that slot still loads")
         elif turn_left_s:
             why.append(f"the time slice of that slot ends in {format_duration(turn_left_s)}")
-    left_s = overdue_s(demand, view.config) - demand.slot_wait_s
+    left_s = longest_wait_s(demand, view.config) - demand.slot_wait_s
     if not victim.pays and left_s > 0:
         left = format_duration(left_s)
         why.append(f"the slot is worth more to its model; it is taken in {left} all the same")

@@ -52,7 +52,7 @@ class VersionAliases:
         )
         if before is not None and before.is_deleted == is_deleted:
             return False
-        self._name()
+        self._list_names()
         return True
 
     def delete(self, name: str) -> bool:
@@ -60,10 +60,10 @@ class VersionAliases:
         if (use := self._uses.get(name)) is None:
             return False
         use.is_deleted = True
-        self._name()
+        self._list_names()
         return True
 
-    def _name(self) -> None:
+    def _list_names(self) -> None:
         self.names = tuple(sorted(name for name, use in self._uses.items() if not use.is_deleted))
 
     @property

@@ -76,7 +76,7 @@ class Demand:
     num_waiting: int
     num_cold: int  # placed on instances that are still loading
     oldest_wait_s: float
-    since_slot_lost_s: float = math.inf  # infinite: it lost none since its oldest request came
+    since_slot_lost_s: float = math.inf  # infinite: it never lost one while requests waited
     backlog_s: float = 0.0  # queued prompts, in seconds of one instance; 0 without a measured rate
     not_before: float = 0.0  # no load before this time, because a load failed
     avoid: frozenset[str] = frozenset()  # workers to use only if there is no other

@@ -61,7 +61,7 @@ def _reconsider_too_large(state: State, version: Version, model: Model, now: flo
     if endpoints.of_version(state, model, now) is not version.too_large_for:
         for key in version.too_large:
             state.queues.unpark(key)
-        version.too_large.clear()
+        version.too_large, version.too_large_for = set(), None
 
 
 def _place_returning(state: State, model: Model, now: float) -> None:
@@ -82,7 +82,7 @@ def _place_waiting_of(state: State, version: Version, model: Model, now: float) 
         return
     state.due.pop(version_id, None)
     if not state.queues.num_waiting(version_id):
-        version.too_large.clear()
+        version.too_large, version.too_large_for = set(), None
         return
     able = endpoints.of_version(state, model, now)
     largest_pool_bytes = max((instance.kv_pool_bytes for instance in able.decodes), default=0)

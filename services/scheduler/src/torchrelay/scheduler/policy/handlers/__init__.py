@@ -1,1 +1,1 @@
-"""Apply an input: change the state and return effects. The only code that sees several packages at once."""
+"""Handlers of inputs, which change the state and add effects."""

@@ -149,7 +149,8 @@ def park(state: State, keys: Iterable[AttemptKey]) -> None:
     gateway asks for them again.
     """
     for key in keys:
-        if (admission := state.queues.park(key)) is not None:
+        state.queues.park(key)
+        if (admission := state.queues.get(key)) is not None:
             state.versions.of(admission.version_id).too_large.discard(key)
 
 
@@ -173,7 +174,7 @@ def _suspect(state: State, worker_id: str, now: float) -> None:
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
     """Removes a request whose client left. If a placement crossed the withdrawal, its resources are released."""
-    admission = state.queues.remove(key, now)
+    admission = state.queues.get(key)
     attempt = release(state, key, now)
     if admission is None and attempt is not None:
         admission = attempt.admission
@@ -186,6 +187,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     state.gateways.forget(key)
     if (waiting := state.queues.remove(key, now)) is not None:
         state.does_not_return(key.request_id, waiting.returns_to)
+        state.versions.of(waiting.version_id).too_large.discard(key)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
         state.unblock(attempt.admission.version_id)

@@ -10,6 +10,7 @@ from torchrelay.scheduler.policy.autoscaling.slot_worth import WorthLine, slot_w
 from torchrelay.scheduler.policy.autoscaling.view import VersionUse, View
 from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.demand.demand import Demand
+from torchrelay.scheduler.policy.demand.usage import Usage
 from torchrelay.scheduler.policy.handlers import demands
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.storage_tiers import Tier
@@ -63,8 +64,8 @@ def present_view(state: State, now: float, version_ids: Iterable[str], *, is_com
 
 
 def _use_of(state: State, version_id: str, now: float) -> VersionUse:
-    version = state.versions.of(version_id)
-    model, usage = version.model, version.usage
+    version = state.versions.get(version_id)
+    model, usage = (None, Usage()) if version is None else (version.model, version.usage)
     return VersionUse(
         state.tenants_of(version_id),
         state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0,
@@ -79,7 +80,8 @@ def _drain_s(state: State, instance: Instance) -> float:
     if not work.num_choices or worker is None:
         return 0.0
     latency = state.latency_models.of(worker, instance.pack_id, state.config)
-    num_tokens = state.versions.of(instance.version_id).usage.answers.mean or 0.0
+    version = state.versions.get(instance.version_id)
+    num_tokens = (version.usage.answers.mean if version is not None else None) or 0.0
     return min(2 * num_tokens * latency.tbt_s(work.num_choices, work.num_attended), state.config.drain_s)
 
 

@@ -283,12 +283,15 @@ class ModelQueues:
         timely, _ = request.turns.requests[request.admission.tenant]
         return [other.admission for _, _, other in timely[:number]], 1 / len(request.turns.requests)
 
-    def park(self, key: AttemptKey) -> Admission | None:
-        """Makes the request wait without being next until ``unpark``; None if it does not wait."""
-        if (request := self._requests.get(key)) is None:
-            return None
-        request.leave()
-        return request.admission
+    def get(self, key: AttemptKey) -> Admission | None:
+        """The waiting request; None if it does not wait."""
+        request = self._requests.get(key)
+        return None if request is None else request.admission
+
+    def park(self, key: AttemptKey) -> None:
+        """Makes the request wait without being next until ``unpark``. No effect if it does not wait or is parked."""
+        if (request := self._requests.get(key)) is not None:
+            request.leave()
 
     def unpark(self, key: AttemptKey) -> None:
         """Returns a parked request to its position. No effect if it does not wait or is not parked."""

@@ -10,7 +10,9 @@ T = TypeVar("T")
 Input = TypeVar("Input")
 
 
-async def each(inputs: Sequence[Input], work: Callable[[Input], Awaitable[T]], at_once: int | None = None) -> list[T]:
+async def run_all(
+    inputs: Sequence[Input], work: Callable[[Input], Awaitable[T]], at_once: int | None = None
+) -> list[T]:
     """The result of ``work`` for each input, ``at_once`` or all at a time. Raises the first error, and cancels the
     rest.
     """
