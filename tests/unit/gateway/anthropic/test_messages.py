@@ -314,3 +314,13 @@ async def test_nesting_at_the_limit_of_the_decoder_is_no_crash(rig: TokenPathRig
         content = head + call + '}]},{"role":"user","content":"a"}]}'
         response = await rig.http.post("/v1/messages", content=content, headers={"content-type": "application/json"})
         assert response.status_code in (200, 400), response.text
+
+
+async def test_stream_begins_with_the_cached_tokens_of_its_prompt(rig: TokenPathRig) -> None:
+    """The first event counted all tokens as uncached, and the last one did not."""
+    for worker in rig.workers:
+        worker.num_cached = 3
+    begin, *_, last, _ = await events_of(rig, asked("yes"))
+    first = begin["message"]["usage"]
+    assert first["cache_read_input_tokens"] == last["usage"]["cache_read_input_tokens"] == 3
+    assert first["input_tokens"] == last["usage"]["input_tokens"]

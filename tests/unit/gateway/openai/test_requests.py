@@ -366,7 +366,7 @@ MALFORMED = "prompt must be a text, a list of token ids, or a list of either"
             "structural_tag",
         ),
         (b"[]", None, "the body must be an object"),
-        (b"", None, "not valid JSON"),
+        (b"", None, "the body is empty"),
         (b"\xff", None, "not valid JSON"),
         (rb'{"model": "m", "prompt": "p", "user": "a\ud800"}', "user", "user has a lone surrogate"),
     ],

@@ -80,7 +80,9 @@ class MessageEncoder:
     def _begin(self) -> Iterator[bytes]:
         if not self._has_begun:
             self._has_begun = True
-            usage = usage_object(Usage(len(self._session.request.resolved.prompt), 0, 0))
+            request = self._session.request
+            num_cached = request.usage.num_cached_prompt_tokens  # 0 in a stream that begins before its first token
+            usage = usage_object(Usage(len(request.resolved.prompt), num_cached, 0))
             message = {**_head(self._session), "content": [], "stop_reason": None, "stop_sequence": None}
             yield _event({"type": "message_start", "message": {**message, "usage": usage}})
 

@@ -12,8 +12,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 # Headers of an answer that a page may read, beside the few that browsers always show.
 _EXPOSED: Final = (
-    *("x-request-id", "x-client-request-id", "x-torchrelay-left-out", "openai-processing-ms", "retry-after"),
-    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    *(
+        "x-request-id",
+        "request-id",
+        "x-client-request-id",
+        "x-torchrelay-left-out",
+        "openai-processing-ms",
+        "retry-after",
+    ),
+    *("retry-after", "x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
 )
 
 

@@ -35,6 +35,8 @@ _MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value
 
 def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, ignored: Set[str]) -> B:
     """Raises ``InvalidRequest``, also for a name that looks like a typo, unless it is one of ``ignored``."""
+    if not encoded:
+        raise InvalidRequest("the body is empty: send the request as JSON")
     _check_num_parts(encoded)
     try:
         body = decoder.decode(encoded)

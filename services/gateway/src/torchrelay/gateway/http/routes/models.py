@@ -154,7 +154,7 @@ async def roll_back(
     if version_id is None:
         replaced = await services.catalog.replaced(model)
         if not replaced:
-            raise NotFound(f"{model.name} has no replaced version any more", field="version")
+            raise NotFound(f"{model.name} has no other version to return to", field="version")
         version_id = replaced[0].version.version_id
     is_changed = await services.catalog.roll_back(model, version_id)
     model = await services.catalog.resolve(caller, model.name)
