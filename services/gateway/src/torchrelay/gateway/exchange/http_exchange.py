@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -57,11 +57,11 @@ class HttpExchange:
     async def begin_events(self) -> None:
         await self._begin(200, _EVENTS)
 
-    async def send(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+    def send(self, body: bytes) -> Awaitable[None]:
+        return self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def send_last(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body})
+    def send_last(self, body: bytes) -> Awaitable[None]:
+        return self._send({"type": "http.response.body", "body": body})
 
     async def refuse(self, error: TorchrelayError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         listed = [*headers, CLOSE] if self.request.must_close else headers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
@@ -20,7 +22,7 @@ class ScoredToken(NamedTuple):
     placed: PlacedToken  # in the text
 
 
-class Step(NamedTuple):
+class Step(msgspec.Struct, frozen=True, gc=False):
     """The parts that a token completes, none of which is empty, or those that the end of the answer completes."""
 
     parts: Sequence[Part]
@@ -29,7 +31,10 @@ class Step(NamedTuple):
 
     @property
     def content(self) -> str:
-        return "".join([part for part in self.parts if isinstance(part, str)]) if self.parts else ""
+        parts = self.parts
+        if len(parts) == 1 and isinstance(parts[0], str):
+            return parts[0]
+        return "".join([part for part in parts if isinstance(part, str)])
 
 
 class ChoiceReader:
@@ -60,19 +65,24 @@ class ChoiceReader:
         """The stop string that ended the text; empty if none has."""
         return self._text.stop_string
 
-    def read(self, delta: TokenDelta) -> Iterator[Step]:
-        """Yields the step of each token, and of the end if the answer ends."""
-        if self._tokens is None:
-            for token_id in delta.token_ids:
-                yield Step(self._parts(self._text.step(token_id)), token_id)
-        else:
-            for token_id, logprobs in LogprobDelta.pairs(delta):
-                placed = self._text.step_placed(token_id, self._tokens.in_text(token_id))
-                yield Step(self._parts(placed.shown), token_id, ScoredToken(token_id, logprobs, placed))
+    def read(self, delta: TokenDelta) -> list[Step]:
+        """The step of each token, and of the end if the answer ends."""
+        if self._tokens is not None:
+            steps = [self._scored(*pair, self._tokens) for pair in LogprobDelta.pairs(delta)]
+        elif self._parser is not None:
+            steps = [Step(self._parts(self._text.step(token_id)), token_id) for token_id in delta.token_ids]
+        else:  # without a further call per token
+            step = self._text.step
+            steps = [Step((text,) if (text := step(token_id)) else (), token_id) for token_id in delta.token_ids]
         if delta.finish is not None:
             text = self._text.flush()
             parts = self._parts(text) if text else ()
-            yield Step(parts if self._parser is None else (*parts, *self._parser.flush()), None)
+            steps.append(Step(parts if self._parser is None else (*parts, *self._parser.flush()), None))
+        return steps
+
+    def _scored(self, token_id: int, logprobs: TokenLogprobs, tokens: TokenBytes) -> Step:
+        placed = self._text.step_placed(token_id, tokens.in_text(token_id))
+        return Step(self._parts(placed.shown), token_id, ScoredToken(token_id, logprobs, placed))
 
     def _parts(self, text: str) -> Sequence[Part]:
         """The parts that the text of a token completes; a parser counts a token without text, too."""

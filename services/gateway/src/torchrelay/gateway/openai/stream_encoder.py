@@ -44,14 +44,15 @@ class SseEncoder:
         events: list[bytes] = []
         for delta in deltas:
             choice = delta.choice
-            if choice in self._unstarted:
+            if self._unstarted and choice in self._unstarted:
                 self._unstarted.discard(choice)
                 events.append(self._reply.opening(choice, self._session.echo))
             for step in self.choices[choice].read(delta):
-                if step.token_id is not None and self._is_plain:
-                    events.append(self._reply.token(choice, step.content, step.token_id, None))
-                elif step.token_id is not None:
-                    events += self._events(choice, step, step.token_id)
+                token_id = step.token_id
+                if token_id is not None and self._is_plain:
+                    events.append(self._reply.token(choice, step.content if step.parts else "", token_id, None))
+                elif token_id is not None:
+                    events += self._events(choice, step, token_id)
                 elif delta.finish is not None:
                     events += self._last_events(choice, step, delta.finish)
         return b"".join(events)
