@@ -29,7 +29,6 @@ from torchrelay.common.identity.keys import broker_password, derive_node_key
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.common.net.nats_client import connect
-from torchrelay.common.net.probes import GrpcProbe
 from torchrelay.common.net.rpc.channels import with_token
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.net.urls import with_credentials
@@ -253,8 +252,12 @@ async def test_scheduler_checks_the_certificate_of_its_peer(tmp_path: Path, call
     channels = PeerChannels(bytes(32), Tls(ours.node("scheduler", Caller.SCHEDULER)))
     try:
         peer = Peer("node-1", is_store=callee is Caller.STORE)
-        fault = await GrpcProbe(channels.channel(f"127.0.0.1:{server.port}", peer)).ask()
-        assert fault == ("" if role is callee else "refuses connections")
+        stub = channels.stub(f"127.0.0.1:{server.port}", peer)
+        call = stub.Drop(param_store_pb2.DropRequest()) if peer.is_store else stub.Unload(worker_pb2.UnloadRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as refused:  # the server has none of these services
+            await call
+        is_reached = refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert is_reached if role is callee else refused.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         await channels.close()
         await server.stop(0)
