@@ -200,7 +200,8 @@ class RunningCluster(PaperCluster):
         self.tell(Release(call.key, call.first_token_at is not None, is_recalled=is_recalled))
         if lost_worker:
             call.lost_workers = (*call.lost_workers, lost_worker)
-        call.has_token = call.has_token or call.first_token_at is not None
+        if call.first_token_at is not None:  # the answer goes on from its last token
+            call.has_token, call.decode_s = True, max(call.decoded_at - self.now, 0.0)
         call.placement, call.first_token_at, call.decoded_at = None, None, math.inf
         call.attempt += 1
         call.num_attempts += not is_recalled
