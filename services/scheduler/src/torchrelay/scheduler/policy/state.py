@@ -43,6 +43,7 @@ from torchrelay.scheduler.policy.types import (
     MAX_VERSIONS,
     Admission,
     AttemptKey,
+    InstancePhase,
     Model,
     Pool,
     PoolTarget,
@@ -304,6 +305,8 @@ class State:
         )
         why = reason if isinstance(reason, Reason) else Reason("", reason)
         named = self.names_of(subject.version_id)
+        if isinstance(subject, Instance) and subject.phase is InstancePhase.DRAINING:
+            named = tuple(name for name in named if name in subject.names_at_drain)
         figures = {**(fields or {}), **why.fields}
         self.effects.events.append(
             SchedulerEvent(now, kind, model, name, why.text, event, figures, {}, named, why.by_tenant)

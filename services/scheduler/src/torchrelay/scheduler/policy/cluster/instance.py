@@ -61,6 +61,7 @@ class Instance:
     progressed_at: float = 0.0  # when the last layer was loaded
     reason: Reason = field(default_factory=Reason)  # why it was loaded, or why it is being drained
     unload_retry_at: float | None = None  # when to tell its worker again to end the drain
+    names_at_drain: tuple[str, ...] = ()  # models of its version then: ``reason`` may name one to these alone
 
     work: DispatchedWork = field(default_factory=DispatchedWork)
     returning: dict[str, ReturningPrompt] = field(default_factory=dict)  # by request, in the order of their recalls

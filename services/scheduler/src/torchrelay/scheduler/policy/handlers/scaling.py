@@ -313,6 +313,7 @@ def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:
     """Starts to drain the instance: it takes no more requests and leaves its slot when its attempts have ended."""
     fields = event_fields(instance) | {"in_state_s": now - instance.since}
     instance.phase, instance.since, instance.reason = InstancePhase.DRAINING, now, reason
+    instance.names_at_drain = state.names_of(instance.version_id)
     instance.unload_retry_at = now + state.config.longest_drain_s
     state.instances.put(instance)
     _unload(state, instance, now)
