@@ -99,7 +99,7 @@ def test_hostile_template_costs_its_own_prompts_only(
             assert not [answer for answer in answers if "root:" in answer.text or "TORCHRELAY_" in answer.text]
 
 
-# Bodies that take memory or time; the unit tests of gateway/openai have single fields out of their range.
+# Bodies that take memory or time; the unit tests of gateway/dialects have single fields out of their range.
 BODIES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
     "280,000 messages": (lambda: {"messages": HELLO * 280_000}, 413),
     "150,000 messages": (lambda: {"messages": HELLO * 150_000}, 400),

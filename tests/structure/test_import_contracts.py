@@ -27,6 +27,10 @@ VIOLATIONS = {
     "engine-layers": ("torchrelay.engine.batching.pages", "import torchrelay.engine.kernels.backends"),
     "worker-layers": ("torchrelay.worker.metrics.step_metrics", "import torchrelay.worker.slot.slot"),
     "gateway-layers": ("torchrelay.gateway.sql.database", "import torchrelay.gateway.billing.ledger"),
+    "gateway-dialects": (
+        "torchrelay.gateway.dialects.openai.replies",
+        "import torchrelay.gateway.dialects.responses.events",
+    ),
     "param-store-layers": ("torchrelay.param_store.packer.core", "import torchrelay.param_store.store"),
     "scheduler-layers": ("torchrelay.scheduler.policy.types", "import torchrelay.scheduler.service.epoch"),
     "policy-layers": ("torchrelay.scheduler.policy.types", "import torchrelay.scheduler.policy.state"),

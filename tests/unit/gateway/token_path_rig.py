@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ import openai
 import pytest
 from blake3 import blake3
 from opentelemetry.metrics import Meter
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from tests.support.echo_services import EchoScheduler, EchoStore
@@ -89,6 +90,15 @@ async def rig(make_rig: MakeRig) -> TokenPathRig:
     return await make_rig()
 
 
+def by_path(apps: Mapping[str, ASGIApp]) -> ASGIApp:
+    """The application that passes each request to the application of its path."""
+
+    async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
+        await apps[scope["path"]](scope, receive, send)
+
+    return asgi
+
+
 async def _make(
     stack: AsyncExitStack,
     *,
@@ -150,7 +160,7 @@ async def _make(
     await grpc_server.start()
     stack.push_async_callback(grpc_server.stop, 0)
     stall_s = gateway_settings.answer_silence_s
-    serving = http_server(token_path.asgi, "127.0.0.1", 0, gateway_settings.grace_s, stall_s=stall_s)
+    serving = http_server(by_path(token_path.apps), "127.0.0.1", 0, gateway_settings.grace_s, stall_s=stall_s)
     url = f"http://127.0.0.1:{(await stack.enter_async_context(serving)).port}"
     headers = {"authorization": f"Bearer {KEY}"}
     # Without TLS's authorities, whose certificates take 0.03 s to load.

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.http2_client import ACK, SETTINGS, http2_client
 from tests.support.wait import HANG_S
-from tests.unit.gateway.dialects import METADATA, inference_stub
+from tests.unit.gateway.dialects.all_dialects import METADATA, inference_stub
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 from torchrelay.common.host.addresses import join_address
 from torchrelay.common.net.rpc.channels import open_channel

@@ -18,13 +18,13 @@ from starlette.types import Receive, Scope, Send
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStore, serving
 from torchrelay.common.health import Health
-from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http import rest_app
 from torchrelay.gateway.http.dependencies import Services
+from torchrelay.gateway.http.openapi import TOKEN_PATHS
 from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.limits.change_rate import ChangeRate
@@ -110,13 +110,14 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             lists=shares.lists,
             explanations=shares.explanations,
             changes=ChangeRate(),
-            default_scaling=ScalingSettings(0.0, 8),
+            default_idle_timeout_s=0.0,
+            default_max_instances=8,
             health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,
         )
         rest = rest_app.make_app(services)
         pages = rest_app.public_pages(rest, services.health)
-        app = AsgiRouter(_tokens, pages, rest, parts.keys, shares)
+        app = AsgiRouter(dict.fromkeys(TOKEN_PATHS, _tokens), pages, rest, parts.keys, shares)
         http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")

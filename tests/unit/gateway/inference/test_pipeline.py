@@ -13,7 +13,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from tests.support.gateway_ports import PRINCIPAL, published_model
 from tests.support.wait import eventually
-from tests.unit.gateway.dialects import METADATA, inference_stub
+from tests.unit.gateway.dialects.all_dialects import METADATA, inference_stub
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.tokens.prefix_hashes import page_hashes
 from torchrelay.control.v1 import scheduler_pb2

@@ -28,7 +28,7 @@ from torchrelay.gateway.billing.heartbeat import Heartbeat
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
 from torchrelay.gateway.billing.prices import Prices
-from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.catalog.garbage_collection import collect_garbage
 from torchrelay.gateway.catalog.uploads import UploadLimits, Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
@@ -127,7 +127,7 @@ async def _servers(
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     rest = make_app(services)
     pages = public_pages(rest, services.health)
-    router = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares)
+    router = AsgiRouter(token_path.apps, pages, rest, services.keys, shares)
     feed = LiveFeed(
         services.database, services.catalog, services.scheduler, services.health, token_path.pipeline.first_tokens
     )
@@ -235,7 +235,8 @@ async def _make_components(
         lists=shares.lists,
         explanations=shares.explanations,
         changes=ChangeRate(),
-        default_scaling=ScalingSettings(settings.idle_timeout_s, settings.max_instances),
+        default_idle_timeout_s=settings.idle_timeout_s,
+        default_max_instances=settings.max_instances,
         health=health,
         model_changed=nats_events.model_changed,
     )

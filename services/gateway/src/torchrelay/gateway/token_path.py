@@ -1,28 +1,33 @@
-"""The token path: wires the inference packages and their two protocols, and owns their lifetime."""
+"""The token path: wires the inference packages and the dialects, and owns their lifetime."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
 
 import grpc
 from opentelemetry.metrics import Meter
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from torchrelay.common.net.rpc.health import Faults, no_fault
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
-from torchrelay.gateway.anthropic.dialect import COUNT_PATH, AnthropicDialect, CountTokensApp
-from torchrelay.gateway.anthropic.dialect import PATH as MESSAGES_PATH
 from torchrelay.gateway.background import background
 from torchrelay.gateway.clients.file_reader import StoreFileReader
+from torchrelay.gateway.dialects.anthropic.dialect import COUNT_PATH, AnthropicDialect, CountTokensApp
+from torchrelay.gateway.dialects.anthropic.dialect import PATH as MESSAGES_PATH
+from torchrelay.gateway.dialects.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
+from torchrelay.gateway.dialects.embeddings.asgi_app import EmbeddingsApp
+from torchrelay.gateway.dialects.inference_v1.servicer import GatewayServicer
+from torchrelay.gateway.dialects.open_inference.servicer import OpenInferenceServicer
+from torchrelay.gateway.dialects.openai.dialect import PATHS as COMPLETION_PATHS
+from torchrelay.gateway.dialects.openai.dialect import OpenAiDialect
+from torchrelay.gateway.dialects.responses.dialect import PATH as RESPONSES_PATH
+from torchrelay.gateway.dialects.responses.dialect import ResponsesDialect
 from torchrelay.gateway.exchange.asgi_app import WRITE_GAP_S, AnswersApp
-from torchrelay.gateway.exchange.dialect import Dialect
 from torchrelay.gateway.grpc.public_calls import PublicCalls
 from torchrelay.gateway.grpc.reflection import ReflectionServicer
-from torchrelay.gateway.grpc.servicer import GatewayServicer
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream
 from torchrelay.gateway.inference.execution.attempt import Upstreams
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
@@ -37,13 +42,6 @@ from torchrelay.gateway.inference.text.processes.text_pool import PoolSettings
 from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses, default_num_processes
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
-from torchrelay.gateway.open_inference.servicer import OpenInferenceServicer
-from torchrelay.gateway.openai.dialect import PATHS as COMPLETION_PATHS
-from torchrelay.gateway.openai.dialect import OpenAiDialect
-from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
-from torchrelay.gateway.openai.embeddings.asgi_app import EmbeddingsApp
-from torchrelay.gateway.responses.dialect import PATH as RESPONSES_PATH
-from torchrelay.gateway.responses.dialect import ResponsesDialect
 from torchrelay.gateway.settings import GatewaySettings
 
 CLOSE_S = 5.0  # for requests that were ended to close, and then for the ledger to write them
@@ -52,28 +50,12 @@ FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
-    """``asgi`` serves the paths of OpenAI and Anthropic, ``servicers`` gRPC."""
+    """``apps`` serve HTTP, by path; ``servicers`` gRPC."""
 
-    asgi: ASGIApp
+    apps: Mapping[str, ASGIApp]
     servicers: Sequence[GatewayServicer | OpenInferenceServicer | ReflectionServicer]
     pipeline: RequestPipeline
     admissions: AdmissionStream
-
-
-DIALECTS: Final[Sequence[tuple[Dialect, Iterable[str]]]] = (
-    (OpenAiDialect(), COMPLETION_PATHS),
-    (AnthropicDialect(), (MESSAGES_PATH,)),
-    (ResponsesDialect(), (RESPONSES_PATH,)),
-)
-
-
-def _by_path(apps: Mapping[str, ASGIApp]) -> ASGIApp:
-    """Sends each request to the application of its path."""
-
-    async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
-        await apps[scope["path"]](scope, receive, send)
-
-    return asgi
 
 
 @asynccontextmanager
@@ -117,19 +99,21 @@ async def open_token_path(
         )
         stack.push_async_callback(pipeline.stop_all, CLOSE_S)
         parts = keys, pipeline, shares, settings.max_body_bytes
-        apps: dict[str, ASGIApp] = {
-            EMBEDDINGS_PATH: EmbeddingsApp(OpenAiDialect(), *parts),
-            COUNT_PATH: CountTokensApp(AnthropicDialect(), *parts),
+        openai, anthropic = OpenAiDialect(), AnthropicDialect()
+        apps = {
+            **dict.fromkeys(COMPLETION_PATHS, AnswersApp(openai, *parts, write_gap_s)),
+            RESPONSES_PATH: AnswersApp(ResponsesDialect(), *parts, write_gap_s),
+            MESSAGES_PATH: AnswersApp(anthropic, *parts, write_gap_s),
+            COUNT_PATH: CountTokensApp(anthropic, *parts),
+            EMBEDDINGS_PATH: EmbeddingsApp(openai, *parts),
         }
-        for dialect, paths in DIALECTS:
-            apps |= dict.fromkeys(paths, AnswersApp(dialect, *parts, write_gap_s))
         calls = PublicCalls(keys, shares, settings.message_timeout_s, settings.answer_silence_s)
         servicers = (
             GatewayServicer(calls, catalog, pipeline),
             OpenInferenceServicer(calls, catalog, pipeline, fault),
             ReflectionServicer(calls),
         )
-        yield TokenPath(_by_path(apps), servicers, pipeline, admissions)
+        yield TokenPath(apps, servicers, pipeline, admissions)
 
 
 async def _open_prompts(

@@ -13,7 +13,7 @@ from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoWorker
 from tests.support.gateway_ports import KEY
 from tests.support.wait import HANG_S, eventually
-from tests.unit.gateway.dialects import METADATA, inference_stub
+from tests.unit.gateway.dialects.all_dialects import METADATA, inference_stub
 from tests.unit.gateway.inference.test_pipeline import load_tokenizer
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
@@ -377,7 +377,7 @@ async def test_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
 
     headers = [(b"authorization", f"Bearer {KEY}".encode()), (b"content-length", str(len(encoded)).encode())]
     scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": headers}
-    slow = asyncio.ensure_future(rig.token_path.asgi(scope, receive, send))
+    slow = asyncio.ensure_future(rig.token_path.apps["/v1/completions"](scope, receive, send))
     for _ in range(3):
         assert await ask(rig, 50) == [rig.echoed(PROMPT, 50)]
     await eventually(lambda: 4 * 500 in [release.num_output_tokens for release in rig.scheduler.releases])

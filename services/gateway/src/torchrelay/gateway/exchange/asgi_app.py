@@ -99,14 +99,14 @@ class AnswersApp(TokenPathApp):
             encoded = await self.read(exchange, body_bytes)
             call = self.dialect.decode(encoded, path)
             exchange.left_out = call.prompts[0].left_out
-            replies, is_stream = call.replies, call.is_stream
+            replies, is_stream, num_held_bytes = call.replies, call.is_stream, call.num_held_bytes
             held.take(len(call.prompts) - 1)
             entering = self.pipeline.sessions(principal, call.prompts, exchange.request_id, exchange.arrived_unix_us)
             del encoded, call  # otherwise kept until the end of the answer
             async with AsyncExitStack() as stack:
                 async with exchange.request.until_disconnect():
                     sessions = await stack.enter_async_context(entering)
-                body_bytes.release(replies.num_held_bytes)  # the prompts are encoded
+                body_bytes.release(num_held_bytes)  # the prompts are encoded
                 exchange.rate = sessions[0].rate
                 watcher = asyncio.ensure_future(_stop_on_disconnect(exchange, sessions))
                 try:

@@ -32,11 +32,6 @@ class StreamEncoder(Protocol):
 class Replies(Protocol):
     """Writes the answer to a call, in the form that its body asks for."""
 
-    @property
-    def num_held_bytes(self) -> int:
-        """The bytes of the body that the answer repeats."""
-        ...
-
     def encoder(self, session: RequestSession, reply_id: str, first_index: int, held: ShareAccount) -> StreamEncoder:
         """The encoder of the events of a prompt's answer. ``first_index``: of its first choice. ``held`` counts what is
         kept of the answer.
@@ -50,11 +45,15 @@ class Replies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A decoded body: the prompts, each of which is a request of its own, and how they are answered."""
+    """A decoded body: the prompts, each of which is a request of its own, and how they are answered.
+
+    ``num_held_bytes``: the bytes of the body that the answer repeats.
+    """
 
     prompts: list[GenerateParams]
     is_stream: bool
     replies: Replies
+    num_held_bytes: int = 0
 
 
 class Dialect(Protocol):

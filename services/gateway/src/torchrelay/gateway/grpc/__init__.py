@@ -1,1 +1,1 @@
-"""``inference.v1.Inference``: the tenants' gRPC API."""
+"""gRPC of the tenants: the server, its calls and their messages."""

@@ -9,14 +9,14 @@ import msgspec
 from fastapi import FastAPI
 
 from torchrelay.common.sampling import RANGES
-from torchrelay.gateway.anthropic.dialect import COUNT_PATH
-from torchrelay.gateway.anthropic.dialect import PATH as MESSAGES_PATH
-from torchrelay.gateway.anthropic.requests import Body as MessagesBody
+from torchrelay.gateway.dialects.anthropic.dialect import COUNT_PATH
+from torchrelay.gateway.dialects.anthropic.dialect import PATH as MESSAGES_PATH
+from torchrelay.gateway.dialects.anthropic.requests import Body as MessagesBody
+from torchrelay.gateway.dialects.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
+from torchrelay.gateway.dialects.embeddings.requests import EmbeddingsBody
+from torchrelay.gateway.dialects.openai.requests import ChatBody, CompletionBody
+from torchrelay.gateway.dialects.responses.requests import ResponseBody
 from torchrelay.gateway.exchange.errors import ErrorBody
-from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
-from torchrelay.gateway.openai.embeddings.requests import EmbeddingsBody
-from torchrelay.gateway.openai.requests import ChatBody, CompletionBody
-from torchrelay.gateway.responses.requests import ResponseBody
 
 _JSON: Final = "application/json"
 _REF: Final = "#/components/schemas/{name}"

@@ -15,20 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
-from torchrelay.gateway.anthropic.dialect import COUNT_PATH
-from torchrelay.gateway.anthropic.dialect import PATH as MESSAGES_PATH
 from torchrelay.gateway.auth.api_keys import ApiKeys
+from torchrelay.gateway.bodies.unusable_text import check_text
 from torchrelay.gateway.exchange.errors import body, refusal
 from torchrelay.gateway.exchange.http_exchange import CLOSE
 from torchrelay.gateway.exchange.http_request import HttpRequest
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
-from torchrelay.gateway.openai.dialect import PATHS as COMPLETION_PATHS
-from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
-from torchrelay.gateway.openai.unusable_text import check_text
-from torchrelay.gateway.responses.dialect import PATH as RESPONSES_PATH
 
-_TOKEN_PATHS = {*COMPLETION_PATHS, MESSAGES_PATH, COUNT_PATH, RESPONSES_PATH, EMBEDDINGS_PATH}
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
 
@@ -39,9 +33,11 @@ Page = Callable[[], Awaitable[tuple[int, bytes]]]  # status and JSON
 
 
 class AsgiRouter:
+    """The application; ``tokens`` are those of the token path, by path."""
+
     def __init__(
         self,
-        tokens: ASGIApp,
+        tokens: Mapping[str, ASGIApp],
         pages: Mapping[str, Page],
         rest: ASGIApp,
         keys: ApiKeys,
@@ -57,8 +53,8 @@ class AsgiRouter:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope {scope['type']}")
         scope = _with_plain_path(scope)
-        if scope["path"] in _TOKEN_PATHS:
-            await self._tokens(scope, receive, send)
+        if (tokens := self._tokens.get(scope["path"])) is not None:
+            await tokens(scope, receive, send)
             return
         if scope["method"] == "HEAD":  # the server sends of a HEAD's answer only the head
             scope = {**scope, "method": "GET"}

@@ -1,0 +1,1 @@
+"""Bodies of requests: their decoding, and the fields that several dialects share."""

@@ -1,0 +1,1 @@
+"""The public dialects of the token path, side by side: none imports another."""

@@ -1,0 +1,1 @@
+"""``inference.v1.Inference``: the gRPC API of Torchrelay itself."""

@@ -1,1 +1,0 @@
-"""OpenAI's HTTP API: request bodies, replies and events, embeddings."""
