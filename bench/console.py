@@ -42,7 +42,8 @@ from tests.support.brokers import free_port, redis_server, running
 from tests.support.wait import eventually
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.billing.prices import Prices
-from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.catalog.catalog import Catalog
+from torchrelay.gateway.catalog.model_settings import ModelSettings
 from torchrelay.gateway.core import ModelShape, Version
 from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.sql.database import Database
@@ -140,7 +141,7 @@ async def publish(http: str, database_url: str) -> list[str]:
                 stored_bytes=each.pack_bytes,
                 file_digests={},
             )
-            await catalog.publish_in(connection, ids[tenant], model, version, ScalingSettings())
+            await catalog.publish_in(connection, ids[tenant], model, version, ModelSettings())
     await database.close()
     return keys
 

@@ -32,7 +32,8 @@ from bench.streaming.echo_model import PROMPT_WORDS, VOCAB_SIZE, EchoVocabulary
 from tests.support.brokers import free_port, nats_server, redis_server, running
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.billing.prices import Prices
-from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.catalog.catalog import Catalog
+from torchrelay.gateway.catalog.model_settings import ModelSettings
 from torchrelay.gateway.core import ModelShape, Version
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions
@@ -180,7 +181,7 @@ async def publish(home: Path, tokenizer_digest: str) -> None:
     )
     tenant = await Tenants(database).by_name("bench")
     async with database.write() as connection:
-        await catalog.publish_in(connection, tenant.tenant_id, "echo", version, ScalingSettings())
+        await catalog.publish_in(connection, tenant.tenant_id, "echo", version, ModelSettings())
     await database.close()
 
 

@@ -17,7 +17,8 @@ from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.billing.prices import Prices
-from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.catalog.catalog import Catalog
+from torchrelay.gateway.catalog.model_settings import ModelSettings
 from torchrelay.gateway.catalog.schedules import ScheduleEntry, parse_entry
 from torchrelay.gateway.core import LatencyTargets, ModelShape, Principal, PublishedModel, Version
 from torchrelay.gateway.inference.execution.attempt import model_version
@@ -40,7 +41,7 @@ def version(name: str = "v1") -> Version:
     )
 
 
-async def publish(parts: AccountingRig, name: str, what: Version, scaling: ScalingSettings = ScalingSettings()) -> None:  # noqa: B008
+async def publish(parts: AccountingRig, name: str, what: Version, scaling: ModelSettings = ModelSettings()) -> None:  # noqa: B008
     async with parts.database.write() as connection:
         await parts.catalog.publish_in(connection, parts.acme.tenant_id, name, what, scaling)
     parts.catalog.published()
@@ -57,7 +58,7 @@ async def retired(parts: AccountingRig) -> set[str]:
 
 
 async def test_published_model_is_resolved_with_all_fields(parts: AccountingRig, caller: Principal) -> None:
-    await publish(parts, "glossary", version(), ScalingSettings(idle_timeout_s=4))
+    await publish(parts, "glossary", version(), ModelSettings(idle_timeout_s=4))
     model = await parts.catalog.resolve(caller, "glossary")
     assert (model.name, model.tenant_id, model.version) == ("acme/glossary", parts.acme.tenant_id, version())
     assert (model.idle_timeout_s, model.max_instances, model.price.price_id) == (4, 0, "price-default")
@@ -73,12 +74,12 @@ async def test_other_names_are_not_found(parts: AccountingRig, caller: Principal
 
 
 async def test_republishing_replaces_version_and_keeps_settings(parts: AccountingRig, caller: Principal) -> None:
-    await publish(parts, "glossary", version("v1"), ScalingSettings(4, 2, "vllm"))
+    await publish(parts, "glossary", version("v1"), ModelSettings(idle_timeout_s=4, max_instances=2, engine="vllm"))
     elsewhere = Catalog(parts.database, TableVersions(parts.database, confirm_s=0), parts.prices)
     before = await elsewhere.resolve(caller, "glossary")
     assert before.targets == LatencyTargets()
-    await parts.catalog.set_scaling(before, ScalingSettings(standard_ttft_s=0.5, tbt_target_s=0.05))
-    await publish(parts, "glossary", version("v2"), ScalingSettings(max_instances=3))
+    await parts.catalog.change_settings(before, ModelSettings(standard_ttft_s=0.5, tbt_target_s=0.05))
+    await publish(parts, "glossary", version("v2"), ModelSettings(max_instances=3))
     for catalog in (parts.catalog, elsewhere):
         after = await catalog.resolve(caller, "glossary")
         assert (after.version.version_id, after.idle_timeout_s, after.max_instances) == ("v2", 4, 3)
@@ -93,7 +94,7 @@ async def test_republishing_replaces_version_and_keeps_settings(parts: Accountin
 
 async def test_model_is_rolled_back_to_a_replaced_version(parts: AccountingRig, caller: Principal) -> None:
     for name in ("v1", "v2", "v3"):
-        await publish(parts, "glossary", version(name), ScalingSettings(idle_timeout_s=4))
+        await publish(parts, "glossary", version(name), ModelSettings(idle_timeout_s=4))
     model = await parts.catalog.resolve(caller, "glossary")
     replaced = await parts.catalog.replaced(model)
     assert [each.version for each in replaced] == [version("v2"), version("v1")]
@@ -119,7 +120,7 @@ async def test_model_is_rolled_back_to_a_replaced_version(parts: AccountingRig, 
 async def test_rollback_that_needs_more_storage_keeps_to_the_quota(parts: AccountingRig, caller: Principal) -> None:
     zoo = await parts.tenants.create("zoo")
     async with parts.database.write() as connection:
-        await parts.catalog.publish_in(connection, zoo.tenant_id, "same", version("v1"), ScalingSettings())
+        await parts.catalog.publish_in(connection, zoo.tenant_id, "same", version("v1"), ModelSettings())
     for name in ("v1", "v2", "v3"):
         await publish(parts, "glossary", version(name))
     model = await parts.catalog.resolve(caller, "glossary")
@@ -158,7 +159,7 @@ async def test_version_is_retired_with_its_last_model(parts: AccountingRig, call
     with pytest.raises(NotFound):
         await parts.catalog.delete(two)
     with pytest.raises(NotFound):
-        await parts.catalog.set_scaling(two, ScalingSettings(max_instances=1))
+        await parts.catalog.change_settings(two, ModelSettings(max_instances=1))
 
 
 async def test_delete_retires_the_newest_version_also_of_concurrent_deletes(
@@ -197,7 +198,7 @@ async def test_change_of_a_tenant_leaves_models_of_others_cached(
     visitor = Principal(other.tenant_id, "zoo", "key-2")
     await publish(parts, "glossary", version())
     async with parts.database.write() as connection:
-        await parts.catalog.publish_in(connection, other.tenant_id, "animals", version(), ScalingSettings())
+        await parts.catalog.publish_in(connection, other.tenant_id, "animals", version(), ModelSettings())
 
     looked_up: list[str] = []
 
@@ -219,7 +220,9 @@ async def test_change_of_a_tenant_leaves_models_of_others_cached(
 
     assert await seen() == ["glossary", "animals"]
     for number in range(2):
-        await parts.catalog.set_scaling(await parts.catalog.resolve(caller, "glossary"), ScalingSettings(7.0 + number))
+        await parts.catalog.change_settings(
+            await parts.catalog.resolve(caller, "glossary"), ModelSettings(idle_timeout_s=7.0 + number)
+        )
         assert await seen() == ["glossary"]
         assert (await elsewhere.resolve(caller, "glossary")).idle_timeout_s == 7.0 + number
     await parts.catalog.set_aliases(await parts.catalog.resolve(visitor, "animals"), ["pets"])
@@ -264,16 +267,16 @@ async def test_models_with_a_minimum_are_listed(parts: AccountingRig, caller: Pr
 
     entries = ("daily 08:00-18:00 UTC = 1",)
     assert await listed() == []
-    await parts.catalog.set_scaling(model, ScalingSettings(min_instances=2))
+    await parts.catalog.change_settings(model, ModelSettings(min_instances=2))
     assert await listed() == [("v1", 2, ())]
     await publish(parts, "glossary", version("v2"))
     assert await listed() == [("v2", 2, ())]
     for settings, expected in (
-        (ScalingSettings(min_instances=0), []),
-        (ScalingSettings(schedule=entries), [("v2", 0, entries)]),
-        (ScalingSettings(schedule=()), []),
+        (ModelSettings(min_instances=0), []),
+        (ModelSettings(schedule=list(entries)), [("v2", 0, entries)]),
+        (ModelSettings(schedule=[]), []),
     ):
-        await parts.catalog.set_scaling(model, settings)
+        await parts.catalog.change_settings(model, settings)
         assert await listed() == expected
 
 
@@ -293,7 +296,7 @@ async def test_adapter_names_its_base_as_parent(parts: AccountingRig, caller: Pr
 
 async def test_base_with_adapters_needs_their_engine(parts: AccountingRig, caller: Principal) -> None:
     for name in ("base", "other"):
-        await publish(parts, name, version(name), ScalingSettings(min_instances=1))
+        await publish(parts, name, version(name), ModelSettings(min_instances=1))
 
     async def needed() -> list[str]:
         listed = {model.name: model for model in await parts.catalog.with_minimum()}
@@ -304,9 +307,9 @@ async def test_base_with_adapters_needs_their_engine(parts: AccountingRig, calle
     assert await needed() == ["", ""]
     await publish(parts, "tuned", adapter("base"))
     assert await needed() == ["torchrelay", ""]
-    await publish(parts, "base", version("base"), ScalingSettings(engine="vllm"))
+    await publish(parts, "base", version("base"), ModelSettings(engine="vllm"))
     assert await needed() == ["vllm", ""], "its own calls follow its setting"
-    await publish(parts, "base", version("base"), ScalingSettings(engine="auto"))
+    await publish(parts, "base", version("base"), ModelSettings(engine="auto"))
     await parts.catalog.delete(await parts.catalog.resolve(caller, "tuned"))
     assert await needed() == ["", ""]
 
@@ -353,14 +356,14 @@ async def test_engine_of_a_base_and_its_adapters_exclude_each_other(parts: Accou
     """They are checked in the transaction that changes one of them: both may be under way at once."""
     await publish(parts, "base", version())
     base = await parts.catalog.resolve(caller, "base")
-    await parts.catalog.set_scaling(base, ScalingSettings(engine="vllm"))
+    await parts.catalog.change_settings(base, ModelSettings(engine="vllm"))
     with pytest.raises(Conflict, match="changed to vllm"):
         await publish(parts, "tuned", adapter())
-    await parts.catalog.set_scaling(base, ScalingSettings(engine="auto"))
+    await parts.catalog.change_settings(base, ModelSettings(engine="auto"))
     await publish(parts, "tuned", adapter())
     with pytest.raises(Conflict, match="delete tuned first"):
-        await parts.catalog.set_scaling(base, ScalingSettings(engine="vllm:2"))
-    await parts.catalog.set_scaling(base, ScalingSettings(max_instances=3))
+        await parts.catalog.change_settings(base, ModelSettings(engine="vllm:2"))
+    await parts.catalog.change_settings(base, ModelSettings(max_instances=3))
 
 
 HOUR_S = 3600

@@ -17,13 +17,13 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2 import DeclaredFile
 from torchrelay.gateway.background import background
-from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.garbage_collection import (
     collect_garbage,
     drop_expired_uploads,
     free_retired_versions,
     orphaned_versions,
 )
+from torchrelay.gateway.catalog.model_settings import ModelSettings
 from torchrelay.gateway.catalog.uploads import Upload, Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.core import Principal
@@ -202,7 +202,7 @@ async def test_version_of_a_dead_gateway_is_freed(rig: GarbageRig) -> None:
 
 async def test_repeated_commit_adopts_a_dead_gateways_version(rig: GarbageRig) -> None:
     upload = await published_without_sql(rig)
-    steps = rig.uploads.commit(upload, ScalingSettings(), 0)
+    steps = rig.uploads.commit(upload, ModelSettings(), 0)
     assert [step.version.version_id async for step in steps if step.HasField("version")] == ["version-one"]
     assert (await rig.parts.catalog.resolve(rig.principal, "glossary")).version
     assert rig.store.claims == {}  # confirmed

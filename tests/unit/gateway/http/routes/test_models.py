@@ -8,7 +8,7 @@ from anthropic.types import ModelInfo
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
 from torchrelay.gateway.auth.api_keys import ADMIN
-from torchrelay.gateway.catalog.catalog import ScalingSettings
+from torchrelay.gateway.catalog.model_settings import ModelSettings
 
 
 async def test_model_is_read_changed_and_deleted_by_both_names(rig: RestRig) -> None:
@@ -182,7 +182,7 @@ async def test_versions_are_listed_and_rolled_back(rig: RestRig) -> None:
     catalog, resolved = rig.services.catalog, await rig.services.catalog.resolve(ADMIN, "acme/glossary")
     async with rig.parts.database.write() as connection:
         newer = replace(resolved.version, version_id="version-two")
-        await catalog.publish_in(connection, resolved.tenant_id, "glossary", newer, ScalingSettings())
+        await catalog.publish_in(connection, resolved.tenant_id, "glossary", newer, ModelSettings())
     catalog.published()
     listed = (await rig.acme.get("/v1/versions?model=acme/glossary")).json()["data"]
     assert [each["id"] for each in listed] == ["version-two", "version-one"]

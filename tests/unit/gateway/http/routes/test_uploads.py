@@ -12,8 +12,8 @@ from sqlalchemy import select
 from tests.unit.gateway.http.conftest import RestRig
 from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.gateway.auth.api_keys import ADMIN
-from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.garbage_collection import free_retired_versions
+from torchrelay.gateway.catalog.model_settings import ModelSettings
 from torchrelay.gateway.sql.tables import models, retired_versions, uploads
 
 Files: TypeAlias = dict[str, bytes]
@@ -86,7 +86,7 @@ async def test_upload_that_would_replace_the_base_of_adapters_is_refused_at_once
     base = await rig.services.catalog.resolve(ADMIN, "acme/glossary")
     async with rig.parts.database.write() as connection:
         adapter = replace(base.version, version_id="version-two", base_version_id="version-one")
-        await rig.services.catalog.publish_in(connection, base.tenant_id, "tuned", adapter, ScalingSettings())
+        await rig.services.catalog.publish_in(connection, base.tenant_id, "tuned", adapter, ModelSettings())
     rig.services.catalog.published()
     body = {"model": "glossary", "files": declared({"w": WEIGHTS})}
     refused = await rig.acme.post("/v1/uploads", json=body)
@@ -112,7 +112,7 @@ async def test_the_store_hears_which_engines_may_compute_the_model(rig: RestRig)
     assert change.json()["error"]["message"] == "acme/packed needs the engine vllm, for its weights"
     assert (await rig.acme.patch("/v1/models/acme/packed", json={"engine": "auto"})).status_code == 200
     packed = await rig.services.catalog.resolve(ADMIN, "acme/packed")
-    await rig.services.catalog.set_scaling(packed, ScalingSettings(engine="vllm:2"))
+    await rig.services.catalog.change_settings(packed, ModelSettings(engine="vllm:2"))
     rig.store.content = "three"
     await published(rig.acme, "packed")
     assert rig.store.engines == ["vllm"]  # of the model's settings, which a new version keeps

@@ -7,7 +7,7 @@ the same ``NotFound`` as one that does not exist.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, func, insert, or_, select, true, tuple_, update
@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, func, i
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
 from torchrelay.gateway.billing.prices import Prices
+from torchrelay.gateway.catalog.model_settings import TenantSettings
 from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota, used_bytes
 from torchrelay.gateway.core import (
     ANY_ENGINE,
@@ -34,31 +35,6 @@ from torchrelay.gateway.sql.versioned_cache import VersionedCache
 _ROLLBACK_S = 60.0
 _adapters = models.alias()
 _ALIAS_OF_MODEL = (aliases.c.tenant_id == models.c.tenant_id, aliases.c.model == models.c.name)
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingSettings:
-    """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default.
-
-    A tenant sets the first three, the operator all others.
-    """
-
-    idle_timeout_s: float | None = None
-    max_instances: int | None = None
-    engine: str | None = None
-    min_instances: int | None = None
-    schedule: tuple[str, ...] | None = None
-    interactive_ttft_s: float | None = None  # this and what follows: see ``LatencyTargets``
-    standard_ttft_s: float | None = None
-    batch_ttft_s: float | None = None
-    tbt_target_s: float | None = None
-
-    def values(self) -> dict[str, float | int | str]:
-        """The columns to change."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        if self.schedule is not None:
-            given["schedule"] = msgspec.json.encode(self.schedule).decode()
-        return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +151,16 @@ class Catalog:
             if current is not None:
                 await _check_has_no_adapters(connection, tenant_id, name, current)
 
-    async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
+    async def change_settings(self, model: PublishedModel, settings: TenantSettings) -> None:
         """Changes a model's settings without a new version.
 
         Raises ``ModelNotFound`` if it was deleted meanwhile, and ``Conflict`` for an engine that does not serve the
         adapters that need the model.
         """
-        values = scaling.values() | {"updated_unix_us": now_unix_us()}
+        values = settings.columns() | {"updated_unix_us": now_unix_us()}
         async with self._database.write() as connection:
             await bump_catalog_of(connection, model.tenant_id)  # first: see publish_in
-            if scaling.engine not in (None, ANY_ENGINE, OWN_ENGINE):
+            if settings.engine not in (None, ANY_ENGINE, OWN_ENGINE):
                 own_name = model.name.partition("/")[2]
                 await _check_has_no_adapters(connection, model.tenant_id, own_name, model.version.version_id)
             changed = await connection.execute(update(models).where(*_is(model)).values(values))
@@ -250,14 +226,14 @@ class Catalog:
             if version_id not in kept:
                 raise NotFound(f"{model.name} has no replaced version {version_id[:100]!r} any more", field="version")
             own_name, used_before = model.name.partition("/")[2], await used_bytes(connection, model.tenant_id)
-            await self.publish_in(connection, model.tenant_id, own_name, kept[version_id], ScalingSettings())
+            await self.publish_in(connection, model.tenant_id, own_name, kept[version_id], TenantSettings())
             if quota is not None and await used_bytes(connection, model.tenant_id) > used_before:
                 await check_quota(connection, model.tenant_id, quota, 0, "version")
         self._table_versions.invalidate()
         return True
 
     async def publish_in(
-        self, connection: SqlConnection, tenant_id: str, name: str, version: Version, scaling: ScalingSettings
+        self, connection: SqlConnection, tenant_id: str, name: str, version: Version, settings: TenantSettings
     ) -> None:
         """Within the caller's transaction: makes this the model's version and retires the previous one.
 
@@ -274,7 +250,7 @@ class Catalog:
         await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
         same_model = (models.c.tenant_id == tenant_id, models.c.name == name)
         previous = (await connection.execute(select(models.c.version_id).where(*same_model))).scalar_one_or_none()
-        values = scaling.values() | {"version_id": version.version_id, "updated_unix_us": now}
+        values = settings.columns() | {"version_id": version.version_id, "updated_unix_us": now}
         if previous is None:
             defaults = {"idle_timeout_s": 0.0, "max_instances": 0, "created_unix_us": now}
             await connection.execute(insert(models).values(defaults | values | {"tenant_id": tenant_id, "name": name}))

@@ -33,7 +33,8 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.auth.tenants import Tenant
-from torchrelay.gateway.catalog.catalog import BaseLost, Catalog, ScalingSettings
+from torchrelay.gateway.catalog.catalog import BaseLost, Catalog
+from torchrelay.gateway.catalog.model_settings import TenantSettings
 from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota
 from torchrelay.gateway.clients.param_store import StoreClient, version_of
 from torchrelay.gateway.core import Principal, Version
@@ -147,7 +148,7 @@ class Uploads:
     async def commit(
         self,
         upload: Upload,
-        scaling: ScalingSettings,
+        settings: TenantSettings,
         largest_slot_bytes: int,
         base_version_id: str = "",
         engines: Sequence[str] = (),
@@ -166,7 +167,7 @@ class Uploads:
                     if progress.HasField("version"):
                         version = version_of(progress.version)
                         # Shielded: a client that disconnects now must not leave an unreferenced version behind.
-                        publishing = asyncio.ensure_future(self._publish(upload, version, scaling))
+                        publishing = asyncio.ensure_future(self._publish(upload, version, settings))
                         await asyncio.shield(self._database.own(publishing))
                     yield progress
         except UploadRefused as refused:
@@ -176,12 +177,12 @@ class Uploads:
         if version is None:
             raise DataCorrupted("the param-store ended the commit without a version")
 
-    async def _publish(self, upload: Upload, version: Version, scaling: ScalingSettings) -> None:
+    async def _publish(self, upload: Upload, version: Version, settings: TenantSettings) -> None:
         try:
             async with self._database.write() as connection:
                 quota = await locked_quota(connection, upload.tenant_id)
                 await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
-                await self._catalog.publish_in(connection, upload.tenant_id, upload.model, version, scaling)
+                await self._catalog.publish_in(connection, upload.tenant_id, upload.model, version, settings)
                 if quota is not None:
                     await check_quota(connection, upload.tenant_id, quota, 0)
         except (QuotaExceeded, BaseLost):  # a repeated commit would publish the same version

@@ -16,7 +16,7 @@ from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.billing.prices import Prices
-from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
@@ -42,7 +42,8 @@ class Services:
     lists: TenantSemaphore
     explanations: TenantSemaphore
     changes: ChangeRate
-    default_scaling: ScalingSettings  # the scheduler's defaults
+    default_idle_timeout_s: float  # the scheduler's, as is the next
+    default_max_instances: int
     health: Health
     model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event
 

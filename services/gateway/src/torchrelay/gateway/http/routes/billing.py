@@ -24,8 +24,8 @@ from torchrelay.gateway.billing.usage_query import (
 )
 from torchrelay.gateway.core import Price
 from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, ledger_scope, tenant_of
-from torchrelay.gateway.http.whole_number import WholeNumber
 from torchrelay.gateway.resource_names import is_name
+from torchrelay.gateway.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1")
 _MAX_NANO = 10**12  # a thousand dollars per token: certainly a mistake

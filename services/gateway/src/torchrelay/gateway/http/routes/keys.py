@@ -11,7 +11,7 @@ from torchrelay.common.errors import PermissionDenied
 from torchrelay.gateway.auth.api_keys import KeyInfo
 from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.http.dependencies import Caller, Changer, ServicesOf, tenant_of
-from torchrelay.gateway.http.whole_number import WholeNumber
+from torchrelay.gateway.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1/keys")
 

@@ -8,44 +8,25 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Header, Query
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied
-from torchrelay.gateway.catalog.catalog import ScalingSettings
-from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
+from torchrelay.gateway.catalog.model_settings import OPERATORS_FIELDS, ModelSettings
 from torchrelay.gateway.core import (
     ANY_ENGINE,
-    ENGINE_FORMS,
-    MOST_TARGET_S,
     OWN_ENGINE,
     Principal,
     PublishedModel,
     Version,
-    checked_target_s,
 )
 from torchrelay.gateway.http.dependencies import Caller, Changer, Services, ServicesOf
-from torchrelay.gateway.http.whole_number import WholeNumber
 from torchrelay.gateway.resource_names import check_name
 
 router = APIRouter(prefix="/v1/models")
 versions_router = APIRouter(prefix="/v1/versions")
 MAX_ALIASES = 16  # of a model
 _Entry: TypeAlias = tuple[str, PublishedModel]  # of the list: a model under its name or an alias
-_TARGET_BOUNDS = Field(json_schema_extra={"minimum": 0, "maximum": MOST_TARGET_S})
 AnthropicVersion = Annotated[str | None, Header()]  # Anthropic's clients send it, and expect its format
-TargetS = Annotated[float, _TARGET_BOUNDS, AfterValidator(checked_target_s)]
-
-
-class ScalingSettingsBody(BaseModel):
-    """``None``: unchanged; 0: the scheduler's default."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
-    max_instances: WholeNumber | None = Field(default=None, ge=0, le=10_000)
-    engine: Annotated[str, Field(pattern=ENGINE_FORMS)] | None = None
-
-    def scaling(self) -> ScalingSettings:
-        return ScalingSettings(self.idle_timeout_s, self.max_instances, self.engine)
 
 
 class AliasesBody(BaseModel):
@@ -58,26 +39,6 @@ class RollbackBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     version: str | None = None
-
-
-class SettingsBody(ScalingSettingsBody):
-    """Settings that only the admin may change: a minimum holds slots that no request pays for, and models compete for
-    slots by their targets.
-    """
-
-    min_instances: WholeNumber | None = Field(default=None, ge=0, le=MAX_INSTANCES)
-    schedule: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=MAX_ENTRIES)
-    interactive_ttft_s: TargetS | None = None
-    standard_ttft_s: TargetS | None = None
-    batch_ttft_s: TargetS | None = None
-    tbt_target_s: TargetS | None = None
-
-    def scaling(self) -> ScalingSettings:
-        schedule = None if self.schedule is None else tuple(str(parse_entry(entry)) for entry in self.schedule)
-        return ScalingSettings(**{**self.model_dump(), "schedule": schedule})
-
-
-_OPERATORS_FIELDS = [name for name in SettingsBody.model_fields if name not in ScalingSettingsBody.model_fields]
 
 
 @router.get("")
@@ -164,11 +125,11 @@ async def roll_back(
 
 
 @router.patch("/{name:path}")
-async def change(services: ServicesOf, caller: Changer, name: str, body: SettingsBody) -> dict[str, Any]:
+async def change(services: ServicesOf, caller: Changer, name: str, body: ModelSettings) -> dict[str, Any]:
     """Takes effect with the model's next request, which carries the settings to the scheduler; a minimum of instances
     and its schedule within seconds.
     """
-    for field in _OPERATORS_FIELDS:
+    for field in OPERATORS_FIELDS:
         if getattr(body, field) is not None and not caller.is_admin:
             raise PermissionDenied(f"{field} requires the admin key", field=field)
     model = await services.catalog.resolve(caller, name)
@@ -180,7 +141,7 @@ async def change(services: ServicesOf, caller: Changer, name: str, body: Setting
             message = f"{model.name} has adapters, which need the engine {OWN_ENGINE}; delete them first"
             raise InvalidRequest(message, field="engine")
         (await services.scheduler.slots()).check_engine(body.engine)
-    await services.catalog.set_scaling(model, body.scaling())
+    await services.catalog.change_settings(model, body)
     return shown(services, await services.catalog.resolve(caller, name))
 
 
@@ -244,7 +205,7 @@ def shown_to_anthropic(model: PublishedModel) -> dict[str, Any]:
 
 def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
     """A model in OpenAI's format, extended by its version and settings."""
-    version, default = model.version, services.default_scaling
+    version = model.version
     return {
         "id": model.name,
         "object": "model",
@@ -264,6 +225,6 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "schedule": model.schedule,
         "aliases": model.aliases,
         **msgspec.to_builtins(model.targets),
-        "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s or None,
-        "effective_max_instances": model.max_instances or default.max_instances,
+        "effective_idle_timeout_s": model.idle_timeout_s or services.default_idle_timeout_s or None,
+        "effective_max_instances": model.max_instances or services.default_max_instances,
     }

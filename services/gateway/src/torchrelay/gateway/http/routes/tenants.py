@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torchrelay.gateway.auth.tenants import Tenant
 from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.http.dependencies import Admin, ServicesOf
-from torchrelay.gateway.http.whole_number import WholeNumber
+from torchrelay.gateway.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1/tenants")
 

@@ -15,13 +15,14 @@ from starlette.requests import ClientDisconnect
 from torchrelay.common.errors import InvalidRequest, ModelNotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
+from torchrelay.gateway.catalog.model_settings import Engine, TenantSettings
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
-from torchrelay.gateway.core import ANY_ENGINE, ENGINE_FORMS, OWN_ENGINE
+from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE
 from torchrelay.gateway.exchange.errors import error_body
 from torchrelay.gateway.http.dependencies import Caller, Changer, Services, ServicesOf, tenant_of
-from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
-from torchrelay.gateway.http.whole_number import WholeNumber
+from torchrelay.gateway.http.routes.models import shown
 from torchrelay.gateway.resource_names import check_name
+from torchrelay.gateway.whole_number import WholeNumber
 
 log = get_logger(__name__)
 router = APIRouter(prefix="/v1/uploads")
@@ -41,10 +42,10 @@ class NewUpload(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     files: list[FileBody] = Field(min_length=1, max_length=MAX_FILES)
-    engine: Annotated[str, Field(pattern=ENGINE_FORMS)] | None = None
+    engine: Engine | None = None
 
 
-class CommitBody(ScalingSettingsBody):
+class CommitBody(TenantSettings):
     """``base``: the model that the uploaded LoRA adapter changes; None: the upload is a model."""
 
     base: str | None = Field(default=None, max_length=200)
@@ -121,17 +122,16 @@ async def commit(
     """Publishes the model. With ``Accept: application/x-ndjson`` each step is a line, and the last line the result."""
     upload = await services.uploads.find(caller, upload_id)
     settings, slots = body or CommitBody(), await services.scheduler.slots()
-    scaling = settings.scaling()
     if settings.base is not None:
-        if scaling.engine not in (None, ANY_ENGINE, OWN_ENGINE):
+        if settings.engine not in (None, ANY_ENGINE, OWN_ENGINE):
             raise InvalidRequest(f"an adapter needs the engine {OWN_ENGINE}", field="engine")
         slots.check_engine(OWN_ENGINE)
-    elif scaling.engine is not None:
-        slots.check_engine(scaling.engine)
+    elif settings.engine is not None:
+        slots.check_engine(settings.engine)
     base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
-    engine = scaling.engine or await _present_engine(services, caller, upload)
+    engine = settings.engine or await _present_engine(services, caller, upload)
     engines = slots.engines if engine == ANY_ENGINE else {engine.partition(":")[0]}
-    steps = services.uploads.commit(upload, scaling, slots.largest_bytes, base_version_id, sorted(engines))
+    steps = services.uploads.commit(upload, settings, slots.largest_bytes, base_version_id, sorted(engines))
     if NDJSON in accept:
         return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
     notes: list[str] = []
