@@ -77,6 +77,7 @@ def admit(
         instance = state.instances.get(admission.returns_to)
         if instance is not None and (returning := instance.returning.get(key.request_id)) is not None:
             returning.admission = admission
+            state.unblock(admission.version_id)  # blocked for others, as the instance is kept for this request
         return True
     displaced = state.queues.displaced_by(admission)
     if displaced is admission and admission.num_forced_tokens:
