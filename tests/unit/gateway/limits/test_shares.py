@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.common.errors import AtCapacity, Overloaded, RateLimited
+from torchrelay.common.errors import AtCapacity, Overloaded, QueueFull, RateLimited
 from torchrelay.gateway.limits.change_rate import BURST, PER_S, ChangeRate
 from torchrelay.gateway.limits.shares import ShareLimits, Shares
-from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
+from torchrelay.gateway.limits.tenant_turns import TenantTurns
 
 LIMITS = ShareLimits("open requests", 5, "max_open_requests", 3, "max_open_requests_per_tenant")
 
@@ -59,16 +59,16 @@ def test_shares_are_exact_and_never_exceeded(takes: list[tuple[str, int]]) -> No
         assert shares.num_held == sum(amount for _, amount in held) <= 5
 
 
-def semaphore_of(*, per_tenant: int = 8, at_once: int = 1, total_at_once: int = 1) -> TenantSemaphore:
+def turns_of(*, per_tenant: int = 8, at_once: int = 1, total_at_once: int = 1) -> TenantTurns:
     limits = ShareLimits("queries", 100, "max_queries", per_tenant, "max_queries_per_tenant")
-    return TenantSemaphore(Shares(limits), at_once=at_once, total_at_once=total_at_once)
+    return TenantTurns(at_once=at_once, total_at_once=total_at_once, shares=Shares(limits))
 
 
 async def test_tenants_alternate_regardless_of_arrival() -> None:
-    semaphore, order = semaphore_of(), list[str]()
+    turns, order = turns_of(), list[str]()
 
     async def query(tenant_id: str) -> None:
-        async with semaphore.turn(tenant_id):
+        async with turns.turn(tenant_id):
             order.append(tenant_id)
             await asyncio.sleep(0)
 
@@ -80,10 +80,10 @@ async def test_tenants_alternate_regardless_of_arrival() -> None:
 
 
 async def test_waiting_queries_per_tenant_are_bounded() -> None:
-    semaphore, go_on = semaphore_of(per_tenant=2), asyncio.Event()
+    turns, go_on = turns_of(per_tenant=2), asyncio.Event()
 
     async def query() -> None:
-        async with semaphore.turn("a"):
+        async with turns.turn("a"):
             await go_on.wait()
 
     waiting = [asyncio.ensure_future(query()) for _ in range(2)]
@@ -97,11 +97,36 @@ async def test_waiting_queries_per_tenant_are_bounded() -> None:
     await asyncio.gather(*waiting)
 
 
-async def test_tenant_without_a_turn_leaves_no_semaphore() -> None:
-    semaphore = TenantSemaphore(None, at_once=1, total_at_once=1)
-    async with semaphore.turn("a"):
-        assert list(semaphore._semaphores) == ["a"]
-    assert not semaphore._semaphores
+async def test_turns_at_once_are_bounded_by_tenant_and_in_all() -> None:
+    turns, running, seen = TenantTurns(at_once=2, total_at_once=3), list[str](), set[tuple[str, ...]]()
+
+    async def operation(tenant_id: str) -> None:
+        async with turns.turn(tenant_id):
+            running.append(tenant_id)
+            seen.add(tuple(sorted(running)))
+            try:
+                await asyncio.sleep(0)
+            finally:
+                running.remove(tenant_id)
+
+    operations = [asyncio.ensure_future(operation(tenant_id)) for tenant_id in "aaaaabbbbb"]
+    await asyncio.sleep(0)
+    operations[2].cancel()  # waiting
+    operations[0].cancel()  # running
+    await asyncio.gather(*operations, return_exceptions=True)
+    assert max(map(len, seen)) == 3 and max(each.count("a") for each in seen) == 2
+
+
+async def test_waiting_turns_beyond_the_limit_are_refused() -> None:
+    turns = TenantTurns(at_once=1, total_at_once=1, max_waiting=1)
+    begin_s = await turns.acquire("a")
+    waiting = asyncio.ensure_future(turns.acquire("a"))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="1 of your requests already wait"):
+        await turns.acquire("a")
+    turns.release("a", begin_s)
+    turns.release("a", await waiting)
+    turns.release("b", await turns.acquire("b"))
 
 
 def test_changes_of_a_tenant_have_a_rate() -> None:

@@ -22,7 +22,7 @@ from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.limits.change_rate import ChangeRate
-from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
+from torchrelay.gateway.limits.tenant_turns import TenantTurns
 from torchrelay.gateway.sql.database import Database
 
 ModelChanged = Callable[[str, str, PublishedModel | None], Awaitable[None]]
@@ -38,9 +38,9 @@ class Services:
     uploads: Uploads
     store: StoreClient
     scheduler: SchedulerClient
-    queries: TenantSemaphore
-    lists: TenantSemaphore
-    explanations: TenantSemaphore
+    queries: TenantTurns
+    lists: TenantTurns
+    explanations: TenantTurns
     changes: ChangeRate
     default_idle_timeout_s: float  # the scheduler's, as is the next
     default_max_instances: int

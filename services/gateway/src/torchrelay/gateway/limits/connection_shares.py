@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrelay.gateway.limits.shares import ShareLimits, Shares
-from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
+from torchrelay.gateway.limits.tenant_turns import TenantTurns
 from torchrelay.gateway.settings import GatewaySettings
 
 _LINES = 32  # tenants that can have a full line of queries at once
@@ -20,10 +20,10 @@ class ConnectionShares:
     body_bytes: Shares  # of bodies in memory, until their prompts are encoded
     answer_bytes: Shares  # of logprobs, vectors and repeated prompts in memory, until they are sent
     uploads: Shares  # files that are being sent, and commits
-    queries: TenantSemaphore  # sums over tables, and searches in them
-    lists: TenantSemaphore  # of what an index answers, so that they do not wait for long queries
-    explanations: TenantSemaphore  # that the scheduler answers
-    messages: TenantSemaphore  # of gRPC calls with a single message, while they arrive
+    queries: TenantTurns  # sums over tables, and searches in them
+    lists: TenantTurns  # of what an index answers, so that they do not wait for long queries
+    explanations: TenantTurns  # that the scheduler answers
+    messages: TenantTurns  # of gRPC calls with a single message, while they arrive
     streams: Shares  # gRPC calls with several messages
 
 
@@ -38,16 +38,16 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
         _line(settings, "lists under way", queries_at_once),
         _line(settings, "explanations under way", _LINES),
         # Each message belongs to a request, whose share is held.
-        TenantSemaphore(None, at_once=_MESSAGES_PER_TENANT, total_at_once=_MESSAGES),
+        TenantTurns(at_once=_MESSAGES_PER_TENANT, total_at_once=_MESSAGES),
         _shares(settings, "open gRPC streams", "max_open_streams"),
     )
 
 
-def _line(settings: GatewaySettings, noun: str, total_at_once: int) -> TenantSemaphore:
+def _line(settings: GatewaySettings, noun: str, total_at_once: int) -> TenantTurns:
     """Lets a single operation of a tenant run at once, and a bounded number of them wait."""
     most, setting = settings.max_queries_per_tenant, "max_queries_per_tenant"
     limits = ShareLimits(noun, most * _LINES, f"{setting}, times {_LINES}", most, setting)
-    return TenantSemaphore(Shares(limits), at_once=1, total_at_once=total_at_once)
+    return TenantTurns(at_once=1, total_at_once=total_at_once, shares=Shares(limits))
 
 
 def _shares(settings: GatewaySettings, noun: str, setting: str) -> Shares:

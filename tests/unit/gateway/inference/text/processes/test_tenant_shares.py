@@ -7,11 +7,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.gateway.inference.text.processes.bounded_queue import BoundedQueue
 from torchrelay.gateway.inference.text.processes.frames import FileId
 from torchrelay.gateway.inference.text.processes.process_choice import ProcessState, choose
 from torchrelay.gateway.inference.text.processes.suspects import Suspects
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
+from torchrelay.gateway.limits.bounded_queue import BoundedQueue
 
 
 def queue_of(max_running: int = 1, max_waiting: int = 1000, max_bytes: int = 1 << 30) -> BoundedQueue[str]:

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrelay.common.errors import QueueFull, Unavailable
+from torchrelay.common.errors import Unavailable
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder
-from torchrelay.gateway.inference.text.processes.bounded_queue import BoundedQueue
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
+from torchrelay.gateway.limits.tenant_turns import TenantTurns
 
 MAX_WAITING = 64  # of one tenant
 MAX_WAIT_S = 30.0
@@ -43,8 +43,9 @@ class DecoderCache:
         self._max_bytes = max_bytes
         self._decoders: dict[str, ModelDecoder] = {}  # by digest
         self._lru: TenantLru[str] = TenantLru(max_bytes)
-        self._waiting: BoundedQueue[asyncio.Future[None]] = BoundedQueue(1, MAX_WAITING, 0)
-        self._is_loading = False
+        self._turns = TenantTurns(
+            at_once=1, total_at_once=1, max_waiting=MAX_WAITING, resource="the tokenizers of their models"
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 
     @property
@@ -62,18 +63,21 @@ class DecoderCache:
     async def load(self, tenant: str, file: LocalFile) -> ModelDecoder:
         """The decoder of ``file``. Raises ``InvalidRequest``, ``QueueFull`` or ``Unavailable``."""
         digest = file.id[1]
-        await self._turn(tenant)
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                begin_s = await self._turns.acquire(tenant)
+        except TimeoutError:
+            raise Unavailable(f"the model's tokenizer could not be loaded within {MAX_WAIT_S:g} s") from None
         if (decoder := self.get(tenant, digest)) is not None:  # loaded while this waited
-            self._end_turn(tenant, 0.0)
+            self._turns.release(tenant, begin_s)
             return decoder
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
         loading = loop.run_in_executor(self._thread, ModelDecoder.load, file.path)
 
         def loaded(ended: asyncio.Future[ModelDecoder]) -> None:
             if not ended.cancelled() and ended.exception() is None:
                 self._add(tenant, digest, ended.result())
-            self._end_turn(tenant, loop.time() - began_s)
+            self._turns.release(tenant, begin_s)
 
         loading.add_done_callback(loaded)
         return await asyncio.shield(loading)  # the turn ends with the thread's work, not with the caller's wait
@@ -85,32 +89,6 @@ class DecoderCache:
             del self._decoders[evicted]
         self._decoders[digest] = decoder
         self._lru.add(digest, tenant, num_bytes)
-
-    async def _turn(self, tenant: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        if not self._waiting.add(tenant, turn, 0):
-            raise QueueFull(f"{MAX_WAITING} of your requests already wait for the tokenizers of their models")
-        self._next_turn()
-        try:
-            async with asyncio.timeout(MAX_WAIT_S):
-                await turn
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if not self._waiting.remove(tenant, turn):
-                self._end_turn(tenant, 0.0)  # it came in the same moment
-            if isinstance(error, TimeoutError):
-                raise Unavailable(f"the model's tokenizer could not be loaded within {MAX_WAIT_S:g} s") from None
-            raise
-
-    def _next_turn(self) -> None:
-        if not self._is_loading and (taken := self._waiting.next(lambda _: True)) is not None:
-            self._is_loading = True
-            if not taken[0].done():  # a cancelled one ends its turn itself
-                taken[0].set_result(None)
-
-    def _end_turn(self, tenant: str, used_s: float) -> None:
-        self._is_loading = False
-        self._waiting.ended(tenant, used_s)
-        self._next_turn()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

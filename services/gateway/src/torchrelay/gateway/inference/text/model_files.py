@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
@@ -26,6 +27,7 @@ from torchrelay.gateway.inference.text.processes.frames import (
 )
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
+from torchrelay.gateway.limits.tenant_turns import TenantTurns
 
 MAX_FILE_BYTES: Final = {
     TOKENIZER: 64 << 20,
@@ -51,8 +53,8 @@ class ModelFiles:
         self._max_bytes = max_bytes
         self._lru: TenantLru[FileId] = TenantLru(max_bytes)
         self._num_holders: Counter[FileId] = Counter()
-        # By tenant: no tenant waits for a download that another tenant has queued behind its others.
-        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        # No tenant waits for a download that another tenant has queued behind its others.
+        self._turns = TenantTurns(at_once=MAX_DOWNLOADS, total_at_once=sys.maxsize)
         self._downloads: WeakValueDictionary[tuple[str, FileId], asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> Self:
@@ -86,10 +88,9 @@ class ModelFiles:
                     del self._num_holders[file_id]
 
     async def _download(self, tenant: str, file_id: FileId) -> LocalFile:
-        place = self._places.setdefault(tenant, asyncio.Semaphore(MAX_DOWNLOADS))
         lock = self._downloads.setdefault((tenant, file_id), asyncio.Lock())
         try:
-            async with asyncio.timeout(DOWNLOAD_TIMEOUT_S), lock, place:
+            async with asyncio.timeout(DOWNLOAD_TIMEOUT_S), lock, self._turns.turn(tenant):
                 return self._files.get(file_id) or await self._save(tenant, file_id)
         except TimeoutError:
             message = f"the model's {file_id[0]} could not be read within {DOWNLOAD_TIMEOUT_S:g} s"

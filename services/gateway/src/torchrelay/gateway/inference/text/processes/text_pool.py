@@ -10,7 +10,6 @@ from typing import Any
 
 from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.inference.text.processes.bounded_queue import BoundedQueue
 from torchrelay.gateway.inference.text.processes.frames import (
     TOKENIZER,
     Answer,
@@ -24,6 +23,7 @@ from torchrelay.gateway.inference.text.processes.metrics import TextMetrics
 from torchrelay.gateway.inference.text.processes.process_choice import MAX_BUSY_S, ProcessState, choose
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile, ProcessEnded, TextProcess
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
+from torchrelay.gateway.limits.bounded_queue import BoundedQueue
 
 log = get_logger(__name__)
 
