@@ -5,6 +5,7 @@ BIN := .venv/bin
 PACKAGES := proto libs/common libs/modelspec libs/transfer libs/engine libs/worker services/gateway services/scheduler \
 	services/param-store services/prefill services/decode sim cli
 KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/kernels/cpu/*.[ch])
+SCRIPTS := $(wildcard services/gateway/src/torchrelay/gateway/console/static/*.js)
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 DIST ?= dist
 # Twice as many as there are cores: tests of processes wait half of the time.
@@ -45,10 +46,13 @@ test-servers:
 format: .venv/.developer ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/oxfmt $(SCRIPTS)
 
 check: .venv/.developer ## Format, lint, strict types, import contracts and plain English, nothing changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/oxfmt --check $(SCRIPTS)
+	$(BIN)/oxlint $(SCRIPTS)
 	$(BIN)/mypy $(wildcard $(SOURCES))
 	PYTHONPATH=libs/vllm/src $(BIN)/lint-imports  # torchrelay-vllm is installed beside vLLM alone
 	$(BIN)/python tools/prose.py

@@ -98,7 +98,7 @@ def test_admin_sets_schedule_targets_and_price(console: Console, author: str) ->
     page = console.open(console.platform.home.admin_key())
     open_model(page, "author/terms")
     expect(page.locator("h2:text-is('Price') + div")).to_contain_text("default")  # above the form of a new price
-    page.get_by_label("Minimum instances at times").fill("sat 01:00-02:00 Europe/Berlin = 1")
+    page.get_by_label("Scheduled minimum instances").fill("sat 01:00-02:00 Europe/Berlin = 1")
     page.get_by_label("TTFT target, standard, s").fill("2.5")
     page.get_by_role("button", name="Save", exact=True).click()
     page.get_by_text("Saved.").wait_for()
@@ -110,7 +110,7 @@ def test_admin_sets_schedule_targets_and_price(console: Console, author: str) ->
     row = page.get_by_role("region", name="Price").locator("tbody tr")
     expect(row).to_contain_text("of this model")
     expect(row).to_contain_text("$0.200$0.050$0.800in force")
-    page.get_by_label("Minimum instances at times").fill("never")
+    page.get_by_label("Scheduled minimum instances").fill("never")
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.get_by_role("alert")).to_contain_text("never")
     console.errors[:] = [each for each in console.errors if "400" not in each]  # Chromium tells of every refusal

@@ -6,13 +6,16 @@ export const key = {
 };
 
 // What the gateway refused: its status, and the field or file that is at fault, if any.
-export const refusal = (status, error) => Object.assign(new Error(error?.message ?? `The gateway answered ${status}.`), { status, field: error?.param });
+export const refusal = (status, error) =>
+  Object.assign(new Error(error?.message ?? `The gateway answered ${status}.`), { status, field: error?.param });
 
 // A body is sent as JSON, or as it is if it is a Blob.
 export async function call(path, { method = "GET", body, headers = {}, signal, as = key.get() } = {}) {
   const isJson = body !== undefined && !(body instanceof Blob);
   const response = await fetch(path, {
-    method, signal, body: isJson ? JSON.stringify(body) : body,
+    method,
+    signal,
+    body: isJson ? JSON.stringify(body) : body,
     headers: { ...headers, authorization: `Bearer ${as}`, ...(isJson && { "content-type": "application/json" }) },
   });
   if (response.ok) return response;

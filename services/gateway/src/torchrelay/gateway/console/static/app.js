@@ -37,7 +37,9 @@ function SignIn({ onKey, note }) {
       await call("/v1/models?limit=1", { as: given });
       key.set(given);
       onKey();
-    } catch (failure) { setError(failure.message); }
+    } catch (failure) {
+      setError(failure.message);
+    }
   };
   return html`<main><form class="sign-in" onSubmit=${submit}>
     <h1>Torchrelay</h1>
@@ -59,7 +61,11 @@ function useSamples(onRefusedKey) {
     let timer, newest, showing;
     const show = () => {
       showing = 0;
-      setSamples((before) => [...before.slice(1 - MAX_SAMPLES, -1), ...before.slice(-1).map(figuresOf), JSON.parse(newest)]);
+      setSamples((before) => [
+        ...before.slice(1 - MAX_SAMPLES, -1),
+        ...before.slice(-1).map(figuresOf),
+        JSON.parse(newest),
+      ]);
     };
     const follow = async () => {
       try {
@@ -76,7 +82,11 @@ function useSamples(onRefusedKey) {
       if (!ended.signal.aborted) timer = setTimeout(follow, AGAIN_MS);
     };
     follow();
-    return () => { ended.abort(); clearTimeout(timer); clearTimeout(showing); };
+    return () => {
+      ended.abort();
+      clearTimeout(timer);
+      clearTimeout(showing);
+    };
   }, []);
   return [samples, trouble];
 }
@@ -110,7 +120,11 @@ function App() {
   const [isIn, setIsIn] = useState(key.get() !== null);
   const [note, setNote] = useState("");
   if (!isIn) return html`<${SignIn} note=${note} onKey=${() => setIsIn(true)} />`;
-  return html`<${Console} onSignOut=${(why) => { key.forget(); setNote(why); setIsIn(false); }} />`;
+  return html`<${Console} onSignOut=${(why) => {
+    key.forget();
+    setNote(why);
+    setIsIn(false);
+  }} />`;
 }
 
 const root = document.getElementById("app");

@@ -1,16 +1,25 @@
 import { html, useMemo } from "/console/vendor/preact-htm.js";
 import { bytes, count, percent, rate, seconds, time } from "/console/format.js";
-import { Alert, Decisions, Loading, Table, useAnswer, useAnswers } from "/console/parts.js";
+import { Answered, Cards, Decisions, Facts, ModelLink, Table, useAnswer, useAnswers } from "/console/parts.js";
 import { RelayPicture } from "/console/relay_picture.js";
 
-const link = (model) => html`<a href=${`#/models/${model.split("/").map(encodeURIComponent).join("/")}`}>${model}</a>`;
-export const links = (models) => models.map((model, place) => html`${place ? ", " : ""}${model.includes("/") ? link(model) : model}`);
+export const links = (models) =>
+  models.map(
+    (model, place) => html`${place ? ", " : ""}${model.includes("/") ? html`<${ModelLink} id=${model} />` : model}`,
+  );
 const addressOf = (...parts) => `#/cluster/${parts.map(encodeURIComponent).join("/")}`;
 
 const failed = (error) => error && html`<span class="error"> failed to load: ${error}</span>`;
 const SLOT_COLUMNS = [
-  ["Worker", (slot) => (slot.instance ? html`<a href=${addressOf("instance", slot.instance)}>${slot.worker}</a>` : slot.worker)],
-  ["Slot", (slot) => html`<span class=${`state ${slot.state}`}>${slot.state}${slot.state === "loading" ? `, ${percent(slot.loaded)}` : ""}</span>`],
+  [
+    "Worker",
+    (slot) => (slot.instance ? html`<a href=${addressOf("instance", slot.instance)}>${slot.worker}</a>` : slot.worker),
+  ],
+  [
+    "Slot",
+    (slot) =>
+      html`<span class=${`state ${slot.state}`}>${slot.state}${slot.state === "loading" ? `, ${percent(slot.loaded)}` : ""}</span>`,
+  ],
   ["Model", (slot) => [links(slot.models), failed(slot.error)]],
   ["Roles", (slot) => slot.roles.join(", ")],
   ["Running", (slot) => slot.num_running, "number"],
@@ -24,9 +33,15 @@ const COPY_COLUMNS = [
   ["Used by", (copy) => copy.num_pins, "number"],
 ];
 
+function memoryOf({ arena_bytes, arena_free_bytes, failure_domain }) {
+  if (arena_bytes === undefined) return "Its param-store does not report.";
+  const used = `Memory: ${bytes(arena_bytes - arena_free_bytes)} of ${bytes(arena_bytes)} used`;
+  return failure_domain ? `${used}, domain ${failure_domain}` : used;
+}
+
 function Host({ host }) {
   return html`<section class="plot"><h3>${host.id}</h3>
-    <p class="dim">${host.arena_bytes === undefined ? "Its param-store does not report." : `Memory: ${bytes(host.arena_bytes - host.arena_free_bytes)} of ${bytes(host.arena_bytes)} used${host.failure_domain ? `, domain ${host.failure_domain}` : ""}`}</p>
+    <p class="dim">${memoryOf(host)}</p>
     <${Table} label=${`Slots of ${host.id}`} columns=${SLOT_COLUMNS} rows=${host.slots}>
       No worker: start one with <code>torchrelay join</code>.<//>
     <h3>Copies in memory</h3>
@@ -39,7 +54,11 @@ const RELAY_COLUMNS = [
   ["Model", (relay) => links(relay.models)],
   ["From", (relay) => relay.sources.join(", ") || "the platform"],
   ["To", (relay) => relay.target || "a host"],
-  ["State", (relay) => (relay.target ? html`<a href=${addressOf("relay", relay.target, relay.pack)}>${relay.state}</a>` : relay.state)],
+  [
+    "State",
+    (relay) =>
+      relay.target ? html`<a href=${addressOf("relay", relay.target, relay.pack)}>${relay.state}</a>` : relay.state,
+  ],
   ["Verified", (relay) => percent(relay.verified), "number"],
   ["Size", (relay) => bytes(relay.pack_bytes), "number"],
   ["MB/s", (relay) => rate(relay.bytes_per_s / 1e6), "number"],
@@ -56,20 +75,25 @@ export function Relays({ last }) {
     groups.set(key, [...(groups.get(key) ?? []), relay]);
   }
   const byPack = [...groups];
-  const picture = ([key, group]) => html`
+  const picture = ([key, group]) =>
+    html`
     <${RelayPicture} key=${key} models=${links(group[0].models)} relays=${group} />`;
   return html`${byPack.map(picture)}
     <${Table} label="Relays" columns=${RELAY_COLUMNS} rows=${last.relays}>
-      ${last.num_models ? html`No weights are on their way. To see a relay, call a model at zero in
+      ${
+        last.num_models
+          ? html`No weights are on their way. To see a relay, call a model at zero in
         ${" "}<a href="#/playground">the playground</a>.`
-        : html`There is no model yet: <a href="#/models">upload one</a>.`}<//>`;
+          : html`There is no model yet: <a href="#/models">upload one</a>.`
+      }<//>`;
 }
 
 // Loading instances that compute prompts already: a pair is a loading worker and a loaded one that takes prompts over from it.
-const pairsOf = (instances) => instances.flatMap((each) => {
-  if (each.moves.length) return each.moves.map(([worker, num, savedS]) => ({ ...each, to: worker, num, savedS }));
-  return each.state === "loading" && each.num_running ? [{ ...each, to: "", num: 0, savedS: 0 }] : [];
-});
+const pairsOf = (instances) =>
+  instances.flatMap((each) => {
+    if (each.moves.length) return each.moves.map(([worker, num, savedS]) => ({ ...each, to: worker, num, savedS }));
+    return each.state === "loading" && each.num_running ? [{ ...each, to: "", num: 0, savedS: 0 }] : [];
+  });
 const PAIR_COLUMNS = [
   ["Loading worker", (pair) => html`<a href=${addressOf("instance", pair.id)}>${pair.worker}</a>`],
   ["State", (pair) => (pair.state === "loading" ? `loading, ${percent(pair.loaded)}` : pair.state)],
@@ -89,17 +113,28 @@ function Instance({ id, last }) {
     Roles: instance.roles.join(", "),
     Running: count(instance.num_running),
     ...(instance.roles_reason && { "Why these roles": instance.roles_reason }),
-    ...(instance.moves.length > 0 && { "Prompts moved to": instance.moves.map(([worker, num]) => `${worker}: ${count(num)}`).join(", ") }),
+    ...(instance.moves.length > 0 && {
+      "Prompts moved to": instance.moves.map(([worker, num]) => `${worker}: ${count(num)}`).join(", "),
+    }),
   };
-  return html`<dl>${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+  return html`<${Facts} facts=${facts} />
     <${WhyInstance} id=${id} models=${instance.models} />`;
 }
 
 // Models with the same files share instances, and each decision is kept with the model that it was made for.
 function WhyInstance({ id, models }) {
-  const { data, error } = useAnswers(models.map((model) => `/v1/explain?model=${encodeURIComponent(model)}`), 5000);
-  if (!data) return error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`;
-  return html`<h2>Why</h2><${Decisions} decisions=${data.flatMap(({ decisions }) => decisions).filter(({ subject }) => subject === id).sort((a, b) => a.at_unix_us - b.at_unix_us)}>The scheduler keeps no decision about it any more: it keeps the last 100 of a model, since it began.<//>`;
+  const answer = useAnswers(
+    models.map((model) => `/v1/explain?model=${encodeURIComponent(model)}`),
+    5000,
+  );
+  const ofInstance = (answers) =>
+    answers
+      .flatMap(({ decisions }) => decisions)
+      .filter(({ subject }) => subject === id)
+      .sort((a, b) => a.at_unix_us - b.at_unix_us);
+  return html`<h2>Why</h2><${Answered} answer=${answer}>${(answers) =>
+    html`<${Decisions} decisions=${ofInstance(answers)}>
+    The scheduler keeps no decision about it any more: it keeps the last 100 of a model, since it began.<//>`}<//>`;
 }
 
 const RELAY_EVENT_COLUMNS = [
@@ -112,11 +147,10 @@ const RELAY_EVENT_COLUMNS = [
 function Relay({ target, pack, last }) {
   const relay = last.relays.find((each) => each.target === target && each.pack === pack);
   const since = useMemo(() => Math.floor(Date.now() / 1000) - 3600, []);
-  const { data, error } = useAnswer(`/v1/events?kind=relay&limit=1000&since=${since}`, 5000);
-  const events = data?.data.filter((event) => event.store_id === target && event.pack_id === pack).reverse();
+  const answer = useAnswer(`/v1/events?kind=relay&limit=1000&since=${since}`, 5000);
+  const eventsOf = ({ data }) => data.filter((event) => event.store_id === target && event.pack_id === pack).reverse();
   return html`${relay ? html`<${Table} label="Relays" columns=${RELAY_COLUMNS} rows=${[relay]} />` : html`<p class="dim">It has ended.</p>`}
-    <h2>Why</h2>${error && html`<${Alert}>${error}<//>`}
-    ${events ? html`<${Table} label="Events of the relay" columns=${RELAY_EVENT_COLUMNS} rows=${events}>Nothing in the last hour.<//>` : !error && html`<${Loading} />`}`;
+    <h2>Why</h2><${Answered} answer=${answer}>${(data) => html`<${Table} label="Events of the relay" columns=${RELAY_EVENT_COLUMNS} rows=${eventsOf(data)}>Nothing in the last hour.<//>`}<//>`;
 }
 
 function Detail({ path: [kind, name, pack], last }) {
@@ -127,19 +161,33 @@ function Detail({ path: [kind, name, pack], last }) {
 export function Cluster({ samples, isAdmin, path }) {
   const last = samples.at(-1);
   if (!last) return html`<p class="dim">Waiting for the first figures.</p>`;
-  if (!isAdmin) return html`<p class="empty">
+  if (!isAdmin)
+    return html`<p class="empty">
       Hosts are the operator's: sign in with the admin key to see them.
       ${" "}<a href="#/models">Models</a> shows your instances.</p>
     <h2>Relays</h2><${Relays} last=${last} />`;
-  if (path.length > 1) return html`<${Detail} key=${path.join("/")} path=${path.map(decodeURIComponent)} last=${last} />`;
+  if (path.length > 1)
+    return html`<${Detail} key=${path.join("/")} path=${path.map(decodeURIComponent)} last=${last} />`;
   const slots = last.hosts.flatMap((host) => host.slots);
   const num = (state) => slots.filter((slot) => slot.state === state).length;
-  const cards = { Hosts: last.hosts.length, "Slots ready": num("ready"), "Slots loading": num("loading"), "Slots draining": num("draining") + num("leaving"), "Slots free": num("free") };
-  return html`<div class="cards">${Object.entries(cards).map(([label, value]) => html`<div class="card"><span>${label}</span><strong>${count(value)}</strong></div>`)}</div>
+  const numbers = {
+    Hosts: last.hosts.length,
+    "Slots ready": num("ready"),
+    "Slots loading": num("loading"),
+    "Slots draining": num("draining") + num("leaving"),
+    "Slots free": num("free"),
+  };
+  const cards = Object.fromEntries(Object.entries(numbers).map(([label, number]) => [label, count(number)]));
+  return html`<${Cards} cards=${cards} />
     <h2>Relays</h2><${Relays} last=${last} />
-    <h2>Live pairs</h2><${Table} label="Live pairs" columns=${PAIR_COLUMNS} rows=${pairsOf(last.instances)}>No loading worker computes prompts now. One does when requests wait for its model; a loaded worker then takes them over.<//>
+    <h2>Live pairs</h2><${Table} label="Live pairs" columns=${PAIR_COLUMNS} rows=${pairsOf(last.instances)}>
+      No loading worker computes prompts now. A worker does so when requests wait for its model; a loaded worker then takes
+      them over.<//>
     <h2>Hosts</h2>
-    ${last.hosts.length === 0 && html`<p class="empty">
-      No host reports. Look into the scheduler's log, and whether workers run.</p>`}
+    ${
+      last.hosts.length === 0 &&
+      html`<p class="empty">
+      No host reports. Look into the scheduler's log, and whether workers run.</p>`
+    }
     <div class="hosts">${last.hosts.map((host) => html`<${Host} key=${host.id} host=${host} />`)}</div>`;
 }

@@ -1,7 +1,16 @@
 // The files of a dropped or picked folder that make up a model, by the same rule as `torchrelay upload`.
 const DOCUMENTS = new Set([
-  "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-  "chat_template.jinja", "vocab.json", "merges.txt", "model.safetensors.index.json", "modules.json",
+  "config.json",
+  "generation_config.json",
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "chat_template.jinja",
+  "vocab.json",
+  "merges.txt",
+  "model.safetensors.index.json",
+  "modules.json",
 ]);
 const POOLING = "1_Pooling/config.json"; // beside modules.json: how texts are embedded
 const TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja";
@@ -26,11 +35,13 @@ export function folderOfDropped(transfer) {
 
 async function filesBeneath(folder, path, files) {
   const reader = folder.createReader();
-  for (;;) { // a reader gives its entries in parts
+  for (;;) {
+    // a reader gives its entries in parts
     const part = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
     if (part.length === 0) return;
     for (const entry of part) {
-      if (entry.isFile) files.set(path + entry.name, await new Promise((resolve, reject) => entry.file(resolve, reject)));
+      if (entry.isFile)
+        files.set(path + entry.name, await new Promise((resolve, reject) => entry.file(resolve, reject)));
       else if (path === "" && FOLDERS.has(entry.name)) await filesBeneath(entry, `${entry.name}/`, files);
     }
   }
@@ -40,11 +51,16 @@ async function filesBeneath(folder, path, files) {
 export async function modelFiles({ name, files }) {
   const isAdapter = !files.has("config.json") && files.has(ADAPTER[0]);
   const paths = new Set(isAdapter ? ADAPTER : [...DOCUMENTS].filter((path) => files.has(path)));
-  const lacks = (what) => { throw new Error(`${name} has no ${what}.`); };
-  if (isAdapter) files.has(ADAPTER[1]) || lacks(ADAPTER[1]);
+  const lacks = (what) => {
+    throw new Error(`${name} has no ${what}.`);
+  };
+  const require = (path, hint = "") => {
+    if (!files.has(path)) lacks(path + hint);
+  };
+  if (isAdapter) require(ADAPTER[1]);
   else {
-    files.has("config.json") || lacks("config.json: give the folder of a Hugging Face model");
-    files.has("tokenizer.json") || lacks("tokenizer.json: save a fast tokenizer into it");
+    require("config.json", ": give the folder of a Hugging Face model");
+    require("tokenizer.json", ": save a fast tokenizer into it");
     for (const path of await weights(files, lacks)) paths.add(path);
     if (files.has("modules.json") && files.has(POOLING)) paths.add(POOLING);
     if (files.has(TOOL_TEMPLATE)) paths.add(TOOL_TEMPLATE);
@@ -55,13 +71,18 @@ export async function modelFiles({ name, files }) {
 }
 
 async function weights(files, lacks) {
-  if (!files.has(INDEX)) return files.has(SINGLE) ? [SINGLE] : lacks(`safetensors weights (${SINGLE}, or shards with ${INDEX})`);
+  if (!files.has(INDEX))
+    return files.has(SINGLE) ? [SINGLE] : lacks(`safetensors weights (${SINGLE}, or shards with ${INDEX})`);
   let named;
   try {
     named = [...new Set(Object.values(JSON.parse(await files.get(INDEX).text()).weight_map))];
-  } catch { throw new Error(`${INDEX} is not an index of weights.`); }
+  } catch {
+    throw new Error(`${INDEX} is not an index of weights.`);
+  }
   const missing = named.find((path) => !files.has(path));
   if (missing === undefined) return named;
   // The shards that the index names may have been merged.
-  return files.has(SINGLE) && !named.some((path) => files.has(path)) ? [SINGLE] : lacks(`${missing}, which ${INDEX} names`);
+  return files.has(SINGLE) && !named.some((path) => files.has(path))
+    ? [SINGLE]
+    : lacks(`${missing}, which ${INDEX} names`);
 }

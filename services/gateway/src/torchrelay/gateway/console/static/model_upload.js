@@ -2,6 +2,7 @@
 // while its user looks at other pages. The gateway knows what it has received of each file: a broken upload goes on
 // there, in any browser.
 import { call, json, refusal } from "/console/api.js";
+import { escaped, modelRoute } from "/console/format.js";
 
 const MIN_PART_BYTES = 1 << 18;
 const FIRST_PART_BYTES = 1 << 20;
@@ -12,16 +13,19 @@ const MAX_PAUSE_S = 10;
 const NUM_WORKERS = Math.min(4, navigator.hardwareConcurrency);
 const DECLARED = ["path", "size", "sha256"];
 
-const escaped = (path) => path.split("/").map(encodeURIComponent).join("/");
 const isLost = ({ name, status }) => name === "TypeError" || [502, 503, 504].includes(status); // fetch throws a TypeError
 const isOf = (fullName, name) => fullName === name || fullName.endsWith(`/${name}`);
-const isOfFiles = (upload, files, fields) => upload.files.length === files.length
-  && files.every((file) => upload.files.some((state) => fields.every((field) => state[field] === file[field])));
+const isOfFiles = (upload, files, fields) =>
+  upload.files.length === files.length &&
+  files.every((file) => upload.files.some((state) => fields.every((field) => state[field] === file[field])));
 
 function digest(file, signal, onDone) {
   return new Promise((resolve, reject) => {
     const worker = new Worker("/console/sha256_worker.js", { type: "module" });
-    const end = (settle, value) => { worker.terminate(); settle(value); };
+    const end = (settle, value) => {
+      worker.terminate();
+      settle(value);
+    };
     signal.addEventListener("abort", () => end(reject, signal.reason));
     worker.onerror = () => end(reject, new Error("The browser does not run the worker that digests files."));
     worker.onmessage = ({ data: { done, sha256, error } }) => {
@@ -49,7 +53,14 @@ export class ModelUpload {
     this.folder = folder;
     this.model = this.begun = this.base = "";
     this.stage = "look";
-    this.files = folder.chosen.map(([path, file]) => ({ path, file, size: file.size, sha256: "", digested: 0, sent: 0 }));
+    this.files = folder.chosen.map(([path, file]) => ({
+      path,
+      file,
+      size: file.size,
+      sha256: "",
+      digested: 0,
+      sent: 0,
+    }));
     this.numBytes = folder.numBytes;
     this.id = this.error = this.field = this.trouble = "";
     this.published = null;
@@ -61,10 +72,22 @@ export class ModelUpload {
     this.proceed();
   }
 
-  get isRunning() { return !this._stopped.signal.aborted && !this.published && this.stage !== "name"; }
-  get numDigested() { return this.files.reduce((sum, { digested }) => sum + digested, 0); }
-  get numSent() { return this.files.reduce((sum, { sent }) => sum + sent, 0); }
-  get done() { return this.stage === "digest" ? [this.numDigested, this.numBytes] : this.stage === "send" ? [this.numSent, this.numBytes] : this.committed; }
+  get isRunning() {
+    return !this._stopped.signal.aborted && !this.published && this.stage !== "name";
+  }
+  get numDigested() {
+    return this.files.reduce((sum, { digested }) => sum + digested, 0);
+  }
+  get numSent() {
+    return this.files.reduce((sum, { sent }) => sum + sent, 0);
+  }
+  get done() {
+    return this.stage === "digest"
+      ? [this.numDigested, this.numBytes]
+      : this.stage === "send"
+        ? [this.numSent, this.numBytes]
+        : this.committed;
+  }
 
   stop() {
     this._stopped.abort();
@@ -73,7 +96,9 @@ export class ModelUpload {
 
   // Frees what was sent; true if nothing of it is left. The gateway answers 404 if it has freed it already.
   async abort() {
-    try { await call(`/v1/uploads/${this.id}`, { method: "DELETE" }); } catch (failure) {
+    try {
+      await call(`/v1/uploads/${this.id}`, { method: "DELETE" });
+    } catch (failure) {
       if (failure.status !== 404) this._fail(failure);
       return failure.status === 404;
     }
@@ -88,7 +113,7 @@ export class ModelUpload {
 
   // Begins, or goes on after an error or a stop.
   async proceed() {
-    const stopped = this._stopped = new AbortController();
+    const stopped = (this._stopped = new AbortController());
     this.error = this.field = this.trouble = "";
     try {
       if (!this.model && !(await this._look())) return this._set("name");
@@ -115,9 +140,13 @@ export class ModelUpload {
     this._onChange();
   }
 
-  _call(path, options) { return call(path, { ...options, signal: this._stopped.signal }); }
+  _call(path, options) {
+    return call(path, { ...options, signal: this._stopped.signal });
+  }
 
-  async _state() { return (await this._call(`/v1/uploads/${this.id}`)).json(); }
+  async _state() {
+    return (await this._call(`/v1/uploads/${this.id}`)).json();
+  }
 
   // Whether the model is known without a question. Files are read only where an unfinished upload may be theirs.
   async _look() {
@@ -135,22 +164,29 @@ export class ModelUpload {
     this._set("digest");
     const left = this.files.filter(({ sha256 }) => !sha256);
     const work = async () => {
-      for (let file; (file = left.pop()); ) {
-        const tell = (done) => { file.digested = done; this._onChange(); };
+      for (let file; (file = left.pop());) {
+        const tell = (done) => {
+          file.digested = done;
+          this._onChange();
+        };
         file.sha256 = await digest(file.file, this._stopped.signal, tell);
       }
     };
     await Promise.all(Array.from({ length: NUM_WORKERS }, work));
   }
 
-  async _version() { return (await json("/v1/models", { signal: this._stopped.signal })).data.find(({ id }) => isOf(id, this.model))?.version; }
+  // The version that the model has, of the list: the browser would show a 404 for a new model as an error.
+  async _version() {
+    const { data } = await (await this._call("/v1/models")).json();
+    return data.find(({ id }) => isOf(id, this.model))?.version;
+  }
 
   async _begin() {
     const declared = this.files.map(({ path, size, sha256 }) => ({ path, size, sha256 }));
     const open = await openUploads(declared, DECLARED, this._stopped.signal);
     const create = { method: "POST", body: { model: this.model, files: declared } };
-    const upload = open.find(({ model }) => isOf(model, this.model))
-      ?? await (await this._call("/v1/uploads", create)).json();
+    const upload =
+      open.find(({ model }) => isOf(model, this.model)) ?? (await (await this._call("/v1/uploads", create)).json());
     this.id = upload.id;
     this.model = upload.model;
     this._received(upload);
@@ -164,16 +200,19 @@ export class ModelUpload {
   }
 
   async _send(file) {
-    for (let numFailures = 0; !file.isComplete; ) {
+    for (let numFailures = 0; !file.isComplete;) {
       const [before, begin] = [file.sent, performance.now()];
       try {
         const part = file.file.slice(before, before + this._partBytes);
         const headers = { "upload-offset": String(before) };
-        const state = await (await this._call(`/v1/uploads/${this.id}/files/${escaped(file.path)}`, { method: "PUT", body: part, headers })).json();
+        const state = await (
+          await this._call(`/v1/uploads/${this.id}/files/${escaped(file.path)}`, { method: "PUT", body: part, headers })
+        ).json();
         [file.sent, file.isComplete, this.trouble] = [state.received, state.complete, ""];
         this._measured(part.size, (performance.now() - begin) / 1000);
       } catch (failure) {
-        if (++numFailures > MAX_FAILURES) throw new Error(`${file.path} cannot be sent: ${failure.message}. Drop the folder again.`);
+        if (++numFailures > MAX_FAILURES)
+          throw new Error(`${file.path} cannot be sent: ${failure.message}. Drop the folder again.`);
         await this._wait(failure);
         this._received(await this._persist(() => this._state()));
       }
@@ -185,7 +224,13 @@ export class ModelUpload {
   _measured(numBytes, tookS) {
     this.bytesPerS = this.bytesPerS * 0.7 + (numBytes / tookS) * 0.3;
     if (numBytes < this._partBytes) return; // the last part of a file
-    this._partBytes = Math.min(Math.max(tookS < PART_S / 2 ? this._partBytes * 2 : tookS > PART_S * 2 ? this._partBytes / 2 : this._partBytes, MIN_PART_BYTES), MAX_PART_BYTES);
+    this._partBytes = Math.min(
+      Math.max(
+        tookS < PART_S / 2 ? this._partBytes * 2 : tookS > PART_S * 2 ? this._partBytes / 2 : this._partBytes,
+        MIN_PART_BYTES,
+      ),
+      MAX_PART_BYTES,
+    );
   }
 
   // Publishes. If the connection breaks meanwhile the gateway may publish without us: the version tells.
@@ -204,9 +249,13 @@ export class ModelUpload {
 
   async _committed() {
     const body = this.base ? { base: this.base } : {};
-    const response = await this._call(`/v1/uploads/${this.id}/commit`, { method: "POST", body, headers: { accept: "application/x-ndjson" } });
+    const response = await this._call(`/v1/uploads/${this.id}/commit`, {
+      method: "POST",
+      body,
+      headers: { accept: "application/x-ndjson" },
+    });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (let text = ""; ; ) {
+    for (let text = ""; ;) {
       const { value, done } = await reader.read();
       if (done) throw new TypeError("The gateway ended the commit early.");
       const lines = (text + value).split("\n");
@@ -222,14 +271,19 @@ export class ModelUpload {
   }
 
   async _publishedSince(before) {
-    const model = await (await this._call(`/v1/models/${escaped(this.model)}`)).json();
-    if (model.version === before) throw new Error("The upload has ended, and the model is as before. Upload the folder again.");
+    const model = await (await this._call(modelRoute(this.model))).json();
+    if (model.version === before)
+      throw new Error("The upload has ended, and the model is as before. Upload the folder again.");
     return model;
   }
 
   async _persist(ask) {
     for (;;) {
-      try { return await ask(); } catch (failure) { await this._wait(failure); }
+      try {
+        return await ask();
+      } catch (failure) {
+        await this._wait(failure);
+      }
     }
   }
 
@@ -240,10 +294,16 @@ export class ModelUpload {
     this._pauseS = this.trouble ? Math.min(this._pauseS * 2, MAX_PAUSE_S) : 0.5;
     this.trouble = failure.status ? failure.message : "The connection is broken.";
     this._onChange();
+    const over = new AbortController(); // removes the listeners
+    const { signal } = this._stopped;
+    let timer;
     await new Promise((resolve, reject) => {
-      const timer = setTimeout(resolve, this._pauseS * 1000);
-      addEventListener("online", resolve, { once: true });
-      this._stopped.signal.addEventListener("abort", () => { clearTimeout(timer); reject(this._stopped.signal.reason); });
+      timer = setTimeout(resolve, this._pauseS * 1000);
+      addEventListener("online", resolve, { signal: over.signal });
+      signal.addEventListener("abort", () => reject(signal.reason), { signal: over.signal });
+    }).finally(() => {
+      over.abort();
+      clearTimeout(timer);
     });
   }
 }

@@ -1,11 +1,13 @@
 import { html, useState } from "/console/vendor/preact-htm.js";
 import { bytes, count, percent, seconds } from "/console/format.js";
 import { Model, instancesOf } from "/console/model.js";
-import { Alert, Loading, Table, useAnswer } from "/console/parts.js";
+import { Answered, ModelLink, Table, useAnswer } from "/console/parts.js";
 import { Upload } from "/console/upload.js";
 
-const pageOf = (id) => `#/models/${id.split("/").map(encodeURIComponent).join("/")}`;
-const lastLoadS = ({ phases }) => (phases.length ? (Math.max(...phases.map(([, , end]) => end)) - Math.min(...phases.map(([, begin]) => begin))) / 1e6 : null);
+const lastLoadS = ({ phases }) =>
+  phases.length
+    ? (Math.max(...phases.map(([, , end]) => end)) - Math.min(...phases.map(([, begin]) => begin))) / 1e6
+    : null;
 
 function stateOf(last, id) {
   const instances = instancesOf(last, id);
@@ -20,7 +22,7 @@ function List({ models, last }) {
   const [filter, setFilter] = useState("");
   const shown = models.filter(({ id, aliases }) => [id, ...aliases].some((name) => name.includes(filter.trim())));
   const columns = [
-    ["Model", ({ id }) => html`<a href=${pageOf(id)}>${id}</a>`],
+    ["Model", ({ id }) => html`<${ModelLink} id=${id} />`],
     ["Aliases", ({ aliases }) => aliases.join(", ")],
     ["State", ({ id }) => stateOf(last, id)],
     ["Running", ({ id }) => last?.demand[id]?.[0] ?? 0, "number"],
@@ -33,17 +35,19 @@ function List({ models, last }) {
       <label>Name contains <input type="search" value=${filter} onInput=${(event) => setFilter(event.target.value)} /></label>
       <span class="dim" role="status">${count(shown.length)} of ${count(models.length)} models</span></form>
     <${Table} label="Models" columns=${columns} rows=${shown}>
-      ${models.length ? "No model has such a name: change the filter."
-        : html`There is no model yet: upload one above, or with <code>torchrelay upload DIR</code>.`}<//>`;
+      ${
+        models.length
+          ? "No model has such a name: change the filter."
+          : html`There is no model yet: upload one above, or with <code>torchrelay upload DIR</code>.`
+      }<//>`;
 }
 
 export function Models({ samples, isAdmin, path }) {
-  const { data, error, again } = useAnswer("/v1/models", 10_000);
+  const answer = useAnswer("/v1/models", 10_000);
   const last = samples.at(-1);
   const id = path.map(decodeURIComponent).join("/");
   if (id) return html`<${Model} key=${id} id=${id} last=${last} isAdmin=${isAdmin} />`;
-  const models = (data?.data ?? []).filter((each) => !each.alias_of);
-  return html`<${Upload} models=${models} isAdmin=${isAdmin} onPublished=${again} />
-    ${error && html`<${Alert}>${error}<//>`}
-    ${data ? html`<${List} models=${models} last=${last} />` : !error && html`<${Loading} />`}`;
+  const models = (answer.data?.data ?? []).filter((each) => !each.alias_of);
+  return html`<${Upload} models=${models} isAdmin=${isAdmin} onPublished=${answer.again} />
+    <${Answered} answer=${answer}>${() => html`<${List} models=${models} last=${last} />`}<//>`;
 }

@@ -1,7 +1,7 @@
 import { html, useMemo, useState } from "/console/vendor/preact-htm.js";
 import { links, Relays } from "/console/cluster.js";
 import { count, dollars, rate, seconds } from "/console/format.js";
-import { Alert, useAnswer } from "/console/parts.js";
+import { Alert, Cards, Select, useAnswer } from "/console/parts.js";
 import { Plot } from "/console/plot.js";
 
 const PERIODS = { "15 minutes": 900, "1 hour": 3600, "24 hours": 86_400 };
@@ -27,8 +27,11 @@ const columnOf = (points, column) => [points.map(([at]) => at), points.map((poin
 // What needs attention, and what to do next; tenants are told what concerns them.
 function Alerts({ alerts }) {
   if (!alerts.length) return html`<p class="dim">No alert: nothing needs attention.</p>`;
-  return html`<section aria-label="Alerts"><h2>Alerts</h2><ul class="alerts">${alerts.map(({ text, advice, models, is_critical }) => html`<li class=${is_critical ? "critical" : ""}>
-    <strong>${is_critical ? "Critical" : "Warning"}${models.length > 0 && html`: ${links(models)}`}</strong> ${text} ${advice && html`<span class="dim">${advice}</span>`}</li>`)}</ul></section>`;
+  return html`<section aria-label="Alerts"><h2>Alerts</h2><ul class="alerts">${alerts.map(
+    ({ text, advice, models, is_critical }) =>
+      html`<li class=${is_critical ? "critical" : ""}>
+    <strong>${is_critical ? "Critical" : "Warning"}${models.length > 0 && html`: ${links(models)}`}</strong> ${text} ${advice && html`<span class="dim">${advice}</span>`}</li>`,
+  )}</ul></section>`;
 }
 
 export function Overview({ samples }) {
@@ -37,7 +40,10 @@ export function Overview({ samples }) {
   const fromS = Math.floor(Date.now() / 1000 / HOUR_S) * HOUR_S - PERIODS[period]; // the same for an hour: it is in the address
   const minutes = useAnswer(`/v1/usage?group_by=minute&from=${fromS}`, 60_000);
   const last = samples.at(-1);
-  const points = useMemo(() => last && pointsOf(minutes.data?.data ?? [], samples, last.at_unix_s - PERIODS[period]), [minutes.data, samples, period]);
+  const points = useMemo(
+    () => last && pointsOf(minutes.data?.data ?? [], samples, last.at_unix_s - PERIODS[period]),
+    [minutes.data, samples, period],
+  );
   if (!last) return html`<p class="dim">Waiting for the first figures.</p>`;
   const range = [last.at_unix_s - PERIODS[period], last.at_unix_s];
   const cards = {
@@ -53,9 +59,8 @@ export function Overview({ samples }) {
   };
   return html`
     <${Alerts} alerts=${last.alerts} />
-    <div class="cards">${Object.entries(cards).map(([label, value]) => html`<div class="card"><span>${label}</span><strong>${value}</strong></div>`)}</div>
-    <p><label class="inline">Plots of the last <select value=${period} onChange=${(event) => setPeriod(event.target.value)}>
-      ${Object.keys(PERIODS).map((name) => html`<option value=${name}>${name}</option>`)}</select> in UTC</label></p>
+    <${Cards} cards=${cards} />
+    <p><${Select} isInline label="Plots of the last" value=${period} onChange=${setPeriod} options=${Object.keys(PERIODS)} /> in UTC</p>
     <div class="plots">
       <${Plot} title="Requests/s" data=${columnOf(points, 1)} range=${range} />
       <${Plot} title="Tokens/s" data=${columnOf(points, 2)} range=${range} /></div>

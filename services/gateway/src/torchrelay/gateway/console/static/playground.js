@@ -1,7 +1,7 @@
 import { html, useState } from "/console/vendor/preact-htm.js";
 import { call, events } from "/console/api.js";
-import { seconds } from "/console/format.js";
-import { Alert, useAnswer } from "/console/parts.js";
+import { requestPage, seconds } from "/console/format.js";
+import { Alert, Select, useAnswer } from "/console/parts.js";
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 const curl = (body) => `curl -N ${location.origin}/v1/chat/completions -H "Authorization: Bearer $KEY" \\
@@ -15,7 +15,11 @@ for chunk in client.chat.completions.create(**body):
         print(choice.delta.content or "", end="", flush=True)`;
 
 function bodyOf(form) {
-  const sampling = Object.fromEntries(["temperature", "top_p", "max_tokens", "seed"].filter((name) => form.get(name)).map((name) => [name, Number(form.get(name))]));
+  const sampling = Object.fromEntries(
+    ["temperature", "top_p", "max_tokens", "seed"]
+      .filter((name) => form.get(name))
+      .map((name) => [name, Number(form.get(name))]),
+  );
   const system = form.get("system") && { role: "system", content: form.get("system") };
   return {
     model: form.get("model"),
@@ -37,7 +41,11 @@ export function Playground({ isAdmin }) {
   const [running, setRunning] = useState(null); // the controller of the request under way
   const submit = async (event) => {
     event.preventDefault();
-    setAnswer(""); setFigures(""); setId(""); setError(""); setBody(null);
+    setAnswer("");
+    setFigures("");
+    setId("");
+    setError("");
+    setBody(null);
     const request = new AbortController();
     setRunning(request);
     try {
@@ -46,21 +54,36 @@ export function Playground({ isAdmin }) {
       const begin = performance.now();
       let first = 0;
       const response = await call("/v1/chat/completions", { method: "POST", body: asked, signal: request.signal });
-      for await (const data of events(response, setFigures)) {  // comments tell how far the model is loaded
+      for await (const data of events(response, setFigures)) {
+        // comments tell how far the model is loaded
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message);
         setId(chunk.id);
         const delta = chunk.choices[0]?.delta ?? {};
-        const text = (delta.reasoning_content ?? "") + (delta.content ?? "") + (delta.tool_calls ? JSON.stringify(delta.tool_calls) : "");
-        if (text) { first ||= performance.now(); setAnswer((before) => before + text); }
+        const text =
+          (delta.reasoning_content ?? "") +
+          (delta.content ?? "") +
+          (delta.tool_calls ? JSON.stringify(delta.tool_calls) : "");
+        if (text) {
+          first ||= performance.now();
+          setAnswer((before) => before + text);
+        }
         if (chunk.usage) {
           const tookS = (performance.now() - begin) / 1000;
-          setFigures(`TTFT ${first ? seconds((first - begin) / 1000) : "none"}, ${chunk.usage.completion_tokens} tokens in ${seconds(tookS)}, ${(chunk.usage.completion_tokens / tookS).toFixed(1)} tokens/s`);
+          setFigures(
+            `TTFT ${first ? seconds((first - begin) / 1000) : "none"}, ${chunk.usage.completion_tokens} tokens in ${seconds(tookS)}, ${(chunk.usage.completion_tokens / tookS).toFixed(1)} tokens/s`,
+          );
         }
       }
     } catch (failure) {
-      setError(request.signal.aborted ? "You stopped the answer." : failure instanceof SyntaxError ? `Tools: ${failure.message}` : failure.message);
+      setError(
+        request.signal.aborted
+          ? "You stopped the answer."
+          : failure instanceof SyntaxError
+            ? `Tools: ${failure.message}`
+            : failure.message,
+      );
     }
     setRunning(null);
   };
@@ -69,12 +92,14 @@ export function Playground({ isAdmin }) {
     event.preventDefault();
     if (!running) event.target.form.requestSubmit();
   };
-  if (isAdmin) return html`<p class="empty">
+  if (isAdmin)
+    return html`<p class="empty">
     The admin key cannot chat, since nobody would pay. Sign in with a tenant's key.</p>`;
-  if (models.data?.data.length === 0) return html`<p class="empty">
+  if (models.data?.data.length === 0)
+    return html`<p class="empty">
     There is no model yet: <a href="#/models">upload one</a>.</p>`;
   return html`<form onSubmit=${submit}>
-    <label>Model <select name="model">${models.data?.data.map(({ id }) => html`<option value=${id}>${id}</option>`)}</select></label>
+    <${Select} label="Model" name="model" options=${(models.data?.data ?? []).map((model) => model.id)} />
     <label>Prompt <textarea name="prompt" rows="3" required onKeyDown=${sendOnEnter} title="Enter sends it, Shift and Enter begin a line"></textarea></label>
     <details><summary>Settings</summary>
       <label>System message <textarea name="system" rows="2"></textarea></label>
@@ -88,7 +113,10 @@ export function Playground({ isAdmin }) {
     ${running && html`<button type="button" onClick=${() => running.abort()}>Stop</button>`}</div></form>
     ${models.error && html`<${Alert}>${models.error}<//>`}
     ${error && html`<${Alert}>${error}<//>`}
-    ${body && html`<h2>Answer</h2><pre id="answer" aria-live="polite">${answer}</pre><p class="dim" id="figures">${figures}</p>
-    ${id && !running && html`<p><a href=${`#/requests/${encodeURIComponent(id)}`}>Where its time went</a></p>`}
-    <h2>The request</h2><h3>curl</h3><pre id="curl">${curl(body)}</pre><h3>Python</h3><pre id="python">${python(body)}</pre>`}`;
+    ${
+      body &&
+      html`<h2>Answer</h2><pre id="answer" aria-live="polite">${answer}</pre><p class="dim" id="figures">${figures}</p>
+    ${id && !running && html`<p><a href=${requestPage(id)}>Where its time went</a></p>`}
+    <h2>The request</h2><h3>curl</h3><pre id="curl">${curl(body)}</pre><h3>Python</h3><pre id="python">${python(body)}</pre>`
+    }`;
 }

@@ -21,10 +21,20 @@ export function Plot({ title, data, range, labels, isBars = false, height = 160 
     const accent = style.getPropertyValue("--accent");
     const timesOf = (_, splits) => splits.map((at) => (at % DAY_S ? clock(at) : day(at)));
     const times = { ...axis, size: 30, values: timesOf, ...(isBars && { incrs: DAYS }) };
-    const named = { ...axis, splits: () => shown.current.labels.map((_, index) => index), values: () => shown.current.labels, rotate: -60, size: 110, grid: { show: false } };
+    const named = {
+      ...axis,
+      splits: () => shown.current.labels.map((_, index) => index),
+      values: () => shown.current.labels,
+      rotate: -60,
+      size: 110,
+      grid: { show: false },
+    };
     const figures = { ...axis, size: 64, values: (_, splits) => splits.map(figure) };
     const size = () => ({ width: place.current.clientWidth, height });
-    const scales = { x: { time: !labels, range: () => shown.current.range }, y: { range: (_, __, max) => [0, max > 0 ? max * 1.1 : 1] } };
+    const scales = {
+      x: { time: !labels, range: () => shown.current.range },
+      y: { range: (_, __, max) => [0, max > 0 ? max * 1.1 : 1] },
+    };
     const bars = { fill: accent, paths: uPlot.paths.bars({ size: [0.7, 48] }), points: { show: false } };
     const series = [{}, { stroke: accent, width: 2, ...(isBars && bars) }];
     const tzDate = (at) => uPlot.tzDate(new Date(at * 1000), "Etc/UTC");
@@ -33,7 +43,10 @@ export function Plot({ title, data, range, labels, isBars = false, height = 160 
     plot.current = new uPlot(options, [[], []], place.current);
     const watcher = new ResizeObserver(() => plot.current.setSize(size()));
     watcher.observe(place.current);
-    return () => { watcher.disconnect(); plot.current.destroy(); };
+    return () => {
+      watcher.disconnect();
+      plot.current.destroy();
+    };
   }, []);
   useEffect(() => plot.current.setData(data), [data]);
   return html`<section class="plot"><h2>${title}</h2><div ref=${place}></div></section>`;

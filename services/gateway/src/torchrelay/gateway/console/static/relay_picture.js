@@ -13,22 +13,30 @@ const keyOf = ({ target }, index) => target || `host ${index}`;
 function hostsOf(relays) {
   const targets = new Map(relays.map((relay, index) => [keyOf(relay, index), relay]));
   // By the first source alone, the one that is read: hosts name each other for repairs, in any number of circles.
-  const depthOf = (name, below = []) => (targets.has(name) && !below.includes(name)
-    ? 1 + depthOf(sourcesOf(targets.get(name))[0], [...below, name]) : 0);
-  const sends = (name) => ([, relay]) => sourcesOf(relay).includes(name);
-  const columnOf = (name) => (targets.has(name) ? depthOf(name)
-    : Math.min(...[...targets].filter(sends(name)).map(([target]) => depthOf(target))) - 1);
+  const depthOf = (name, below = []) =>
+    targets.has(name) && !below.includes(name) ? 1 + depthOf(sourcesOf(targets.get(name))[0], [...below, name]) : 0;
+  const sends =
+    (name) =>
+    ([, relay]) =>
+      sourcesOf(relay).includes(name);
+  const columnOf = (name) =>
+    targets.has(name)
+      ? depthOf(name)
+      : Math.min(...[...targets].filter(sends(name)).map(([target]) => depthOf(target))) - 1;
   const numIn = []; // hosts of each column
-  return new Map([...new Set([...relays.flatMap(sourcesOf), ...targets.keys()])].map((name) => {
-    const column = columnOf(name);
-    const row = numIn[column] ?? 0;
-    numIn[column] = row + 1;
-    const [x, y] = [MARGIN + column * (WIDTH + GAP_X), MARGIN + row * (HEIGHT + GAP_Y)];
-    return [name, { name, relay: targets.get(name), x, y }];
-  }));
+  return new Map(
+    [...new Set([...relays.flatMap(sourcesOf), ...targets.keys()])].map((name) => {
+      const column = columnOf(name);
+      const row = numIn[column] ?? 0;
+      numIn[column] = row + 1;
+      const [x, y] = [MARGIN + column * (WIDTH + GAP_X), MARGIN + row * (HEIGHT + GAP_Y)];
+      return [name, { name, relay: targets.get(name), x, y }];
+    }),
+  );
 }
 
-const Host = ({ host: { name, relay, x, y } }) => html`<g class="host" transform=${`translate(${x} ${y})`}>
+const Host = ({ host: { name, relay, x, y } }) =>
+  html`<g class="host" transform=${`translate(${x} ${y})`}>
   <rect class="box" width=${WIDTH} height=${HEIGHT} rx="6" />
   <text x="10" y="20">${short(relay && !relay.target ? "a host" : name)}</text>
   <text class="share" x="10" y="37">${relay ? percent(relay.verified) : "has all"}</text>

@@ -1,7 +1,18 @@
 // Requests as the ledger has them, and the timeline of each as the scheduler remembers it.
 import { html, useMemo, useState } from "/console/vendor/preact-htm.js";
-import { count, seconds, time } from "/console/format.js";
-import { Alert, Decisions, Loading, Table, useAnswer } from "/console/parts.js";
+import { count, phaseName, requestPage, seconds, time } from "/console/format.js";
+import {
+  Alert,
+  Answered,
+  Decisions,
+  Facts,
+  Loading,
+  ModelLink,
+  PhaseBars,
+  Select,
+  Table,
+  useAnswer,
+} from "/console/parts.js";
 
 const STATUSES = ["running", "ok", "cancelled", "error", "gateway_lost"];
 const MEANINGS = {
@@ -13,15 +24,14 @@ const MEANINGS = {
 };
 const PERIODS = { "10 minutes": 1 / 6, hour: 1, day: 24, week: 168 };
 const PAGE = 50;
-const pageOf = (id) => `#/requests/${encodeURIComponent(id)}`;
-const modelOf = (name) => `#/models/${name.split("/").map(encodeURIComponent).join("/")}`;
 const shown = (status) => status.replace("_", " ");
 const endOf = ({ id, status }) => ({ after_id: id, after_status: status });
 const Status = ({ of }) => html`<span class=${`status ${of}`}>${shown(of)}</span>`;
-const tookS = (request) => (request.ended_unix_us === null ? null : (request.ended_unix_us - request.opened_unix_us) / 1e6);
+const tookS = (request) =>
+  request.ended_unix_us === null ? null : (request.ended_unix_us - request.opened_unix_us) / 1e6;
 
 const COLUMNS = [
-  ["Request", ({ id }) => html`<a href=${pageOf(id)}>${id}</a>`],
+  ["Request", ({ id }) => html`<a href=${requestPage(id)}>${id}</a>`],
   ["Status", ({ status }) => html`<${Status} of=${status} />`],
   ["Model", ({ model }) => model],
   ["Began, UTC", (each) => time(each.opened_unix_us / 1e6), "time"],
@@ -34,15 +44,24 @@ const COLUMNS = [
 // `filter`: the query without the page. The first page comes again every few seconds, an older one stays as it is.
 function Page({ filter, isFiltered }) {
   const [ends, setEnds] = useState([]); // the last requests of the pages before this one, as listed
-  const { data, error } = useAnswer(`/v1/requests?${filter}&limit=${PAGE}${ends.length ? `&${new URLSearchParams(ends.at(-1))}` : ""}`, ends.length ? 0 : 5000);
-  return html`${error && html`<${Alert}>${error}<//>`}
-    ${data ? html`<${Table} label="Requests" columns=${COLUMNS} rows=${data.data}>
-      ${isFiltered ? "No such request: choose another model, status or period."
-        : html`No request yet. Send one from the <a href="#/playground">playground</a>.`}<//>`
-      : !error && html`<${Loading} />`}
-    ${(ends.length > 0 || data?.has_more) && html`<p class="row">
+  const answer = useAnswer(
+    `/v1/requests?${filter}&limit=${PAGE}${ends.length ? `&${new URLSearchParams(ends.at(-1))}` : ""}`,
+    ends.length ? 0 : 5000,
+  );
+  const { data } = answer;
+  return html`<${Answered} answer=${answer}>${() =>
+    html`<${Table} label="Requests" columns=${COLUMNS} rows=${data.data}>
+      ${
+        isFiltered
+          ? "No such request: choose another model, status or period."
+          : html`No request yet. Send one from the <a href="#/playground">playground</a>.`
+      }<//>`}<//>
+    ${
+      (ends.length > 0 || data?.has_more) &&
+      html`<p class="row">
       <button type="button" disabled=${ends.length === 0} onClick=${() => setEnds(ends.slice(0, -1))}>Newer</button>
-      <button type="button" disabled=${!data?.has_more} onClick=${() => setEnds([...ends, endOf(data.data.at(-1))])}>Older</button></p>`}`;
+      <button type="button" disabled=${!data?.has_more} onClick=${() => setEnds([...ends, endOf(data.data.at(-1))])}>Older</button></p>`
+    }`;
 }
 
 function List({ isAdmin }) {
@@ -56,10 +75,8 @@ function List({ isAdmin }) {
   return html`<form class="row" onSubmit=${(event) => event.preventDefault()}>
       <label>Model <input type="search" list="models" placeholder=${isAdmin ? "all, or TENANT/NAME" : "all"} defaultValue="" onChange=${(event) => setModel(event.target.value.trim())} /></label>
       <datalist id="models">${names.map((name) => html`<option value=${name}></option>`)}</datalist>
-      <label>Status <select value=${status} onChange=${(event) => setStatus(event.target.value)}>
-        <option value="">all</option>${STATUSES.map((name) => html`<option value=${name}>${shown(name)}</option>`)}</select></label>
-      <label>Ended in the last <select value=${period} onChange=${(event) => setPeriod(event.target.value)}>
-        ${Object.keys(PERIODS).map((name) => html`<option value=${name}>${name}</option>`)}</select></label></form>
+      <${Select} label="Status" value=${status} onChange=${setStatus} options=${[["", "all"], ...STATUSES.map((name) => [name, shown(name)])]} />
+      <${Select} label="Ended in the last" value=${period} onChange=${setPeriod} options=${Object.keys(PERIODS)} /></form>
     <${Page} key=${`${model} ${status} ${period}`} filter=${filter} isFiltered=${model || status || period !== "day"} />
     <p class="dim">The list is the ledger's, so it is the same at every gateway. Requests that run come first. Prompts and answers are not kept, nor
       requests that are refused at once, as for a wrong field or a spent budget.</p>`;
@@ -70,36 +87,33 @@ function Timeline({ phases }) {
   const ended = phases.filter((phase) => phase.end_unix_us >= phase.begin_unix_us);
   const bars = ended.filter(({ name }) => name !== "error");
   const begin = Math.min(...ended.map((phase) => phase.begin_unix_us));
-  const whole = Math.max(...ended.map((phase) => phase.end_unix_us)) - begin || 1;
-  const share = (us) => (us / whole) * 100;
   const lengthS = (phase) => (phase.end_unix_us - phase.begin_unix_us) / 1e6;
   const columns = [
-    ["Phase", ({ name }) => name.replace("_", " ")],
+    ["Phase", ({ name }) => phaseName(name)],
     ["Begins after", (phase) => seconds((phase.begin_unix_us - begin) / 1e6), "number"],
     ["Takes", (phase) => seconds(lengthS(phase)), "number"],
     ["Where", ({ where }) => where],
     ["Detail", ({ detail }) => detail],
   ];
   if (!ended.length) return html`<p class="dim">No phase of it has ended.</p>`;
-  return html`<ul class="timeline">${bars.map((phase) => html`<li><span>${phase.name.replace("_", " ")}</span>
-      <svg aria-hidden="true"><rect x=${`${share(phase.begin_unix_us - begin)}%`} width=${`${Math.max(share(lengthS(phase) * 1e6), 0.5)}%`} height="100%" /></svg>
-      <span class="number">${seconds(lengthS(phase))}</span></li>`)}</ul>
+  return html`<${PhaseBars} phases=${bars.map((phase) => [phase.name, phase.begin_unix_us, phase.end_unix_us])} />
     <${Table} label="Phases" columns=${columns} rows=${ended} />`;
 }
 
 function Explained({ id, model, status: state }) {
   const path = `/v1/requests/${encodeURIComponent(id)}/explain`;
   const { data, error, status } = useAnswer(path, state === "running" ? 5000 : 0);
-  if (error && status === 404) return html`<p>No timeline: ${error}.</p>
+  if (error && status === 404)
+    return html`<p>No timeline: ${error}.</p>
     ${state === "error" && html`<p>Its error was in the answer, and would be kept with the timeline only.</p>`}
     <p class="dim">The scheduler keeps the timelines of the last 2,048 requests that it placed, of all gateways together, since it
-    began. <a href=${modelOf(model)}>The model's page</a> has the last decisions about the model.</p>`;
-  if (!data) return error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`;
-  const failure = state === "error" && data.phases.findLast(({ name }) => name === "error");
-  return html`${error && html`<${Alert}>${error}<//>`}
+    began. The page of <${ModelLink} id=${model} /> has the last decisions about the model.</p>`;
+  const failure = state === "error" && data?.phases.findLast(({ name }) => name === "error");
+  return html`<${Answered} answer=${{ data, error }}>${() =>
+    html`
     ${failure && html`<p class="error">Error: ${failure.detail}</p>`}
     <h2>Timeline</h2><${Timeline} phases=${data.phases} />
-    <h2>Decisions</h2><${Decisions} decisions=${data.decisions}>The scheduler decided nothing about its model meanwhile.<//>`;
+    <h2>Decisions</h2><${Decisions} decisions=${data.decisions}>The scheduler decided nothing about its model meanwhile.<//>`}<//>`;
 }
 
 function Request({ id }) {
@@ -107,7 +121,7 @@ function Request({ id }) {
   const back = html`<p><a href="#/requests">All requests</a></p>`;
   if (!request) return html`${back}${error ? html`<${Alert}>${error}<//>` : html`<${Loading} />`}`;
   const facts = {
-    Model: html`<a href=${modelOf(request.model)}>${request.model}</a>`,
+    Model: html`<${ModelLink} id=${request.model} />`,
     Status: html`<${Status} of=${request.status} />`,
     "Finish reason": request.causes.map(shown).join(", ") || "not ended",
     "Began, UTC": time(request.opened_unix_us / 1e6),
@@ -119,7 +133,7 @@ function Request({ id }) {
   };
   return html`${back}<h2>${id}</h2>
     <p>${MEANINGS[request.status]}</p>
-    <dl>${Object.entries(facts).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    <${Facts} facts=${facts} />
     <${Explained} key=${request.status} id=${id} model=${request.model} status=${request.status} />`;
 }
 

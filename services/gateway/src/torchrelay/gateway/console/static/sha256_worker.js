@@ -12,5 +12,7 @@ onmessage = async ({ data: file }) => {
       postMessage({ done: Math.min(at + SLICE_BYTES, file.size) });
     }
     postMessage({ sha256: hex(digest.digest()) });
-  } catch (failure) { postMessage({ error: failure.message }); }
+  } catch (failure) {
+    postMessage({ error: failure.message });
+  }
 };

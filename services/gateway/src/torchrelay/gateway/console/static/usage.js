@@ -1,6 +1,6 @@
 import { html, useMemo, useState } from "/console/vendor/preact-htm.js";
 import { count } from "/console/format.js";
-import { Alert, Loading, Table, useAnswer } from "/console/parts.js";
+import { Answered, Select, Table, useAnswer } from "/console/parts.js";
 import { Plot } from "/console/plot.js";
 
 const GROUPS = ["day", "model", "key"];
@@ -12,12 +12,17 @@ const FIGURES = {
   cost: "Cost, $",
 };
 // A spreadsheet would compute a cell that begins with one of these characters.
-const cell = (value) => `"${String(value).replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""')}"`;
+const cell = (value) =>
+  `"${String(value)
+    .replace(/^[=+\-@\t\r]/, "'$&")
+    .replaceAll('"', '""')}"`;
 
 function save(groupBy, rows) {
   const names = [groupBy, ...Object.keys(FIGURES)];
   const lines = [names, ...rows.map((row) => names.map((name) => row[name]))];
-  const address = URL.createObjectURL(new Blob([lines.map((line) => line.map(cell).join(",")).join("\r\n")], { type: "text/csv" }));
+  const address = URL.createObjectURL(
+    new Blob([lines.map((line) => line.map(cell).join(",")).join("\r\n")], { type: "text/csv" }),
+  );
   Object.assign(document.createElement("a"), { href: address, download: `usage-by-${groupBy}.csv` }).click();
   URL.revokeObjectURL(address);
 }
@@ -35,7 +40,11 @@ function dataOf(rows, groupBy, figure) {
     return { data: [days, values(rows)], range: [days[0] - DAY_S, days.at(-1) + DAY_S] };
   }
   const largest = [...rows].sort((left, right) => right[figure] - left[figure]).slice(0, MAX_BARS);
-  return { data: [largest.map((_, index) => index), values(largest)], range: [-0.7, largest.length - 0.3], labels: largest.map((row) => short(row[groupBy])) };
+  return {
+    data: [largest.map((_, index) => index), values(largest)],
+    range: [-0.7, largest.length - 0.3],
+    labels: largest.map((row) => short(row[groupBy])),
+  };
 }
 
 function Bars({ rows, groupBy }) {
@@ -43,24 +52,24 @@ function Bars({ rows, groupBy }) {
   const plot = useMemo(() => dataOf(rows, groupBy, figure), [rows, groupBy, figure]);
   const which = groupBy !== "day" && rows.length > MAX_BARS ? `, the largest ${MAX_BARS} of ${count(rows.length)}` : "";
   const title = `${FIGURES[figure]} by ${groupBy}${which}`;
-  return html`<p><label class="inline">Plot of <select value=${figure} onChange=${(event) => setFigure(event.target.value)}>
-      ${PLOTTED.map((name) => html`<option value=${name}>${FIGURES[name]}</option>`)}</select></label></p>
+  return html`<p><${Select} isInline label="Plot of" value=${figure} onChange=${setFigure} options=${PLOTTED.map((name) => [name, FIGURES[name]])} /></p>
     <div class="plots"><${Plot} key=${groupBy} title=${title} ...${plot} isBars=${true} height=${plot.labels ? 260 : 180} /></div>`;
 }
 
 export function Usage() {
   const [groupBy, setGroupBy] = useState("day");
-  const { data, error } = useAnswer(`/v1/usage?group_by=${groupBy}`);
+  const answer = useAnswer(`/v1/usage?group_by=${groupBy}`);
+  const { data } = answer;
   const figure = ([name, title]) => [title, (row) => (name === "cost" ? row.cost : count(row[name])), "number"];
   const first = [`${groupBy[0].toUpperCase()}${groupBy.slice(1)}`, (row) => row[groupBy]];
   const columns = [first, ...Object.entries(FIGURES).map(figure)];
   return html`<form class="row">
-    <label>Sums by <select value=${groupBy} onChange=${(event) => setGroupBy(event.target.value)}>${GROUPS.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
+    <${Select} label="Sums by" value=${groupBy} onChange=${setGroupBy} options=${GROUPS} />
     <button type="button" disabled=${!data?.data.length} onClick=${() => save(groupBy, data.data)}>Save as CSV</button></form>
-    ${error && html`<${Alert}>${error}<//>`}
-    ${data?.data.length > 0 && html`<${Bars} rows=${data.data} groupBy=${groupBy} />`}
-    ${data ? html`<${Table} label="Usage" columns=${columns} rows=${data.data}
+    <${Answered} answer=${answer}>${() =>
+      html`
+      ${data.data.length > 0 && html`<${Bars} rows=${data.data} groupBy=${groupBy} />`}
+      <${Table} label="Usage" columns=${columns} rows=${data.data}
         total=${{ ...data.total, [groupBy]: "Total" }}>
-        Nothing was used yet. Send a request from the <a href="#/playground">playground</a>.<//>`
-      : !error && html`<${Loading} />`}`;
+        Nothing was used yet. Send a request from the <a href="#/playground">playground</a>.<//>`}<//>`;
 }
