@@ -15,7 +15,7 @@ from tests.unit.engine.harness import Model, group_of, half_loaded, outputs, pro
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest, Unavailable
 from torchrelay.control.v1 import prefill_pb2
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.prefill_layout import context_digests
+from torchrelay.engine.kv.layout import context_digests
 from torchrelay.prefill import prompt_moves
 from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts
 

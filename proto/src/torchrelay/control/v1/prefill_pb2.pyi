@@ -78,7 +78,7 @@ Global___ExportPart: _TypeAlias = ExportPart  # noqa: Y015
 
 @_typing.final
 class ExportedPrompt(_message.Message):
-    """With the model's shape, torchrelay.engine.kv.prefill_layout lays out the chunks."""
+    """With the model's shape, torchrelay.engine.kv.layout lays out the chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

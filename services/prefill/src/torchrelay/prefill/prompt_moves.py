@@ -20,8 +20,8 @@ from torchrelay.control.v1 import prefill_pb2, types_pb2
 from torchrelay.engine.core import GroupSpec, KvBlock
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.export import PrefillExport
+from torchrelay.engine.kv.layout import KvLayout, context_digests
 from torchrelay.engine.kv.prefill_import import PrefillImport
-from torchrelay.engine.kv.prefill_layout import PrefillLayout, context_digests
 from torchrelay.transfer.errors import TicketRefused, WrongReceiver
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.protocol.tickets import prove_session, unseal_session, verify_ticket
@@ -101,7 +101,7 @@ class RecalledPrompts:
             exported = await engine.call(_of(engine, instance, lambda: instance.export_prefill(group_id)))
             layout = exported.layout
             prompt = prefill_pb2.ExportedPrompt(
-                boundary=layout.boundary,
+                boundary=layout.shape.num_layers,
                 block_tokens=layout.block_tokens,
                 pack_id=pack_id,
                 context_digests=context_digests(exported.spec),
@@ -191,7 +191,7 @@ class PromptReceiver:
         await self._write(layout, messages)
         return prompt.boundary
 
-    async def _write(self, layout: PrefillLayout, messages: AsyncIterator[prefill_pb2.ExportPart]) -> None:
+    async def _write(self, layout: KvLayout, messages: AsyncIterator[prefill_pb2.ExportPart]) -> None:
         """Writes the chunks. At most two pieces are here: one arrives while the engine copies the other."""
         received = bytearray()
         writing: asyncio.Future[None] | None = None
