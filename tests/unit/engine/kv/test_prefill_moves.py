@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.batching.test_interruptions import Between
@@ -28,7 +26,7 @@ from tests.unit.engine.harness import (
 )
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine.batching.sequences import GroupState
-from torchrelay.engine.kv.layout import KvLayout, KvSequence, KvShape, context_digests
+from torchrelay.engine.kv.layout import context_digests
 from torchrelay.engine.kv.prefill_import import PrefillImport
 
 LENGTHS = (1, 16, 70)
@@ -121,41 +119,6 @@ def test_digests_tell_contexts_apart() -> None:
     assert digests == context_digests(replace(group, group_id="r/1", tenant_id="other"))
     for other in (group_of((1, 2, 4), forced=[(), (4,)]), group_of((1, 2, 3), forced=[(4,), ()])):
         assert context_digests(other) != digests
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> KvLayout:
-    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
-    sequences = tuple(KvSequence((i,), length) for i, length in enumerate(lengths))
-    shape = KvShape(draw(st.integers(1, 5)), draw(st.integers(1, 3)), 8, draw(st.sampled_from([2, 4])))
-    return KvLayout(shape, draw(st.integers(1, 40)), sequences, draw(st.integers(1, 9)) * 4)
-
-
-@given(layouts())
-def test_chunks_cover_each_plane_once(layout: KvLayout) -> None:
-    seen, num_hidden = [], 0
-    for index in range(layout.num_chunks):
-        place = layout.locate(index)
-        tokens = range(place.token_begin, place.token_end)
-        is_hidden = layout.holds_hidden(place)
-        row_bytes = layout.hidden_bytes if is_hidden else layout.shape.bytes_per_token_layer
-        assert layout.chunk_bytes(index) == len(tokens) * row_bytes
-        num_hidden += len(tokens) if is_hidden else 0
-        seen += [(place.sequence, place.layer, token) for token in tokens]
-    for max_bytes in (1, 1 << 10, 1 << 30):
-        pieces = list(layout.pieces(max_bytes))
-        assert [index for piece in pieces for index in piece] == list(range(layout.num_chunks))
-        layers = list(layout.layer_ranges(max_bytes))
-        assert [layer for each in layers for layer in each] == list(range(layout.shape.num_layers))
-        layer_bytes = layout.shape.bytes_per_token_layer * sum(each.num_context_tokens for each in layout.sequences)
-        assert all(len(each) == 1 or len(each) * layer_bytes <= max_bytes for each in layers)
-        assert all(len(piece) == 1 or sum(map(layout.chunk_bytes, piece)) <= max_bytes for piece in pieces)
-    num_tokens = sum(each.num_context_tokens for each in layout.sequences)
-    assert len(seen) == len(set(seen)) == num_tokens * layout.num_planes
-    assert num_hidden == num_tokens
-    assert len(layout.chunk_sizes) == layout.num_chunks
-    with pytest.raises(IndexError):
-        layout.locate(layout.num_chunks)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import PrefillChunk, SequenceGroup
-from torchrelay.engine.batching.validation import check_layer_boundary
 from torchrelay.engine.kv.export import KvExport
 from torchrelay.engine.kv.hidden_states import HiddenStates
 from torchrelay.engine.kv.kv_import import PageImport
@@ -35,14 +34,15 @@ class PrefillImport(PageImport):
         ``Conflict``.
         """
         super().__init__(group, pages, hidden_states, scheduler)
-        self._layout_of, self._num_layers, self._export = layout_of, len(pages.kv), export
+        self._layout_of, self._export = layout_of, export
         scheduler.submit(group)
 
     def receive(self, boundary: int, block_tokens: int) -> KvLayout:
         """Prepares for the chunks of an export; returns their layout. Raises ``InvalidRequest``."""
         if block_tokens < 1:
             raise InvalidRequest("an export must name its block_tokens", field="block_tokens")
-        check_layer_boundary(self._num_layers, boundary)
+        if not 0 <= boundary <= (num_layers := len(self._pages.kv)):
+            raise InvalidRequest(f"layer boundary {boundary} must be between 0 and {num_layers}", field="boundary")
         self.layout = self._layout_of(boundary, block_tokens)
         self._missing = set(range(self.layout.num_chunks))
         return self.layout
