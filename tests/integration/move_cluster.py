@@ -430,8 +430,8 @@ async def assert_worker_is_empty(worker: RunningWorker) -> None:
     """Waits until a worker holds no attempt, page, hidden state, buffer, recalled prompt, receiver or KV budget."""
     role = worker.worker.role(PREFILL)
     assert isinstance(role, PrefillRole)
-    await eventually(lambda: not role._recalled._timers, "the end of recalled prompts")
-    await eventually(lambda: not role._recalled._leaving, "the end of all exports")
+    recalled = role._recalled
+    await eventually(lambda: not (recalled._timers or recalled._leaving), "the end of recalled prompts")
     await eventually(lambda: not role._receivers, "the end of all imports")
     await eventually(lambda: not role._measured, "the end of all measured attempts")
     await eventually(lambda: not (role._budget.num_granted or role._budget._waiting), "the return of the KV budget")

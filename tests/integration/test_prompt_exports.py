@@ -1,49 +1,66 @@
-"""The messages of a prompt's export: what the exporter keeps and gives up, and what the importer refuses."""
+"""Prompts that are offered to another worker: what the source keeps and gives up, and what the receiver refuses."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from itertools import pairwise
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.wait import eventually
+from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Model, group_of, half_loaded, outputs, prompt_of, run
-from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest, Unavailable
-from torchrelay.control.v1 import prefill_pb2
+from tests.unit.transfer.loopback_holders import receiver as node
+from tests.unit.transfer.loopback_holders import silent_listener, source_at
+from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
+from torchrelay.control.v1 import decode_pb2, types_pb2
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.prefill_layout import context_digests
+from torchrelay.engine.kv.layout import context_digests
 from torchrelay.prefill import prompt_moves
 from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts
+from torchrelay.transfer.errors import BufferLost, SourcesExhausted
+from torchrelay.transfer.transport.tcp import TcpTransport
+from torchrelay.worker.kv_receiver import KvReceiver
 
 PROMPT = prompt_of(70)
 PACK_ID = "pack-1"
 DIGESTS = context_digests(group_of(PROMPT))
+BUFFER_ID = "r/0/prompt"
 
 
-def exported_prompt(**changes: Any) -> prefill_pb2.ExportPart:
+def offer_of(address: str = "127.0.0.1:1", **changes: Any) -> decode_pb2.KvOffer:
     fields: dict[str, Any] = {"boundary": 1, "block_tokens": 16, "pack_id": PACK_ID, "context_digests": DIGESTS}
-    return prefill_pb2.ExportPart(prompt=prefill_pb2.ExportedPrompt(**{**fields, **changes}))
+    ticket = source_at(address, BUFFER_ID).ticket
+    source = types_pb2.Source(holder_id="host-h", data_address=address, ticket=ticket)
+    return decode_pb2.KvOffer(source=source, **{**fields, **changes})
 
 
 class InlineEngine:
-    """Runs commands at once."""
+    """Runs commands at once, or holds them."""
 
     def __init__(self, instance: Any) -> None:
         self.instance = instance
+        self.held: list[Callable[[], None]] | None = None
 
     def require_relay_instance(self) -> Any:
         return self.instance
 
     def call(self, command: Callable[[], Any]) -> asyncio.Future[Any]:
         future = asyncio.get_running_loop().create_future()
-        try:
-            future.set_result(command())
-        except Exception as error:
-            future.set_exception(error)
+
+        def run_command() -> None:
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        if self.held is None:
+            run_command()
+        else:
+            self.held.append(run_command)
         return future
 
     call_between_layers = call
@@ -56,31 +73,28 @@ async def receiver_of(model: Model) -> tuple[PromptReceiver, InlineEngine]:
     return receiver, engine
 
 
-async def stream_of(parts: Sequence[prefill_pb2.ExportPart]) -> AsyncIterator[prefill_pb2.ExportPart]:
-    for part in parts:
-        yield part
+async def receive(receiver: PromptReceiver, offer: decode_pb2.KvOffer) -> int:
+    worker: Any = SimpleNamespace(receiver=node(), transport=TcpTransport(), settings=SimpleNamespace(host_id=""))
+    with ThreadPoolExecutor(1) as threads:
+        return await receiver.receive(offer, worker, threads)
 
 
 @pytest.mark.parametrize(
-    ("parts", "why"),
+    ("changes", "why"),
     [
-        ([], "must begin with its prompt"),
-        ([prefill_pb2.ExportPart(data=b"x")], "must begin with its prompt"),
-        ([exported_prompt(block_tokens=0)], "must name its block_tokens"),
-        ([exported_prompt(boundary=9)], "layer boundary 9"),
-        ([exported_prompt(pack_id="pack-2")], "of other tokens, or of another pack"),
-        ([exported_prompt(context_digests=context_digests(group_of(PROMPT[::-1])))], "of other tokens"),
-        ([exported_prompt(context_digests=[])], "of other tokens"),
-        ([exported_prompt(), prefill_pb2.ExportPart(data=b"x")], "ends before chunk"),
-        ([exported_prompt(), prefill_pb2.ExportPart(data=bytes(1 << 20))], "does not end after"),
+        ({"block_tokens": 0}, "must name its block_tokens"),
+        ({"boundary": 9}, "layer boundary 9"),
+        ({"pack_id": "pack-2"}, "of other tokens, or of another pack"),
+        ({"context_digests": context_digests(group_of(PROMPT[::-1]))}, "of other tokens"),
+        ({"context_digests": []}, "of other tokens"),
     ],
 )
-async def test_malformed_export_is_computed_from_its_beginning(
-    model: Model, parts: Sequence[prefill_pb2.ExportPart], why: str
+async def test_prompt_of_another_offer_is_computed_from_its_beginning(
+    model: Model, changes: dict[str, Any], why: str
 ) -> None:
     receiver, engine = await receiver_of(model)
     with pytest.raises((DataCorrupted, InvalidRequest), match=why):
-        await receiver.receive(stream_of(parts))
+        await receive(receiver, offer_of(**changes))
     await receiver.start_over()
     assert outputs(run(engine.instance))["r/0", 0] == model.expected(PROMPT)
 
@@ -89,110 +103,122 @@ async def test_import_does_nothing_once_its_instance_is_gone(model: Model) -> No
     receiver, engine = await receiver_of(model)
     engine.instance = object()
     with pytest.raises(Conflict, match="was unloaded"):
-        await receiver.receive(stream_of([exported_prompt()]))
+        await receive(receiver, offer_of())
     with pytest.raises(Conflict, match="was unloaded"):
         await receiver.start_over()
 
 
-def kept_prompt(model: Model) -> tuple[Instance, RecalledPrompts]:
-    instance = half_loaded(model, 2)
-    recalled = RecalledPrompts(SimpleNamespace(engine=InlineEngine(instance), cancel=instance.cancel))
-    instance.prefill(group_of(PROMPT))
-    run(instance)
-    recalled.keep("r/0")
-    return instance, recalled
-
-
-async def test_export_ends_with_its_instance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages may be another model's by then."""
-    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
-    instance, recalled = kept_prompt(model)
-    parts = recalled.export("r/0", PACK_ID)
-    assert (await anext(parts)).prompt.boundary == 2 and (await anext(parts)).data
-    recalled._worker.engine.instance = half_loaded(model, 2)
-    with pytest.raises(Conflict, match="was unloaded"):
-        await anext(parts)
-    assert "r/0" not in recalled and instance.groups() == ()
-
-
-async def test_export_is_given_up_when_the_importer_hangs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    instance, recalled = kept_prompt(model)
-    parts = recalled.export("r/0", PACK_ID)
-    monkeypatch.setattr(prompt_moves, "_KEPT_S", 0.05)
-    assert (await anext(parts)).prompt.boundary == 2
-    with pytest.raises(Conflict, match="nothing is kept"):
-        await anext(recalled.export("r/0", PACK_ID))
-    assert "r/0" in recalled
-    await eventually(lambda: not instance.groups(), "the end of the prompt")
-    with pytest.raises(Conflict, match="has ended"):
-        await anext(parts)
-
-
-async def test_export_goes_on_as_long_as_the_importer_takes_messages(
+async def test_prompt_of_a_silent_source_is_computed_from_its_beginning(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
-    _, recalled = kept_prompt(model)
-    ends_s = []
-    async for _ in recalled.export("r/0", PACK_ID):
-        ends_s.append(recalled._timers["r/0"].when())
-    assert len(ends_s) > 3 and all(earlier < later for earlier, later in pairwise(ends_s))
-
-
-async def test_silent_export_is_computed_from_its_beginning(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_moves, "_MESSAGE_S", 0.05)
+    monkeypatch.setattr(prompt_moves, "_STALL_S", 0.05)
     receiver, engine = await receiver_of(model)
-    is_closed = asyncio.Event()
-
-    async def silent() -> AsyncIterator[prefill_pb2.ExportPart]:
-        yield exported_prompt()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            is_closed.set()
-
-    with pytest.raises(Unavailable, match="was silent"):
-        await receiver.receive(silent())
-    assert is_closed.is_set()
+    with silent_listener() as address, pytest.raises(SourcesExhausted, match="host-h"):
+        await receive(receiver, offer_of(address))
     await receiver.start_over()
     assert outputs(run(engine.instance))["r/0", 0] == model.expected(PROMPT)
 
 
-async def test_importer_holds_at_most_two_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no more messages while the engine has not copied the piece before the last."""
+class Source:
+    """A worker that keeps a prompt at its second layer."""
+
+    def __init__(self, model: Model) -> None:
+        self.instance: Instance = half_loaded(model, 2)
+        self.engine = InlineEngine(self.instance)
+        self.buffers: dict[str, Any] = {}
+        self.cancel = self.instance.cancel
+        self.tasks: list[asyncio.Task[None]] = []
+        self.recalled = RecalledPrompts(self)  # type: ignore[arg-type]
+        self.instance.prefill(group_of(PROMPT))
+        run(self.instance)
+        self.recalled.keep("r/0")
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
+
+    async def until_dropped(self) -> None:
+        await eventually(lambda: not self.instance.groups(), "the end of the prompt")
+        assert "r/0" not in self.recalled and not self.buffers
+
+
+async def test_offer_ends_with_its_instance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages may be another model's by then."""
     monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
+    source = Source(model)
+    exported = await source.recalled.export("r/0", BUFFER_ID)
+    assert exported.layout.shape.num_layers == 2
+    buffer, source.engine.held = source.buffers[BUFFER_ID], []
+    await eventually(lambda: source.engine.held, "the first piece")
+    source.engine.held[0]()
+    await eventually(lambda: len(source.engine.held or ()) == 2, "the second piece")
+    source.engine.instance = half_loaded(model, 2)
+    source.engine.held[1]()
+    await source.until_dropped()
+    ready = buffer.ready_flags()
+    assert 0 < sum(ready) < buffer.num_chunks
+    with pytest.raises(BufferLost, match="was unloaded"):
+        buffer.wait_any([ready.index(0)], HANG_S)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_offer_that_is_not_taken_or_not_copied_is_given_up(
+    model: Model, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    source = Source(model)
+    monkeypatch.setattr(prompt_moves, "_KEPT_S", 0.05)
+    await source.recalled.export("r/0", BUFFER_ID)
+    buffer, source.engine.held = source.buffers[BUFFER_ID], [] if hangs else None
+    with pytest.raises(Conflict, match="nothing is kept"):
+        await source.recalled.export("r/0", BUFFER_ID)
+    assert "r/0" in source.recalled
+    await source.until_dropped()
+    assert all(buffer.ready_flags()) != hangs
+    if hangs:
+        with pytest.raises(BufferLost, match="not copied"):
+            buffer.wait_any([0], HANG_S)
+
+
+async def test_prompt_is_kept_until_its_stream_ends(model: Model) -> None:
+    source = Source(model)
+    exported = await source.recalled.export("r/0", BUFFER_ID)
+    buffer = source.buffers[BUFFER_ID]
+    await eventually(lambda: all(buffer.ready_flags()), "the copies of all chunks")
+    assert [bytes(buffer.chunk(index)) for index in range(buffer.num_chunks)] == [
+        bytes(exported.read(index)) for index in range(buffer.num_chunks)
+    ]
+    assert "r/0" in source.recalled and source.instance.groups()
+    buffer.release("stream")  # the receiver has everything, or its attempt was cancelled
+    await source.until_dropped()
+
+
+async def test_receiver_holds_at_most_two_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no more chunks while the engine has not copied the piece before the last."""
+    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 12)
     receiver, engine = await receiver_of(model)
-    layout = engine.instance._prefill_layout(group_of(PROMPT), 1, 16)
-    queued: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
-    run_at_once = engine.call
+    num_taken = num_copied = 0
 
-    def call(command: Callable[[], Any]) -> asyncio.Future[Any]:
-        future = asyncio.get_running_loop().create_future()
-        queued.append((command, future))
-        return future
+    def copy() -> None:
+        nonlocal num_copied
+        num_copied += 1
 
-    num_taken = 0
-
-    async def parts() -> AsyncIterator[prefill_pb2.ExportPart]:
+    def take_chunks(kv_receiver: KvReceiver[Any], write: Callable[..., None], stall_s: float) -> bytes:
         nonlocal num_taken
-        engine.call_between_layers = call  # type: ignore[method-assign]
-        yield exported_prompt()
-        for piece in layout.pieces(1 << 10):
+        for _ in range(kv_receiver.kv_import.layout.num_chunks):
             num_taken += 1
-            yield prefill_pb2.ExportPart(data=bytes(sum(map(layout.chunk_bytes, piece))))
+            write(copy, threading.Event())
+        return b""
 
-    async def settle() -> None:
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-    receiving = asyncio.ensure_future(receiver.receive(parts()))
-    await settle()
-    command, future = queued.pop()  # the preparation for the chunks
-    future.set_result(await run_at_once(command))
-    num_pieces = len(list(layout.pieces(1 << 10)))
-    for number in range(num_pieces):
-        await settle()
-        assert len(queued) == 1 and num_taken <= number + 2
-        command, future = queued.pop()
-        future.set_result(await run_at_once(command))
-    assert num_pieces > 2 and await receiving == 1
+    monkeypatch.setattr(KvReceiver, "receive", take_chunks)
+    receiving = asyncio.ensure_future(receive(receiver, offer_of()))
+    await asyncio.sleep(0)
+    engine.held = []
+    num_pieces = 0
+    while not receiving.done():
+        await eventually(lambda: engine.held or receiving.done(), "a piece, or the end")
+        assert num_taken - num_copied <= 2 * receiver._piece_chunks
+        if engine.held:
+            [run_command] = engine.held
+            engine.held.clear()
+            run_command()
+            num_pieces += 1
+    assert await receiving == 1 and num_pieces > 2 and num_copied == num_taken

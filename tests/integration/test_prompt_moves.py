@@ -28,6 +28,7 @@ from tests.integration.move_cluster import (
 from tests.integration.roles_testbed import DECODE, RunningWorker, paused
 from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Model, prompt_of
+from tests.unit.transfer.loopback_holders import BlindSink
 from torchrelay.common.errors import DeadlineExceeded
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.channels import open_channel
@@ -44,7 +45,10 @@ from torchrelay.gateway.core import ChoiceUsage, FinishCause
 from torchrelay.gateway.inference.execution.worker_streams import RunStream
 from torchrelay.prefill import prompt_moves
 from torchrelay.prefill import role as prefill_role
-from torchrelay.prefill.prompt_moves import PromptReceiver, export_request
+from torchrelay.prefill.kv_sender import KvSendBuffer
+from torchrelay.prefill.prompt_moves import PromptReceiver
+from torchrelay.transfer.errors import TicketRefused
+from torchrelay.transfer.fetch.follow import Receiver, SourceAddress, fetch_head, follow
 from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.slot.slot import FREE, LOADING, READY
 
@@ -56,11 +60,11 @@ SHORT_S = 0.3  # the limits of a move that fails
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No limit of a move ends on a busy machine; an export takes several steps and messages."""
+    """No limit of a move ends on a busy machine; a prompt is copied in several pieces."""
     monkeypatch.setattr(prompt_moves, "_KEPT_S", HANG_S)
-    monkeypatch.setattr(prompt_moves, "_MESSAGE_S", HANG_S)
+    monkeypatch.setattr(prompt_moves, "_STALL_S", HANG_S)
     monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
-    monkeypatch.setattr(prompt_moves, "_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(prefill_role, "OFFER_S", HANG_S)
     monkeypatch.setattr(prefill_role, "RECALL_DELAY_S", 0.1)
 
 
@@ -111,21 +115,21 @@ class Hold:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cluster: MoveCluster) -> None:
         self.reached, self._released, self._engine_released = asyncio.Event(), asyncio.Event(), threading.Event()
         self._moment, self.breaks_writes = "", False
-        loop, read_piece, write = asyncio.get_running_loop(), prompt_moves._read_piece, PrefillImport.write
+        loop, publish_piece, write = asyncio.get_running_loop(), prompt_moves._publish_piece, PrefillImport.write
 
-        def read(exported: PrefillExport, piece: range) -> bytes:
+        def publish(exported: PrefillExport, piece: range, buffer: KvSendBuffer) -> None:
             assert cluster.role(cluster.source).keeps_prompt(exported.spec.group_id), "a late recall would end it"
             if piece.start and self._moment == "exporting":
                 loop.call_soon_threadsafe(self.reached.set)
                 self._engine_released.wait(HANG_S)
-            return read_piece(exported, piece)
+            publish_piece(exported, piece, buffer)
 
         def write_unless_broken(prompt_import: PrefillImport, index: int, data: memoryview) -> None:
             if self.breaks_writes:
                 raise RuntimeError("out of memory")
             write(prompt_import, index, data)
 
-        monkeypatch.setattr(prompt_moves, "_read_piece", read)
+        monkeypatch.setattr(prompt_moves, "_publish_piece", publish)
         monkeypatch.setattr(PrefillImport, "write", write_unless_broken)
         for moment, name in (("receiving", "receive"), ("starting", "start")):
             self._hold_calls(monkeypatch, moment, name)
@@ -331,7 +335,7 @@ class History:
         self.hold.release()
         if self.faults == ("hang the next worker",):
             recalled = cluster.role(cluster.source)._recalled
-            await eventually(lambda: not recalled._timers, "the end of the prompt at the source")
+            await eventually(lambda: not (recalled._timers or recalled._leaving), "the end of the prompt at the source")
             self.let_go_on(cluster.next)
         if self.return_pages is not None:
             await self.return_pages()
@@ -407,7 +411,8 @@ async def test_answer_and_bill_are_right_whatever_fails_during_a_move(
         with monkeypatch.context() as patched:
             if not history.is_harmless and faults != ("cancel",):
                 patched.setattr(prompt_moves, "_KEPT_S", SHORT_S)
-                patched.setattr(prompt_moves, "_MESSAGE_S", SHORT_S)
+                patched.setattr(prompt_moves, "_STALL_S", SHORT_S)
+                patched.setattr(prefill_role, "OFFER_S", SHORT_S)
             try:
                 async with asyncio.timeout(2 * HANG_S):
                     await history.run()
@@ -485,30 +490,37 @@ async def test_prompt_moves_to_a_worker_that_has_its_prefix(cluster: MoveCluster
     assert usage.num_cached_prompt_tokens == len(SHARED)
 
 
-async def test_prompt_is_exported_to_the_receiver_of_its_ticket_alone(cluster: MoveCluster) -> None:
-    """A forged request disturbs nothing. A request with the ticket need not wait for the gateway's recall."""
+async def test_prompt_leaves_for_the_receiver_of_its_ticket_alone(cluster: MoveCluster) -> None:
+    """A forged request disturbs nothing. A request with the ticket need not wait for the gateway's recall. No other
+    worker than the receiver can read the bytes.
+    """
     prompt = await cluster.with_reference(PROMPT)
     answer = await begun(cluster, prompt)
     key, source = cluster.scheduler.placed[answer.request_id]
-    role, receiver = cluster.role(source), cluster.next.worker.receiver
+    role, receiver, other = cluster.role(source), cluster.next.worker.receiver, cluster.decode.worker.receiver
     async with open_channel(source.address, token=source.token) as channel:
 
-        async def export(**changes: Any) -> list[prefill_pb2.ExportPart]:
+        async def offered(**changes: Any) -> decode_pb2.KvOffer:
             origin = prompt_source(key, source, **{"receiver_id": receiver.id, **changes})
-            return [part async for part in PrefillStub(channel).Export(export_request(origin, receiver))]
+            return await PrefillStub(channel).OfferPrompt(prefill_pb2.PromptRequest(key=key, ticket=origin.ticket))
 
-        for forged in (
-            {"buffer_id": "other/1/prompt"},
-            {"holder_id": "other"},
-            {"receiver_id": "other"},
-            {"expires_unix_ms": 1},
-        ):
+        for forged in ({"buffer_id": "other/1/prompt"}, {"holder_id": "other"}, {"expires_unix_ms": 1}):
             with pytest.raises(grpc.aio.AioRpcError, match="ticket"):
-                await export(**forged)
+                await offered(**forged)
             assert role.attempts and cluster.boundaries == [2]
-        first, *parts = await export()
-    assert first.prompt.boundary == 2 and parts
+        offer = await offered()
+    assert offer.boundary == 2
     assert not role.attempts
+    buffer = source.worker.buffers[offer.source.ticket.buffer_id]
+    address = SourceAddress(offer.source.holder_id, offer.source.data_address, offer.source.ticket)
+    for thief in (other, Receiver(receiver.id, other.node_key)):
+        with pytest.raises(TicketRefused):
+            await asyncio.to_thread(fetch_head, address, thief)
+    sizes = [len(buffer.chunk(index)) for index in range(buffer.num_chunks)]
+    sink = BlindSink(0, 0)
+    sink.chunks = [bytearray(size) for size in sizes]
+    chunks = follow(buffer.buffer_id, range(len(sizes)), [address], sink, receiver)
+    assert sorted(await asyncio.to_thread(list, chunks)) == list(range(len(sizes)))
     await eventually(lambda: not cluster.boundaries, "the end of the prompt in the engine's thread")
     await cluster.scheduler.recall_prompt(answer.request_id)
     await assert_ends_well(cluster, answer, num_imports=0)

@@ -18,10 +18,9 @@ from tests.support.packs import Pack, build_pack
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.layout import KvShape
+from torchrelay.engine.kv.layout import KvLayout, KvShape
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_import import PrefillImport
-from torchrelay.engine.kv.prefill_layout import PrefillLayout
 from torchrelay.modelspec.config import read_config
 
 POOL_BYTES = 4 << 20
@@ -238,7 +237,7 @@ class Exported:
     """All of an export, which has left its instance."""
 
     spec: GroupSpec
-    layout: PrefillLayout
+    layout: KvLayout
     chunks: tuple[bytes, ...]
 
 
@@ -257,7 +256,7 @@ def begin_import(
     group = replace(exported.spec, **changes)
     prefill_import = target.import_prefill(group, on_kv, lambda: has_pages.append(True))
     assert has_pages == [True]
-    layout = prefill_import.receive(exported.layout.boundary, exported.layout.block_tokens)
+    layout = prefill_import.receive(exported.layout.shape.num_layers, exported.layout.block_tokens)
     assert layout == exported.layout
     return prefill_import
 

@@ -199,7 +199,7 @@ class Lives:
             return
         exported = source.export_prefill(group_id)
         self.note_states()
-        layout = prompt_import.receive(exported.layout.boundary, exported.layout.block_tokens)
+        layout = prompt_import.receive(exported.layout.shape.num_layers, exported.layout.block_tokens)
         stops = self.random.randrange(layout.num_chunks + 1) if self.random.random() < 0.5 else layout.num_chunks
         for index in range(stops):
             prompt_import.write(index, exported.read(index))

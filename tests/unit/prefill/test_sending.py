@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,10 +14,11 @@ from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import Finish, KvBlock, NewToken
 from torchrelay.engine.kv.layout import KvLayout, KvShape
 from torchrelay.prefill.byte_budget import ByteBudget
-from torchrelay.prefill.kv_sender import KvSender
+from torchrelay.prefill.kv_sender import KvSender, kv_offer
 from torchrelay.transfer.buffers import BufferLost
 from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.attempts.outbox import Outbox
+from torchrelay.worker.role import RoleContext
 
 
 async def test_requests_are_granted_in_order() -> None:
@@ -86,14 +89,17 @@ async def test_trailer_is_published_with_last_first_token() -> None:
 
 
 async def test_buffer_is_received_when_trailer_stream_ends() -> None:
+    """A stream that breaks earlier may be followed by another, also once everything is published."""
     sender = kv_sender()
+    for index, chunk_bytes in enumerate(sender.layout.chunk_sizes):
+        sender.buffer.publish(index, bytes(chunk_bytes))
     sender.buffer.acquire("dec-1")
-    sender.buffer.chunk(0)
+    sender.buffer.digest(0)
     sender.buffer.release("dec-1")
     await asyncio.sleep(0)
     assert not sender.received.is_set()
     sender.buffer.acquire("dec-1")
-    sender.buffer.chunk(sender.layout.trailer_index)
+    sender.buffer.digest(sender.layout.trailer_index)
     sender.buffer.release("dec-1")
     async with asyncio.timeout(60):
         await sender.received.wait()
@@ -118,7 +124,9 @@ async def test_abandoned_sender_frees_its_buffer_and_ignores_blocks() -> None:
 
 
 async def test_offer_describes_buffer_layout() -> None:
-    offer = kv_sender().offer("pack", "pre-1", "127.0.0.1:9", "rack-1", "shm:/local")
+    settings = SimpleNamespace(worker_id="pre-1", host_id="rack-1")
+    worker = SimpleNamespace(settings=settings, data_address="127.0.0.1:9", local_address="shm:/local")
+    offer = kv_offer(cast(RoleContext, worker), kv_sender().layout, types_pb2.Ticket(), "pack", instance_id="ins-2")
     assert (offer.instance_id, offer.pack_id, offer.block_tokens) == ("ins-2", "pack", 2)
     assert [(list(s.choices), s.num_context_tokens) for s in offer.sequences] == [([0, 1], 3)]
     assert (offer.source.holder_id, offer.source.data_address) == ("pre-1", "127.0.0.1:9")

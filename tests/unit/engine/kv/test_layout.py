@@ -16,7 +16,7 @@ SHAPES = st.builds(KvShape, st.integers(1, 5), st.integers(1, 3), st.sampled_fro
 def layouts(draw: st.DrawFn) -> KvLayout:
     lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
     sequences = tuple(KvSequence((2 * i, 2 * i + 1), length) for i, length in enumerate(lengths))
-    return KvLayout(draw(SHAPES), draw(st.integers(1, 40)), sequences)
+    return KvLayout(draw(SHAPES), draw(st.integers(1, 40)), sequences, draw(st.integers(0, 9)) * 4)
 
 
 @given(layouts())
@@ -26,19 +26,33 @@ def test_chunks_cover_every_layer_and_position_once(layout: KvLayout) -> None:
         place = layout.locate(index)
         assert layout.index_of(place.sequence, place.block, place.layer) == index
         tokens = range(place.token_begin, place.token_end)
-        assert layout.chunk_bytes(index) == len(tokens) * layout.shape.bytes_per_token_layer
+        is_hidden = place.layer == layout.shape.num_layers
+        row_bytes = layout.hidden_bytes if is_hidden else layout.shape.bytes_per_token_layer
+        assert layout.chunk_bytes(index) == len(tokens) * row_bytes and layout.holds_hidden(place) == is_hidden
         seen += [(place.sequence, place.layer, token) for token in tokens]
     everything = {
         (number, layer, token)
         for number, sequence in enumerate(layout.sequences)
-        for layer in range(layout.shape.num_layers)
+        for layer in range(layout.shape.num_layers + (layout.hidden_bytes > 0))
         for token in range(sequence.num_context_tokens)
     }
     assert len(seen) == len(everything)
     assert set(seen) == everything
-    assert sum(layout.chunk_sizes) == layout.num_kv_bytes + layout.chunk_bytes(layout.trailer_index)
+    num_tokens = sum(sequence.num_context_tokens for sequence in layout.sequences)
+    last_bytes = num_tokens * layout.hidden_bytes or layout.chunk_bytes(layout.trailer_index)
+    assert sum(layout.chunk_sizes) == layout.num_kv_bytes + last_bytes
     with pytest.raises(IndexError):
         layout.locate(layout.trailer_index)
+
+
+@given(layouts(), st.sampled_from([1, 1 << 10, 1 << 30]))
+def test_pieces_and_ranges_of_layers_keep_to_their_size(layout: KvLayout, max_bytes: int) -> None:
+    pieces, ranges = list(layout.pieces(max_bytes)), list(layout.layer_ranges(max_bytes))
+    assert [index for piece in pieces for index in piece] == list(range(layout.num_chunks))
+    assert all(len(piece) == 1 or sum(map(layout.chunk_bytes, piece)) <= max_bytes for piece in pieces)
+    assert [layer for layers in ranges for layer in layers] == list(range(layout.shape.num_layers))
+    layer_bytes = layout.num_kv_bytes // layout.shape.num_layers
+    assert all(len(layers) == 1 or len(layers) * layer_bytes <= max_bytes for layers in ranges)
 
 
 def test_trailer_carries_first_tokens() -> None:

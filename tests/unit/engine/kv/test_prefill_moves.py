@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.batching.test_interruptions import Between
@@ -28,9 +26,8 @@ from tests.unit.engine.harness import (
 )
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine.batching.sequences import GroupState
-from torchrelay.engine.kv.layout import KvSequence, KvShape
+from torchrelay.engine.kv.layout import context_digests
 from torchrelay.engine.kv.prefill_import import PrefillImport
-from torchrelay.engine.kv.prefill_layout import PrefillLayout, context_digests
 
 LENGTHS = (1, 16, 70)
 BOUNDARIES = (0, 1, 2, 3)
@@ -53,7 +50,7 @@ def test_prompt_moves_at_every_boundary(model_of: ModelOf, family: str, boundary
             source.prefill(group)
             assert outputs(run(source)) == {}
             exported = export_prefill(source)
-            assert exported.layout.boundary == boundary
+            assert exported.layout.shape.num_layers == boundary
             import_prefill(target, exported, order=1 if num_cached else -1)
             steps = run(target)
             assert outputs(steps) == {("r/0", 0): model.expected(group.prompt)[: FEW.max_tokens]}
@@ -74,7 +71,7 @@ def test_export_requires_single_boundary(model_of: ModelOf) -> None:
     instance.cancel("r/0")
     instance.prefill(group_of(prompt_of(40)))
     exported = export_prefill(instance)  # it only waited
-    assert (exported.layout.boundary, exported.chunks) == (0, ())
+    assert (exported.layout.shape.num_layers, exported.chunks) == (0, ())
     import_prefill(instance, exported)
     assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(40))
     assert_idle(instance)
@@ -122,42 +119,6 @@ def test_digests_tell_contexts_apart() -> None:
     assert digests == context_digests(replace(group, group_id="r/1", tenant_id="other"))
     for other in (group_of((1, 2, 4), forced=[(), (4,)]), group_of((1, 2, 3), forced=[(4,), ()])):
         assert context_digests(other) != digests
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> PrefillLayout:
-    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
-    sequences = tuple(KvSequence((i,), length) for i, length in enumerate(lengths))
-    shape = KvShape(draw(st.integers(1, 5)), draw(st.integers(1, 3)), 8, draw(st.sampled_from([2, 4])))
-    boundary = draw(st.integers(0, shape.num_layers))
-    return PrefillLayout(shape, draw(st.integers(1, 9)) * 4, boundary, draw(st.integers(1, 40)), sequences)
-
-
-@given(layouts())
-def test_chunks_cover_each_plane_once(layout: PrefillLayout) -> None:
-    seen, num_hidden = [], 0
-    for index in range(layout.num_chunks):
-        place = layout.locate(index)
-        tokens = range(place.token_begin, place.token_end)
-        is_hidden = layout.holds_hidden(place)
-        row_bytes = layout.hidden_bytes if is_hidden else layout.shape.bytes_per_token_layer
-        assert layout.chunk_bytes(index) == len(tokens) * row_bytes
-        num_hidden += len(tokens) if is_hidden else 0
-        seen += [(place.sequence, place.layer, token) for token in tokens]
-    for max_bytes in (1, 1 << 10, 1 << 30):
-        pieces = list(layout.pieces(max_bytes))
-        assert [index for piece in pieces for index in piece] == list(range(layout.num_chunks))
-        layers = list(layout.layer_ranges(max_bytes))
-        assert [layer for each in layers for layer in each] == list(range(layout.boundary))
-        layer_bytes = layout.shape.bytes_per_token_layer * sum(each.num_context_tokens for each in layout.sequences)
-        assert all(len(each) == 1 or len(each) * layer_bytes <= max_bytes for each in layers)
-        assert all(len(piece) == 1 or sum(map(layout.chunk_bytes, piece)) <= max_bytes for piece in pieces)
-    num_tokens = sum(each.num_context_tokens for each in layout.sequences)
-    assert len(seen) == len(set(seen)) == num_tokens * layout.num_planes
-    assert num_hidden == (num_tokens if layout.boundary else 0)
-    assert len(layout.chunk_sizes) == layout.num_chunks
-    with pytest.raises(IndexError):
-        layout.locate(layout.num_chunks)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -221,7 +182,7 @@ def test_import_between_layers_takes_no_pages_of_the_step(model_of: ModelOf, num
     exported, num_calls, imports = export_prefill(source), count(), list[PrefillImport]()
 
     def import_all() -> None:
-        layout = imports[0].receive(exported.layout.boundary, exported.layout.block_tokens)
+        layout = imports[0].receive(exported.layout.shape.num_layers, exported.layout.block_tokens)
         for index in range(layout.num_chunks):
             imports[0].write(index, exported.chunks[index])
         imports[0].start()
@@ -260,7 +221,7 @@ def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
             prefill_import.receive(boundary, block_tokens)
     with pytest.raises(DataCorrupted):
         prefill_import.write(0, bytes(3))
-    with pytest.raises(Conflict, match="2 chunks of r/0 are missing"):
+    with pytest.raises(Conflict, match="2 KV chunks of r/0 are missing"):
         prefill_import.start()
     target.cancel("r/0")
     assert_idle(target)

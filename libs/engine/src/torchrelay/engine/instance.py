@@ -30,7 +30,6 @@ from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_import import PrefillImport
-from torchrelay.engine.kv.prefill_layout import PrefillLayout
 from torchrelay.engine.weights.adapter import AdapterReader
 from torchrelay.engine.weights.device_link import DeviceLink, link_to
 from torchrelay.engine.weights.pack_weights import PackWeights
@@ -194,7 +193,8 @@ class Instance:
             raise InvalidRequest(message, field="sequences")
         check_sampled_tokens(group, self.config.vocab_size)
         check_output(group, self.config.has_head, self._is_encoder)
-        kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
+        model = self.model
+        kv_import = KvImport(group, layout, model.pages, model.hidden_states, self._scheduler, self.config.vocab_size)
         self._interruptions.deadlines.add(kv_import.imported)
         return kv_import
 
@@ -242,8 +242,8 @@ class Instance:
             self._scheduler.cancel(group_id)
         return exported
 
-    def _prefill_layout(self, group: GroupSpec, boundary: int, block_tokens: int) -> PrefillLayout:
-        return PrefillLayout.of(self.kv_shape, self.config.hidden_size, boundary, block_tokens, group)
+    def _prefill_layout(self, group: GroupSpec, boundary: int, block_tokens: int) -> KvLayout:
+        return KvLayout.of_move(self.kv_shape, block_tokens, group, boundary, self.config.hidden_size)
 
     def preempt(self, group_id: str) -> None:
         """Frees the pages of a group at once; the group waits again and continues later with the same tokens.

@@ -21,6 +21,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class KvOffer(_message.Message):
+    """KV that the receiver of the ticket may follow: an attempt's for its decode worker, or what is computed of a recalled
+    prompt for its next prefill worker.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
@@ -31,8 +35,10 @@ class KvOffer(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
+    BOUNDARY_FIELD_NUMBER: _builtins.int
+    CONTEXT_DIGESTS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
-    """of the decode worker; refused by any other"""
+    """of the decode worker; refused by any other; empty: a prompt's"""
     pack_id: _builtins.str
     """both sides must run the same weights"""
     block_tokens: _builtins.int
@@ -41,6 +47,8 @@ class KvOffer(_message.Message):
     """of the prefill worker"""
     local_address: _builtins.str
     """"shm:/path" of the same buffers, for a decode worker of that host; empty: none"""
+    boundary: _builtins.int
+    """a prompt's: layers computed, of all positions; 0: there is no buffer"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -48,6 +56,10 @@ class KvOffer(_message.Message):
     @_builtins.property
     def source(self) -> _types_pb2.Source:
         """the prefill worker's data plane, with the ticket of the placement"""
+
+    @_builtins.property
+    def context_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """a prompt's: of the tokens of each context"""
 
     def __init__(
         self,
@@ -60,10 +72,12 @@ class KvOffer(_message.Message):
         block_tokens: _builtins.int = ...,
         host_id: _builtins.str = ...,
         local_address: _builtins.str = ...,
+        boundary: _builtins.int = ...,
+        context_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "host_id", b"host_id", "instance_id", b"instance_id", "key", b"key", "local_address", b"local_address", "pack_id", b"pack_id", "sequences", b"sequences", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "boundary", b"boundary", "context_digests", b"context_digests", "host_id", b"host_id", "instance_id", b"instance_id", "key", b"key", "local_address", b"local_address", "pack_id", b"pack_id", "sequences", b"sequences", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

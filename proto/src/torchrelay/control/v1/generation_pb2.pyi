@@ -302,7 +302,7 @@ Global___CancelAttempt: _TypeAlias = CancelAttempt  # noqa: Y015
 @_typing.final
 class RecallAttempt(_message.Message):
     """The attempt ends here, and another attempt continues its prompt at another worker. The prefill worker keeps what it has
-    computed, and computes on, until that worker exports it, or for a few seconds.
+    computed, and computes on, until that worker asks for it, or for a few seconds.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -22,23 +22,20 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from torchrelay.control.v1 import decode_pb2 as torchrelay_dot_control_dot_v1_dot_decode__pb2
 from torchrelay.control.v1 import generation_pb2 as torchrelay_dot_control_dot_v1_dot_generation__pb2
 from torchrelay.control.v1 import types_pb2 as torchrelay_dot_control_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#torchrelay/control/v1/prefill.proto\x12\x15torchrelay.control.v1\x1a&torchrelay/control/v1/generation.proto\x1a!torchrelay/control/v1/types.proto\"\x8c\x01\n\rExportRequest\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12-\n\x06ticket\x18\x03 \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\x12\r\n\x05proof\x18\x04 \x01(\x0cJ\x04\x08\x02\x10\x03R\x07pack_id\"]\n\nExportPart\x12\x37\n\x06prompt\x18\x01 \x01(\x0b\x32%.torchrelay.control.v1.ExportedPromptH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"b\n\x0e\x45xportedPrompt\x12\x10\n\x08\x62oundary\x18\x01 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x0f\n\x07pack_id\x18\x03 \x01(\t\x12\x17\n\x0f\x63ontext_digests\x18\x04 \x03(\x0c\x32\xaf\x01\n\x07Prefill\x12O\n\x03Run\x12!.torchrelay.control.v1.RunCommand\x1a!.torchrelay.control.v1.StepOutput(\x01\x30\x01\x12S\n\x06\x45xport\x12$.torchrelay.control.v1.ExportRequest\x1a!.torchrelay.control.v1.ExportPart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#torchrelay/control/v1/prefill.proto\x12\x15torchrelay.control.v1\x1a\"torchrelay/control/v1/decode.proto\x1a&torchrelay/control/v1/generation.proto\x1a!torchrelay/control/v1/types.proto\"n\n\rPromptRequest\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12-\n\x06ticket\x18\x02 \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket2\xaf\x01\n\x07Prefill\x12O\n\x03Run\x12!.torchrelay.control.v1.RunCommand\x1a!.torchrelay.control.v1.StepOutput(\x01\x30\x01\x12S\n\x0bOfferPrompt\x12$.torchrelay.control.v1.PromptRequest\x1a\x1e.torchrelay.control.v1.KvOfferb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'torchrelay.control.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EXPORTREQUEST']._serialized_start=138
-  _globals['_EXPORTREQUEST']._serialized_end=278
-  _globals['_EXPORTPART']._serialized_start=280
-  _globals['_EXPORTPART']._serialized_end=373
-  _globals['_EXPORTEDPROMPT']._serialized_start=375
-  _globals['_EXPORTEDPROMPT']._serialized_end=473
-  _globals['_PREFILL']._serialized_start=476
-  _globals['_PREFILL']._serialized_end=651
+  _globals['_PROMPTREQUEST']._serialized_start=173
+  _globals['_PROMPTREQUEST']._serialized_end=283
+  _globals['_PREFILL']._serialized_start=286
+  _globals['_PREFILL']._serialized_end=461
 # @@protoc_insertion_point(module_scope)

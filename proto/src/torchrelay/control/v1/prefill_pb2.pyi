@@ -3,10 +3,8 @@
 isort:skip_file
 """
 
-from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
 from torchrelay.control.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -20,14 +18,11 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class ExportRequest(_message.Message):
+class PromptRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
-    PROOF_FIELD_NUMBER: _builtins.int
-    proof: _builtins.bytes
-    """that the caller is the ticket's receiver: over the ticket's nonce"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey:
         """of the recalled attempt"""
@@ -41,72 +36,11 @@ class ExportRequest(_message.Message):
         *,
         key: _types_pb2.AttemptKey | None = ...,
         ticket: _types_pb2.Ticket | None = ...,
-        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "proof", b"proof", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ExportRequest: _TypeAlias = ExportRequest  # noqa: Y015
-
-@_typing.final
-class ExportPart(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROMPT_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    @_builtins.property
-    def prompt(self) -> Global___ExportedPrompt: ...
-    def __init__(
-        self,
-        *,
-        prompt: Global___ExportedPrompt | None = ...,
-        data: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "part", b"part", "prompt", b"prompt"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "part", b"part", "prompt", b"prompt"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["prompt", "data"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
-
-Global___ExportPart: _TypeAlias = ExportPart  # noqa: Y015
-
-@_typing.final
-class ExportedPrompt(_message.Message):
-    """With the model's shape, torchrelay.engine.kv.prefill_layout lays out the chunks."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BOUNDARY_FIELD_NUMBER: _builtins.int
-    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
-    PACK_ID_FIELD_NUMBER: _builtins.int
-    CONTEXT_DIGESTS_FIELD_NUMBER: _builtins.int
-    boundary: _builtins.int
-    """layers computed, of all positions; 0: no chunk follows"""
-    block_tokens: _builtins.int
-    pack_id: _builtins.str
-    """the weights that computed it"""
-    @_builtins.property
-    def context_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """of the tokens of each context"""
-
-    def __init__(
-        self,
-        *,
-        boundary: _builtins.int = ...,
-        block_tokens: _builtins.int = ...,
-        pack_id: _builtins.str = ...,
-        context_digests: _abc.Iterable[_builtins.bytes] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "boundary", b"boundary", "context_digests", b"context_digests", "pack_id", b"pack_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ExportedPrompt: _TypeAlias = ExportedPrompt  # noqa: Y015
+Global___PromptRequest: _TypeAlias = PromptRequest  # noqa: Y015

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from torchrelay.control.v1 import decode_pb2 as torchrelay_dot_control_dot_v1_dot_decode__pb2
 from torchrelay.control.v1 import generation_pb2 as torchrelay_dot_control_dot_v1_dot_generation__pb2
 from torchrelay.control.v1 import prefill_pb2 as torchrelay_dot_control_dot_v1_dot_prefill__pb2
 
@@ -41,10 +42,10 @@ class PrefillStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_generation__pb2.RunCommand.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_generation__pb2.StepOutput.FromString,
                 _registered_method=True)
-        self.Export = channel.unary_stream(
-                '/torchrelay.control.v1.Prefill/Export',
-                request_serializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportRequest.SerializeToString,
-                response_deserializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportPart.FromString,
+        self.OfferPrompt = channel.unary_unary(
+                '/torchrelay.control.v1.Prefill/OfferPrompt',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.PromptRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_decode__pb2.KvOffer.FromString,
                 _registered_method=True)
 
 
@@ -60,10 +61,10 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Export(self, request, context):
-        """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
-        chunks in order, in messages of any size. The ticket shows that the scheduler has recalled the attempt, also while
-        the gateway's RecallAttempt is still on its way here.
+    def OfferPrompt(self, request, context):
+        """Offers what this worker has computed of a recalled prompt, which leaves it; the caller then follows the buffer from
+        this worker. The ticket shows that the scheduler has recalled the attempt, also while the gateway's RecallAttempt is
+        still on its way here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,10 +78,10 @@ def add_PrefillServicer_to_server(servicer, server):
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_generation__pb2.RunCommand.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_generation__pb2.StepOutput.SerializeToString,
             ),
-            'Export': grpc.unary_stream_rpc_method_handler(
-                    servicer.Export,
-                    request_deserializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportRequest.FromString,
-                    response_serializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportPart.SerializeToString,
+            'OfferPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferPrompt,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.PromptRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_decode__pb2.KvOffer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -122,7 +123,7 @@ class Prefill:
             _registered_method=True)
 
     @staticmethod
-    def Export(request,
+    def OfferPrompt(request,
             target,
             options=(),
             channel_credentials=None,
@@ -132,12 +133,12 @@ class Prefill:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
-            '/torchrelay.control.v1.Prefill/Export',
-            torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportRequest.SerializeToString,
-            torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportPart.FromString,
+            '/torchrelay.control.v1.Prefill/OfferPrompt',
+            torchrelay_dot_control_dot_v1_dot_prefill__pb2.PromptRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_decode__pb2.KvOffer.FromString,
             options,
             channel_credentials,
             insecure,

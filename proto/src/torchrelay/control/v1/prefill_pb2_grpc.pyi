@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from torchrelay.control.v1 import decode_pb2 as _decode_pb2
 from torchrelay.control.v1 import generation_pb2 as _generation_pb2
 from torchrelay.control.v1 import prefill_pb2 as _prefill_pb2
 import abc as _abc_1
@@ -38,10 +39,10 @@ class PrefillStub:
     """One stream per gateway carries all its attempts. For each choice the prefill role delivers the first new token
     (and its finish, when it ends there); the others come from the decode role.
     """
-    Export: _grpc.UnaryStreamMultiCallable[_prefill_pb2.ExportRequest, _prefill_pb2.ExportPart]
-    """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
-    chunks in order, in messages of any size. The ticket shows that the scheduler has recalled the attempt, also while
-    the gateway's RecallAttempt is still on its way here.
+    OfferPrompt: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PromptRequest, _decode_pb2.KvOffer]
+    """Offers what this worker has computed of a recalled prompt, which leaves it; the caller then follows the buffer from
+    this worker. The ticket shows that the scheduler has recalled the attempt, also while the gateway's RecallAttempt is
+    still on its way here.
     """
 
 @_typing.type_check_only
@@ -53,10 +54,10 @@ class PrefillAsyncStub(PrefillStub):
     """One stream per gateway carries all its attempts. For each choice the prefill role delivers the first new token
     (and its finish, when it ends there); the others come from the decode role.
     """
-    Export: _aio.UnaryStreamMultiCallable[_prefill_pb2.ExportRequest, _prefill_pb2.ExportPart]  # type: ignore[assignment]
-    """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
-    chunks in order, in messages of any size. The ticket shows that the scheduler has recalled the attempt, also while
-    the gateway's RecallAttempt is still on its way here.
+    OfferPrompt: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PromptRequest, _decode_pb2.KvOffer]  # type: ignore[assignment]
+    """Offers what this worker has computed of a recalled prompt, which leaves it; the caller then follows the buffer from
+    this worker. The ticket shows that the scheduler has recalled the attempt, also while the gateway's RecallAttempt is
+    still on its way here.
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -73,14 +74,14 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Export(
+    def OfferPrompt(
         self,
-        request: _prefill_pb2.ExportRequest,
+        request: _prefill_pb2.PromptRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.ExportPart], _abc.AsyncIterator[_prefill_pb2.ExportPart]]:
-        """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
-        chunks in order, in messages of any size. The ticket shows that the scheduler has recalled the attempt, also while
-        the gateway's RecallAttempt is still on its way here.
+    ) -> _typing.Union[_decode_pb2.KvOffer, _abc.Awaitable[_decode_pb2.KvOffer]]:
+        """Offers what this worker has computed of a recalled prompt, which leaves it; the caller then follows the buffer from
+        this worker. The ticket shows that the scheduler has recalled the attempt, also while the gateway's RecallAttempt is
+        still on its way here.
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

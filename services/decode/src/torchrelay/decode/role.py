@@ -18,12 +18,12 @@ from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.decode.kv_receiver import KvReceiver
 from torchrelay.decode.page_queue import PageQueue
 from torchrelay.engine.core import NewToken
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout, KvSequence
 from torchrelay.worker.attempts.attempt import Attempt, group_id_of
+from torchrelay.worker.kv_receiver import KvReceiver
 from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
@@ -41,7 +41,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
 
     def __init__(self, worker: RoleContext) -> None:
         super().__init__(worker)
-        self._kv_receivers: dict[str, KvReceiver] = {}
+        self._kv_receivers: dict[str, KvReceiver[KvImport]] = {}
         self._page_queue = PageQueue()
         self._threads = ThreadPoolExecutor(worker.settings.max_incoming, thread_name_prefix="kv")
 
@@ -122,7 +122,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
     def pages_freed(self) -> None:
         self._page_queue.pages_freed()
 
-    async def _receive_kv(self, attempt: Attempt, kv_receiver: KvReceiver) -> None:
+    async def _receive_kv(self, attempt: Attempt, kv_receiver: KvReceiver[KvImport]) -> None:
         """Receives the KV, then starts decoding."""
         begin_us = now_unix_us()
         # A prefill worker that has nothing to send yet says so many times a second, so a silent worker hangs.

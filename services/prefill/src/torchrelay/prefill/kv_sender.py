@@ -1,36 +1,40 @@
-"""The prefill side of a KV transfer: an attempt's KV, published chunk by chunk as layers finish."""
+"""The sending side of a KV transfer: KV that is published chunk by chunk, and its offer to another worker."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from torchrelay.control.v1 import decode_pb2, types_pb2
 from torchrelay.engine.core import KvBlock, NewToken
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.worker.attempts.attempt import Attempt
+from torchrelay.worker.role import RoleContext
 
 
 class KvSendBuffer(MemoryBuffer):
-    """A KV buffer that the decode worker has received once the stream that sent the trailer has ended."""
+    """A KV buffer that the other worker has received once the stream that sent the last chunk has ended.
 
-    def __init__(self, buffer_id: str, layout: KvLayout, received: asyncio.Event) -> None:
+    With ``once`` it serves one stream, and any end of that counts.
+    """
+
+    def __init__(self, buffer_id: str, layout: KvLayout, received: asyncio.Event, *, once: bool = False) -> None:
         super().__init__(buffer_id, layout.chunk_sizes)
         self.received = received
-        self._trailer = layout.trailer_index
-        self._trailer_sent = False
+        self._ends_with_stream = once
         self._loop = asyncio.get_running_loop()
 
-    def chunk(self, index: int) -> memoryview:
-        self._trailer_sent |= index == self._trailer
-        return super().chunk(index)
+    def digest(self, index: int) -> bytes:
+        self._ends_with_stream |= index == self.num_chunks - 1  # each stream sends the digest with the chunk
+        return super().digest(index)
 
     def acquire(self, owner: str) -> None:
         """Does nothing when a stream starts to read; part of transfer.LeasedBuffer."""
 
     def release(self, owner: str) -> None:
-        """Sets ``received`` when the stream that sent the trailer ends; part of transfer.LeasedBuffer."""
-        if self._trailer_sent:
+        """Sets ``received`` when the stream that sent the last chunk ends; part of transfer.LeasedBuffer."""
+        if self._ends_with_stream:
             self._loop.call_soon_threadsafe(self.received.set)
 
 
@@ -71,21 +75,21 @@ class KvSender:
         self.complete.set()
         self.received.set()
 
-    def offer(
-        self, pack_id: str, holder_id: str, data_address: str, host_id: str = "", local_address: str = ""
-    ) -> decode_pb2.KvOffer:
-        """The offer of the KV; ``local_address`` is for receivers on ``host_id``."""
-        start = self.attempt.start
-        return decode_pb2.KvOffer(
-            key=start.key,
-            instance_id=start.decode.instance_id,
-            pack_id=pack_id,
-            sequences=[
-                decode_pb2.KvSequence(choices=sequence.choices, num_context_tokens=sequence.num_context_tokens)
-                for sequence in self.layout.sequences
-            ],
-            source=types_pb2.Source(holder_id=holder_id, data_address=data_address, ticket=start.kv_ticket),
-            block_tokens=self.layout.block_tokens,
-            host_id=host_id,
-            local_address=local_address,
-        )
+
+def kv_offer(
+    worker: RoleContext, layout: KvLayout, ticket: types_pb2.Ticket, pack_id: str, **fields: Any
+) -> decode_pb2.KvOffer:
+    """The offer of a buffer of this worker to the receiver of the ticket."""
+    settings = worker.settings
+    return decode_pb2.KvOffer(
+        pack_id=pack_id,
+        sequences=[
+            decode_pb2.KvSequence(choices=sequence.choices, num_context_tokens=sequence.num_context_tokens)
+            for sequence in layout.sequences
+        ],
+        source=types_pb2.Source(holder_id=settings.worker_id, data_address=worker.data_address, ticket=ticket),
+        block_tokens=layout.block_tokens,
+        host_id=settings.host_id,
+        local_address=worker.local_address,
+        **fields,
+    )

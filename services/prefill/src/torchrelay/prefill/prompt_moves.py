@@ -1,31 +1,35 @@
 """Prompts that move between prefill workers with what is computed of them.
 
 The scheduler recalls a prompt that would have its first token sooner elsewhere. The worker that leaves it keeps its
-state, and computes on, until the next worker exports it, which it does once it has pages for the prompt. Every failure
-has the same end: the next worker computes the prompt from its beginning, in those pages.
+state, and computes on, until the next worker asks for its offer, which it does once it has pages for the prompt. The
+bytes then take the path of a hand-over. Every failure has the same end: the next worker computes the prompt from its
+beginning, in those pages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict, DataCorrupted, Unavailable
+from torchrelay.common.errors import Conflict, DataCorrupted, TorchrelayError
 from torchrelay.common.liveness import SILENT_S
-from torchrelay.control.v1 import prefill_pb2, types_pb2
+from torchrelay.control.v1 import decode_pb2, prefill_pb2
 from torchrelay.engine.core import GroupSpec, KvBlock
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.export import PrefillExport
+from torchrelay.engine.kv.layout import context_digests
 from torchrelay.engine.kv.prefill_import import PrefillImport
-from torchrelay.engine.kv.prefill_layout import PrefillLayout, context_digests
-from torchrelay.transfer.errors import TicketRefused, WrongReceiver
+from torchrelay.prefill.kv_sender import KvSendBuffer
+from torchrelay.transfer.errors import TicketRefused
 from torchrelay.transfer.fetch.follow import Receiver
-from torchrelay.transfer.protocol.tickets import prove_session, unseal_session, verify_ticket
+from torchrelay.transfer.protocol.tickets import verify_ticket
 from torchrelay.worker.attempts.attempt import group_id_of
+from torchrelay.worker.kv_receiver import KvReceiver
 from torchrelay.worker.role import RoleContext
 from torchrelay.worker.slot.engine_thread import EngineThread
 
@@ -34,97 +38,89 @@ T = TypeVar("T")
 # Chunks are copied in pieces between two layers, which may take milliseconds, so that smaller pieces would move a long
 # prompt too slowly; the copy of a piece takes milliseconds, too.
 _PIECE_BYTES: Final = 16 << 20
-_MESSAGE_BYTES: Final = 1 << 20
-_KEPT_S: Final = SILENT_S  # for a worker to ask for the prompt, and then for each piece; usually it takes milliseconds
-_MESSAGE_S: Final = SILENT_S  # for each message of an export; then the prompt is computed from its beginning
+_KEPT_S: Final = SILENT_S  # for a worker to ask for the prompt, for each piece, and to receive the rest
+OFFER_S: Final = SILENT_S  # for the offer; then the prompt is computed from its beginning
+_STALL_S: Final = SILENT_S / 2  # without a byte; a silent source is tried once more
 
 
-def export_request(source: types_pb2.PromptSource, receiver: Receiver) -> prefill_pb2.ExportRequest:
-    """The request of the receiver that the source's ticket names. Raises ``TicketRefused``."""
-    ticket = source.ticket
-    # A fixed challenge is enough, because a prompt is exported once: a copy of the request is worth nothing.
-    proof = prove_session(unseal_session(ticket, receiver.node_key), b"receiver", ticket.nonce)
-    return prefill_pb2.ExportRequest(key=source.key, ticket=ticket, proof=proof)
-
-
-def check_request(request: prefill_pb2.ExportRequest, holder: Receiver) -> None:
-    """Raises ``TicketRefused`` unless the scheduler lets the caller export the prompt from this holder."""
-    ticket = request.ticket
-    session = verify_ticket(ticket, holder.id, holder.node_key, now_unix_us() // 1000)
-    if ticket.buffer_id != f"{group_id_of(request.key)}/prompt":
+def check_ticket(request: prefill_pb2.PromptRequest, holder: Receiver) -> None:
+    """Raises ``TicketRefused`` unless the scheduler has recalled the prompt from this holder for another worker."""
+    verify_ticket(request.ticket, holder.id, holder.node_key, now_unix_us() // 1000)
+    if request.ticket.buffer_id != f"{group_id_of(request.key)}/prompt":
         raise TicketRefused("the ticket is not for this prompt")
-    if not hmac.compare_digest(request.proof, prove_session(session, b"receiver", ticket.nonce)):
-        raise WrongReceiver("the caller is not the ticket's receiver")
 
 
 class RecalledPrompts:
-    """Recalled prompts, until another worker has exported them."""
+    """Recalled prompts, until another worker has received them."""
 
     def __init__(self, worker: RoleContext) -> None:
         self._worker = worker
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._leaving: set[str] = set()  # prompts that a worker is exporting
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # of prompts for which no worker has asked yet
+        self._leaving: set[str] = set()
 
     def __contains__(self, group_id: object) -> bool:
-        return group_id in self._timers
+        return group_id in self._timers or group_id in self._leaving
 
     def keep(self, group_id: str) -> None:
         """Keeps the engine's state of a prompt for ``_KEPT_S``."""
         self._timers[group_id] = asyncio.get_running_loop().call_later(_KEPT_S, self._drop, group_id)
 
-    def _keep_on(self, group_id: str) -> None:
-        """Keeps a prompt for ``_KEPT_S`` from now on. Raises ``Conflict`` if it was dropped."""
-        if (timer := self._timers.get(group_id)) is None:
-            raise Conflict(f"{group_id} has ended")
-        timer.cancel()
-        self.keep(group_id)
-
     def drop_prefilled(self, group_ids: Iterable[str]) -> None:
         """Drops prompts that are computed to their end: they cannot be exported any more."""
         for group_id in group_ids:
-            if (timer := self._timers.get(group_id)) is not None:
-                timer.cancel()
+            if group_id in self._timers:
                 self._drop(group_id)
 
-    async def export(self, group_id: str, pack_id: str) -> AsyncGenerator[prefill_pb2.ExportPart, None]:
-        """Stops a prompt and yields the messages of its export; afterwards nothing is left of it here.
+    async def export(self, group_id: str, buffer_id: str) -> PrefillExport:
+        """Stops a prompt and serves what is computed of it as a buffer; afterwards nothing is left of it here.
 
-        Raises ``Conflict`` if it is not kept, is not at a layer boundary, or ends meanwhile.
+        Raises ``Conflict`` if it is not kept, or is not at a layer boundary.
         """
-        if group_id in self._leaving or group_id not in self._timers:
+        if (timer := self._timers.pop(group_id, None)) is None:
             raise Conflict(f"nothing is kept of {group_id}")
-        self._keep_on(group_id)
+        timer.cancel()
         self._leaving.add(group_id)
         engine = self._worker.engine
         try:
             instance = engine.require_relay_instance()
             exported = await engine.call(_of(engine, instance, lambda: instance.export_prefill(group_id)))
-            layout = exported.layout
-            prompt = prefill_pb2.ExportedPrompt(
-                boundary=layout.boundary,
-                block_tokens=layout.block_tokens,
-                pack_id=pack_id,
-                context_digests=context_digests(exported.spec),
-            )
-            yield prefill_pb2.ExportPart(prompt=prompt)
-            for piece in layout.pieces(_PIECE_BYTES):
-                self._keep_on(group_id)  # the other worker does not hang
-                read = _of(engine, instance, partial(_read_piece, exported, piece))
-                data = await engine.call_between_layers(read)
-                for begin in range(0, len(data), _MESSAGE_BYTES):
-                    yield prefill_pb2.ExportPart(data=data[begin : begin + _MESSAGE_BYTES])
+        except BaseException:
+            self._drop(group_id)
+            raise
+        buffer = KvSendBuffer(buffer_id, exported.layout, asyncio.Event(), once=True)
+        self._worker.buffers[buffer_id] = buffer
+        self._worker.spawn(self._send(group_id, instance, exported, buffer), f"prompt {group_id}")
+        return exported
+
+    async def _send(self, group_id: str, instance: Instance, exported: PrefillExport, buffer: KvSendBuffer) -> None:
+        """Publishes the chunks; keeps the prompt until they are received, or the receiver needs no more."""
+        engine = self._worker.engine
+        try:
+            for piece in exported.layout.pieces(_PIECE_BYTES):
+                publish = _of(engine, instance, partial(_publish_piece, exported, piece, buffer))
+                async with asyncio.timeout(_KEPT_S):
+                    await engine.call_between_layers(publish)
+                if buffer.received.is_set():
+                    return
+            if buffer.num_chunks:
+                async with asyncio.timeout(_KEPT_S):
+                    await buffer.received.wait()
+        except TorchrelayError as error:
+            buffer.fail(error.message)
+        except TimeoutError:
+            buffer.fail(f"its chunks were not copied, or not received, within {_KEPT_S:g} s")
         finally:
-            self._leaving.discard(group_id)
-            if (timer := self._timers.get(group_id)) is not None:
-                timer.cancel()
-                self._drop(group_id)
+            self._worker.buffers.pop(buffer.buffer_id, None)
+            self._drop(group_id)
 
     def close(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
 
     def _drop(self, group_id: str) -> None:
-        del self._timers[group_id]
+        if (timer := self._timers.pop(group_id, None)) is not None:
+            timer.cancel()
+        self._leaving.discard(group_id)
         self._worker.cancel(group_id)
 
 
@@ -139,8 +135,9 @@ def _of(engine: EngineThread, instance: Instance, command: Callable[[], T]) -> C
     return run
 
 
-def _read_piece(exported: PrefillExport, piece: range) -> bytes:
-    return b"".join(exported.read(index) for index in piece)
+def _publish_piece(exported: PrefillExport, piece: range, buffer: KvSendBuffer) -> None:
+    for index in piece:
+        buffer.publish(index, exported.read(index))
 
 
 class PromptReceiver:
@@ -152,12 +149,16 @@ class PromptReceiver:
         self._engine, self._group, self._pack_id, self._on_kv = engine, group, pack_id, on_kv
         self._proceed = asyncio.Event()  # it has pages, or the attempt has ended
         self._is_stopped = False
+        self._kv_receiver: KvReceiver[PrefillImport] | None = None
+        self._piece: list[Callable[[], None]] = []  # copies of chunks that have arrived
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
         """Ends the wait for pages and the import, because the attempt has ended."""
         self._is_stopped = True
         self._proceed.set()
+        if self._kv_receiver is not None:
+            self._kv_receiver.stop()
 
     async def reserve(self) -> None:
         """Queues the prompt and waits until it has its pages. Raises ``TorchrelayError`` if it cannot run here."""
@@ -172,45 +173,39 @@ class PromptReceiver:
     def _has_pages(self) -> None:
         self._loop.call_soon_threadsafe(self._proceed.set)
 
-    async def receive(self, parts: AsyncIterable[prefill_pb2.ExportPart]) -> int:
-        """Imports the messages of an export; returns its boundary. At boundary 0 nothing is imported.
+    async def receive(self, offer: decode_pb2.KvOffer, worker: RoleContext, threads: Executor) -> int:
+        """Imports the offered prompt; returns its boundary. At boundary 0 nothing is imported.
 
-        Raises ``DataCorrupted`` or ``InvalidRequest`` if they are not an export of this prompt, ``Conflict`` if the
-        instance was unloaded, ``Unavailable`` if no message comes for ``_MESSAGE_S``, or what ``parts`` raises.
+        Raises ``DataCorrupted`` or ``InvalidRequest`` if the offer is not of this prompt, ``Conflict`` if the instance
+        was unloaded or the attempt has ended, or the errors of the transfer.
         """
-        messages = aiter(parts)
-        head = await _next(messages)
-        if head is None or not head.HasField("prompt"):
-            raise DataCorrupted("an export must begin with its prompt")
-        prompt = head.prompt
-        if prompt.pack_id != self._pack_id or tuple(prompt.context_digests) != context_digests(self._group):
-            raise DataCorrupted("the export is of other tokens, or of another pack")
-        if not prompt.boundary:
+        if offer.pack_id != self._pack_id or tuple(offer.context_digests) != context_digests(self._group):
+            raise DataCorrupted("the offer is of other tokens, or of another pack")
+        if not offer.boundary:
             return 0
-        layout = await self._call(lambda: self._import.receive(prompt.boundary, prompt.block_tokens))
-        await self._write(layout, messages)
-        return prompt.boundary
+        layout = await self._call(lambda: self._import.receive(offer.boundary, offer.block_tokens))
+        self._piece_chunks = max(1, _PIECE_BYTES // max(layout.chunk_sizes))
+        self._copying: asyncio.Future[Any] = self._call(lambda: None)
+        self._kv_receiver = KvReceiver(offer, self._import, worker.receiver, worker.transport, worker.settings.host_id)
+        if not self._is_stopped:
+            await self._loop.run_in_executor(threads, self._kv_receiver.receive, self._write, _STALL_S)
+        if self._is_stopped:
+            raise Conflict("the attempt has ended")
+        await self._copy_piece()
+        await self._copying
+        return offer.boundary
 
-    async def _write(self, layout: PrefillLayout, messages: AsyncIterator[prefill_pb2.ExportPart]) -> None:
-        """Writes the chunks. At most two pieces are here: one arrives while the engine copies the other."""
-        received = bytearray()
-        writing: asyncio.Future[None] | None = None
-        for piece in layout.pieces(_PIECE_BYTES):
-            num_bytes = sum(map(layout.chunk_bytes, piece))
-            while len(received) < num_bytes:
-                if (part := await _next(messages)) is None:
-                    raise DataCorrupted(f"the export ends before chunk {piece.stop} of {layout.num_chunks}")
-                if self._is_stopped:
-                    raise Conflict("the attempt has ended")
-                received += part.data
-            data, received = bytes(received[:num_bytes]), received[num_bytes:]
-            if writing is not None:
-                await writing
-            writing = self._call(partial(_write_piece, self._import, piece, data))
-        if writing is not None:
-            await writing
-        if received or await _next(messages) is not None:
-            raise DataCorrupted(f"the export does not end after {layout.num_chunks} chunks")
+    def _write(self, copy_chunk: Callable[[], None], stop: threading.Event) -> None:
+        """(receiving thread) Has a piece copied once it is here; waits until the piece before has been copied."""
+        self._piece.append(copy_chunk)
+        if len(self._piece) == self._piece_chunks:
+            asyncio.run_coroutine_threadsafe(self._copy_piece(), self._loop).result()
+
+    async def _copy_piece(self) -> None:
+        """Starts to copy a piece. At most two pieces are here: one arrives while the engine copies the other."""
+        piece, self._piece = self._piece, []
+        await self._copying
+        self._copying = self._call(lambda: [copy_chunk() for copy_chunk in piece])
 
     async def start(self) -> None:
         """Continues the imported prompt. Raises ``Conflict`` if its instance is gone."""
@@ -225,20 +220,3 @@ class PromptReceiver:
 
     def _call(self, command: Callable[[], T]) -> asyncio.Future[T]:
         return self._engine.call_between_layers(_of(self._engine, self._instance, command))
-
-
-async def _next(messages: AsyncIterator[prefill_pb2.ExportPart]) -> prefill_pb2.ExportPart | None:
-    """The next message; None after the last."""
-    try:
-        async with asyncio.timeout(_MESSAGE_S):
-            return await anext(messages, None)
-    except TimeoutError:
-        raise Unavailable(f"the export was silent for {_MESSAGE_S:g} s") from None
-
-
-def _write_piece(prompt_import: PrefillImport, piece: range, data: bytes) -> None:
-    begin = 0
-    for index in piece:
-        end = begin + prompt_import.layout.chunk_bytes(index)
-        prompt_import.write(index, memoryview(data)[begin:end])
-        begin = end

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.quantities import format_count
-from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.engine.core import (
     Embedding,
@@ -30,9 +31,10 @@ from torchrelay.engine.core import (
     PromptLogprobs,
     PromptProgress,
 )
+from torchrelay.engine.kv.layout import context_digests
 from torchrelay.prefill.byte_budget import ByteBudget
-from torchrelay.prefill.kv_sender import KvSender
-from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts, check_request, export_request
+from torchrelay.prefill.kv_sender import KvSender, kv_offer
+from torchrelay.prefill.prompt_moves import OFFER_S, PromptReceiver, RecalledPrompts, check_ticket
 from torchrelay.worker.attempts.attempt import NON_FINITE_EMBEDDING_ERROR, Attempt, dispatch_outputs, group_id_of
 from torchrelay.worker.attempts.hosted_adapters import READ_TIMEOUT_S
 from torchrelay.worker.role import RoleContext, WorkerRole
@@ -42,7 +44,7 @@ log = get_logger(__name__)
 RECALL_DELAY_S = 0.5  # a recall may reach the decode worker by this much earlier than this worker
 CALLERS: MethodCallers = {
     "/torchrelay.control.v1.Prefill/Run": {Caller.GATEWAY},
-    "/torchrelay.control.v1.Prefill/Export": {Caller.WORKER},
+    "/torchrelay.control.v1.Prefill/OfferPrompt": {Caller.WORKER},
 }
 
 
@@ -58,6 +60,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         self._measured: set[str] = set()  # attempts whose first token has been delivered
         self._recalled = RecalledPrompts(worker)
         self._receivers: dict[str, PromptReceiver] = {}  # by group id
+        self._threads = ThreadPoolExecutor(worker.settings.max_incoming, thread_name_prefix="prompt")
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and token of a worker
 
     @property
@@ -79,6 +82,9 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             yield
         finally:
             self._recalled.close()
+            for receiver in self._receivers.values():
+                receiver.stop()
+            await asyncio.to_thread(self._threads.shutdown)
             for channel in self._channels.values():
                 await channel.close()
 
@@ -151,12 +157,11 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     async def _import(self, attempt: Attempt, receiver: PromptReceiver) -> int:
         """Receives the prompt from its source; returns its boundary, 0 if nothing of it can be used."""
         source = attempt.start.prompt_source
-        export = None
         try:
-            request = export_request(source, self.worker.receiver)
             stub = prefill_pb2_grpc.PrefillStub(self._channel(source.worker))
-            export = stub.Export(request)
-            return await receiver.receive(export)
+            request = prefill_pb2.PromptRequest(key=source.key, ticket=source.ticket)
+            offer = await stub.OfferPrompt(request, timeout=OFFER_S)
+            return await receiver.receive(offer, self.worker, self._threads)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
                 self._drop_channel(source.worker)
@@ -166,9 +171,6 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         except Exception as error:  # of a copy in the engine: the prompt can still be computed
             log.error("import_broke", group_id=attempt.group_id, exc_info=error)
             why = str(error)
-        finally:
-            if export is not None:
-                export.cancel()
         log.info("prompt_not_continued", group_id=attempt.group_id, worker=source.worker.worker_id, why=why)
         return 0
 
@@ -183,28 +185,40 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def keeps_prompt(self, group_id: str) -> bool:
         return group_id in self.attempts or group_id in self._recalled
 
-    async def Export(
-        self, request: prefill_pb2.ExportRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[prefill_pb2.ExportPart]:
-        check_request(request, self.worker.receiver)
-        group_id = group_id_of(request.key)
+    async def OfferPrompt(
+        self, request: prefill_pb2.PromptRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> decode_pb2.KvOffer:
+        check_ticket(request, self.worker.receiver)
+        group_id, pack_id = group_id_of(request.key), self._pack_id
         if (attempt := self.attempts.get(group_id)) is not None:  # the gateway's recall is still on its way
             self.recall(attempt)
-        async with aclosing(self._recalled.export(group_id, self._pack_id)) as parts:
-            async for part in parts:
-                yield part
+        exported = await self._recalled.export(group_id, request.ticket.buffer_id)
+        return kv_offer(
+            self.worker,
+            exported.layout,
+            request.ticket,
+            pack_id,
+            key=request.key,
+            boundary=exported.layout.shape.num_layers,
+            context_digests=context_digests(exported.spec),
+        )
 
     async def _send_kv(self, kv_sender: KvSender) -> None:
         """Offers the KV and keeps it until the decode worker has received all of it."""
         attempt, target = kv_sender.attempt, kv_sender.attempt.start.decode
-        worker, settings = self.worker, self.worker.settings
+        worker, start = self.worker, attempt.start
         reads_s = READ_TIMEOUT_S if attempt.start.HasField("adapter") else 0.0  # there, before it takes the offer
-        offer = kv_sender.offer(
-            self._pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address
+        offer = kv_offer(
+            worker,
+            kv_sender.layout,
+            start.kv_ticket,
+            self._pack_id,
+            key=start.key,
+            instance_id=start.decode.instance_id,
         )
         try:
             decode = decode_pb2_grpc.DecodeStub(self._channel(target))
-            await decode.Receive(offer, timeout=settings.kv_timeout_s + reads_s)
+            await decode.Receive(offer, timeout=worker.settings.kv_timeout_s + reads_s)
         except grpc.aio.AioRpcError as error:
             cause, lost_worker = error_from_rpc(error), ""
             # It may have ended the attempt because of a recall, which lets a loading worker keep the prompt.

@@ -53,9 +53,3 @@ def check_sampled_tokens(spec: GroupSpec, vocab_size: int) -> None:
         raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", field="prompt")
     if any(not 0 <= token < vocab_size for token, _ in spec.sampling.logit_bias):
         raise InvalidRequest(f"token ids of logit_bias must be between 0 and {vocab_size - 1}", field="logit_bias")
-
-
-def check_layer_boundary(num_layers: int, boundary: int) -> None:
-    """Checks the boundary at which a prompt continues. Raises ``InvalidRequest``."""
-    if not 0 <= boundary <= num_layers:
-        raise InvalidRequest(f"layer boundary {boundary} must be between 0 and {num_layers}", field="boundary")

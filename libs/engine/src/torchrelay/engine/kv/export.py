@@ -16,7 +16,6 @@ from torchrelay.engine.core import GroupSpec, KvBlock
 from torchrelay.engine.kv.hidden_states import HiddenStates
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import PagedKv
-from torchrelay.engine.kv.prefill_layout import PrefillLayout
 from torchrelay.engine.profile import Activity
 
 # KV leaves in portions of at least this size: each portion wakes threads of both workers, which on a CPU slow down the
@@ -85,7 +84,7 @@ class PrefillExport:
     All methods run on the engine thread.
     """
 
-    def __init__(self, group: SequenceGroup, spec: GroupSpec, layout: PrefillLayout, export: KvExport) -> None:
+    def __init__(self, group: SequenceGroup, spec: GroupSpec, layout: KvLayout, export: KvExport) -> None:
         """``spec`` has the remaining choices, with their output as forced output."""
         self.spec, self.layout = spec, layout
         self._contexts = tuple(group.contexts)

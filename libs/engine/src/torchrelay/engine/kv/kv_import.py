@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine import profile
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
-from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup
+from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.core import GroupSpec, grammar_state
 from torchrelay.engine.kernels.cpu.threads import one_thread
-from torchrelay.engine.kv.layout import KvLayout, KvLocation
+from torchrelay.engine.kv.hidden_states import HiddenStates
+from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import PagedKv
-from torchrelay.engine.kv.prefill_layout import PrefillLayout
 from torchrelay.engine.profile import Activity
 
 
@@ -26,12 +25,13 @@ class PageImport:
     All methods run on the engine thread.
     """
 
-    layout: KvLayout | PrefillLayout
-    _chunk: ClassVar[str] = "chunk"  # its name in errors
+    layout: KvLayout
 
-    def __init__(self, imported: SequenceGroup, pages: PagedKv, scheduler: BatchScheduler) -> None:
+    def __init__(
+        self, imported: SequenceGroup, pages: PagedKv, hidden_states: HiddenStates, scheduler: BatchScheduler
+    ) -> None:
         self.imported = imported
-        self._pages = pages
+        self._pages, self._hidden_states = pages, hidden_states
         self._scheduler = scheduler
         self._contexts = tuple(imported.contexts)
         self._missing: set[int] = set()
@@ -41,49 +41,57 @@ class PageImport:
         """Chunks not written yet."""
         return len(self._missing)
 
-    def _locate(self, index: int, data: memoryview | bytes) -> tuple[KvLocation, PrefillContext]:
-        """The location of a chunk that arrived, and its context. Raises ``DataCorrupted`` if the length is wrong."""
+    @torch.inference_mode()
+    def write(self, index: int, data: memoryview | bytes) -> None:
+        """Copies one chunk (not the trailer) to its place, unless cancelled. Raises ``DataCorrupted`` if the length is
+        wrong.
+        """
         name, expected = self.imported.spec.group_id, self.layout.chunk_bytes(index)
         if len(data) != expected:
-            raise DataCorrupted(f"{self._chunk} {index} of {name} has {len(data)} bytes, not {expected}")
+            raise DataCorrupted(f"KV chunk {index} of {name} has {len(data)} bytes, not {expected}")
         place = self.layout.locate(index)
         self._missing.discard(index)
-        return place, self._contexts[place.sequence]
+        context = self._contexts[place.sequence]
+        if not context.is_live:
+            return
+        kv = self._pages.kv
+        block = as_tensor(memoryview(data)).view(kv.dtype)
+        before = profile.enter(Activity.KV_TRANSFER)
+        with one_thread():
+            if self.layout.holds_hidden(place):
+                rows = block.view(place.token_end - place.token_begin, -1)
+                self._hidden_states.write(context, place.token_begin, rows.to(kv.device))
+            else:
+                # NOTE: cached positions are in pages that other sequences read: they must not be written.
+                begin = min(max(context.num_cached, place.token_begin), place.token_end)
+                block = block.view(2, -1, *kv.shape[3:])[:, begin - place.token_begin :].to(kv.device)
+                slots = torch.from_numpy(context.slots[begin : place.token_end]).to(kv.device)
+                kv[place.layer].index_copy_(1, slots, block)
+        profile.enter(before)
 
     def _check_complete(self) -> None:
         """Raises ``Conflict`` while chunks are missing, unless the group was cancelled."""
         if self._missing and self.imported.contexts:
-            raise Conflict(f"{len(self._missing)} {self._chunk}s of {self.imported.spec.group_id} are missing")
+            raise Conflict(f"{len(self._missing)} KV chunks of {self.imported.spec.group_id} are missing")
 
 
 class KvImport(PageImport):
     """The import of a group's KV, in chunks."""
 
-    layout: KvLayout
-    _chunk = "KV chunk"
-
     def __init__(
-        self, group: GroupSpec, layout: KvLayout, pages: PagedKv, scheduler: BatchScheduler, vocab_size: int
+        self,
+        group: GroupSpec,
+        layout: KvLayout,
+        pages: PagedKv,
+        hidden_states: HiddenStates,
+        scheduler: BatchScheduler,
+        vocab_size: int,
     ) -> None:
         """Reserves the pages. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
-        super().__init__(SequenceGroup.of(group), pages, scheduler)
+        super().__init__(SequenceGroup.of(group), pages, hidden_states, scheduler)
         self.group, self.layout, self._vocab_size = group, layout, vocab_size
         self._missing = set(range(layout.num_kv_chunks))
         scheduler.receive(self.imported)
-
-    @torch.inference_mode()
-    def write(self, index: int, data: memoryview | bytes) -> None:
-        """Copies one chunk (not the trailer) into the pages, unless cancelled. Raises ``DataCorrupted``."""
-        place, context = self._locate(index, data)
-        if not context.is_live:
-            return
-        kv = self._pages.kv[place.layer]
-        block = as_tensor(memoryview(data)).view(kv.dtype).view(2, -1, *kv.shape[2:]).to(kv.device)
-        slots = torch.from_numpy(context.slots[place.token_begin : place.token_end]).to(kv.device)
-        before = profile.enter(Activity.KV_TRANSFER)
-        with one_thread():
-            kv.index_copy_(1, slots, block)
-        profile.enter(before)
 
     def start(self, first_tokens: Mapping[int, int]) -> None:
         """Starts decoding. Choices without a first token, or whose first token ends them, free their pages.

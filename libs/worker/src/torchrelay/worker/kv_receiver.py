@@ -1,25 +1,28 @@
-"""The decode side of a KV transfer: follows a buffer from its prefill worker into reserved pages."""
+"""The receiving side of a KV transfer: follows a buffer from the worker that computed it into reserved pages."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Generic, TypeVar
 
 from torchrelay.control.v1 import decode_pb2
-from torchrelay.engine.kv.kv_import import KvImport
+from torchrelay.engine.kv.kv_import import PageImport
 from torchrelay.transfer.fetch.follow import FollowOptions, Receiver, SourceAddress, TransferControl, follow
 from torchrelay.transfer.transport.interface import Transport
 from torchrelay.transfer.transport.local_first import prefer_local
 
+Import = TypeVar("Import", bound=PageImport)
 
-class KvReceiver:
+
+class KvReceiver(Generic[Import]):
     """An incoming KV buffer. ``receive`` blocks and runs on its own thread; ``stop`` ends it early."""
 
     def __init__(
         self,
         offer: decode_pb2.KvOffer,
-        kv_import: KvImport,
+        kv_import: Import,
         receiver: Receiver,
         transport: Transport,
         host_id: str = "",
@@ -35,7 +38,9 @@ class KvReceiver:
         self._stop.set()
 
     def receive(self, write: Callable[[Callable[[], None], threading.Event], None], stall_s: float) -> bytes:
-        """Follows the buffer, passing each verified chunk to ``write``. Returns the trailer. Raises transfer errors."""
+        """Follows the buffer, passing each verified chunk to ``write``. Returns the trailer, if there is one. Raises
+        transfer errors, and what ``write`` raises.
+        """
         source, layout, trailer = self._source, self.kv_import.layout, b""
         for index in follow(
             source.ticket.buffer_id,
@@ -61,14 +66,14 @@ class KvReceiver:
         return memoryview(staged)
 
     def digest(self, index: int) -> bytes | None:
-        return None  # only the prefill worker knows the digest; the frame carries it
+        return None  # only the other worker knows the digest; the frame carries it
 
     def accept(self, index: int) -> None:
         """Does nothing: ``receive`` passes the chunk on."""
 
 
 def _source(offer: decode_pb2.KvOffer, host_id: str) -> SourceAddress:
-    """The address of the prefill worker; its local address if both workers have the same host id."""
+    """The address of the other worker; its local address if both workers have the same host id."""
     source = offer.source
     local_address = offer.local_address if host_id and offer.host_id == host_id else ""
     return SourceAddress(source.holder_id, prefer_local(local_address, source.data_address), source.ticket)
