@@ -8,7 +8,6 @@ import random
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -26,7 +25,6 @@ from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.engine.core import StepResult
 from torchrelay.engine.kernels.low_rank import Adapter
-from torchrelay.transfer.transport.shm import ShmConnection
 from torchrelay.worker.attempts.attempt import group_id_of
 from torchrelay.worker.attempts.hosted_adapters import HostedAdapters, Reserve
 
@@ -46,32 +44,6 @@ async def test_tokens_equal_the_reference_and_nothing_is_left(scene_of: Make, mo
         await (await scene.send(resumed)).finished()
         assert resumed.tokens() == model.expected(PROMPT)[9:]
         await scene.assert_idle()
-
-
-@pytest.mark.parametrize("reached", [True, False], ids=["same host", "folders apart"])
-async def test_kv_uses_shared_memory_on_a_host_and_tcp_otherwise(
-    scene_of: Make, model: Model, reached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    met: list[object] = []
-    opened = ShmConnection.opened
-
-    def noted(meeting: socket.socket, send_timeout_s: float) -> ShmConnection:
-        met.append(meeting)
-        return opened(meeting, send_timeout_s)
-
-    monkeypatch.setattr(ShmConnection, "opened", noted)
-    async with scene_of(kv_by_shared_memory=True) as scene:
-        listener_path = Path(scene.prefill.worker.local_address.removeprefix("shm:"))
-        assert await asyncio.to_thread(listener_path.is_socket)
-        if not reached:
-            await asyncio.to_thread(listener_path.unlink)  # as in a container with a folder of its own
-        prompt = prompt_of(150)
-        request = await scene.send(scene.request(prompt))
-        await request.finished()
-        assert request.tokens() == model.expected(prompt)
-        await scene.assert_idle()
-    assert len(met) == reached
-    assert not await asyncio.to_thread(listener_path.exists)
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])

@@ -124,10 +124,9 @@ async def test_abandoned_sender_frees_its_buffer_and_ignores_blocks() -> None:
 
 
 async def test_offer_describes_buffer_layout() -> None:
-    settings = SimpleNamespace(worker_id="pre-1", host_id="rack-1")
-    worker = SimpleNamespace(settings=settings, data_address="127.0.0.1:9", local_address="shm:/local")
+    settings = SimpleNamespace(worker_id="pre-1")
+    worker = SimpleNamespace(settings=settings, data_address="127.0.0.1:9")
     offer = kv_offer(cast(RoleContext, worker), kv_sender().layout, types_pb2.Ticket(), "pack", instance_id="ins-2")
     assert (offer.instance_id, offer.pack_id, offer.block_tokens) == ("ins-2", "pack", 2)
     assert [(list(s.choices), s.num_context_tokens) for s in offer.sequences] == [([0, 1], 3)]
     assert (offer.source.holder_id, offer.source.data_address) == ("pre-1", "127.0.0.1:9")
-    assert (offer.host_id, offer.local_address) == ("rack-1", "shm:/local")

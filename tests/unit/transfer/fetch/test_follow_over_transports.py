@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.support.wait import wait_until
 from tests.unit.transfer.loopback_holders import FixedBuffer, SamplePack, receiver, serving
-from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_case
+from tests.unit.transfer.transport.transport_cases import TransportCase
 from torchrelay.transfer.errors import SourcesExhausted, SourceStalled
 from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, fetch_head
 from torchrelay.transfer.serve.holder import HolderServer
@@ -22,10 +19,9 @@ PACK = SamplePack(100_000)
 ALL = list(PACK.chunks)
 
 
-@pytest.fixture(params=TRANSPORTS)
-def case(request: pytest.FixtureRequest) -> Iterator[TransportCase]:
-    with TemporaryDirectory() as folder:
-        yield make_case(request.param, Path(folder))
+@pytest.fixture
+def case() -> TransportCase:
+    return TransportCase()
 
 
 def holding(case: TransportCase, buffer: FixedBuffer) -> AbstractContextManager[HolderServer]:
@@ -58,15 +54,13 @@ def test_chunks_arrive_as_they_become_ready(case: TransportCase) -> None:
 
 
 def test_silent_source_replaced(case: TransportCase) -> None:
-    with TemporaryDirectory() as folder:
-        other = TransportCase(case.transport, case.host if "shm:" not in case.host else f"shm:{folder}/other")
-        with other.silent_listener() as silent, holding(case, PACK.buffer()) as holder:
-            with pytest.raises(SourceStalled):
-                fetch_head(PACK.source(silent), receiver(), FollowOptions(case.transport, 0.3))
-            sink = PACK.sink()
-            sources = [PACK.source(silent), PACK.source(holder.address)]
-            assert sorted(PACK.follow(sources, sink, transport=case.transport, stall_s=0.5)) == ALL
-            assert sink.bytes_held == PACK.data
+    with case.silent_listener() as silent, holding(case, PACK.buffer()) as holder:
+        with pytest.raises(SourceStalled):
+            fetch_head(PACK.source(silent), receiver(), FollowOptions(case.transport, 0.3))
+        sink = PACK.sink()
+        sources = [PACK.source(silent), PACK.source(holder.address)]
+        assert sorted(PACK.follow(sources, sink, transport=case.transport, stall_s=0.5)) == ALL
+        assert sink.bytes_held == PACK.data
 
 
 def test_closed_holder_ends_its_streams(case: TransportCase) -> None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.support.wait import HANG_S, wait_until
-from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_case, receive
+from tests.unit.transfer.transport.transport_cases import TransportCase, receive
 from torchrelay.transfer.transport.interface import Connection
+from torchrelay.transfer.transport.tcp import TcpTransport
 
 
-@pytest.fixture(params=TRANSPORTS)
-def case(request: pytest.FixtureRequest) -> Iterator[TransportCase]:
-    with TemporaryDirectory() as folder:
-        yield make_case(request.param, Path(folder))
+@pytest.fixture
+def case() -> TransportCase:
+    return TransportCase()
 
 
 @pytest.mark.parametrize(
@@ -91,11 +88,9 @@ def test_receive_times_out_after_tick(case: TransportCase) -> None:
                 end.receive_into(memoryview(bytearray(1)))
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_peer_that_reads_nothing_given_up(name: str) -> None:
+def test_peer_that_reads_nothing_given_up() -> None:
     with (
-        TemporaryDirectory() as folder,
-        make_case(name, Path(folder), send_timeout_s=0.1).pair() as (near, _),
+        TransportCase(TcpTransport(send_timeout_s=0.1)).pair() as (near, _),
         pytest.raises(TimeoutError, match="accepted nothing"),
     ):
         near.send([bytes(64 << 20)])
@@ -141,6 +136,6 @@ def test_closed_listener_accepts_no_connection(case: TransportCase) -> None:
 
 
 def test_bad_address_refused(case: TransportCase) -> None:
-    for bad in ("", "host", "shm:relative", "host:http"):
+    for bad in ("", "host", "host:http"):
         with pytest.raises(ConnectionError, match="form"):
             case.transport.connect(bad, timeout_s=1.0)

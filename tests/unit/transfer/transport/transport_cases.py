@@ -1,27 +1,22 @@
-"""The transports that the suites run over."""
+"""Connections of a transport, and listeners, for the suites."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from torchrelay.transfer.transport.interface import Connection, Listener, Transport
-from torchrelay.transfer.transport.shm import ShmTransport
-from torchrelay.transfer.transport.sockets import SEND_TIMEOUT_S
 from torchrelay.transfer.transport.tcp import TcpTransport
-
-TRANSPORTS = ("tcp", "shm")
 
 
 @dataclass(frozen=True)
 class TransportCase:
     """A transport, and the host to listen at."""
 
-    transport: Transport
-    host: str
+    transport: Transport = field(default_factory=TcpTransport)
+    host: str = "127.0.0.1"
 
     @contextmanager
     def listening(self) -> Iterator[Listener]:
@@ -61,13 +56,6 @@ class TransportCase:
             accepting.join()
             for connection in accepted:
                 connection.close()
-
-
-def make_case(name: str, folder: Path, send_timeout_s: float = SEND_TIMEOUT_S) -> TransportCase:
-    """``folder`` is for the sockets of shared memory; its path must be short."""
-    if name == "tcp":
-        return TransportCase(TcpTransport(send_timeout_s), "127.0.0.1")
-    return TransportCase(ShmTransport(send_timeout_s), f"shm:{folder / 'socket'}")
 
 
 def receive(connection: Connection, num_bytes: int) -> bytes:

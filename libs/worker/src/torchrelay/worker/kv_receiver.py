@@ -11,7 +11,6 @@ from torchrelay.control.v1 import decode_pb2
 from torchrelay.engine.kv.kv_import import PageImport
 from torchrelay.transfer.fetch.follow import FollowOptions, Receiver, SourceAddress, TransferControl, follow
 from torchrelay.transfer.transport.interface import Transport
-from torchrelay.transfer.transport.local_first import prefer_local
 
 Import = TypeVar("Import", bound=PageImport)
 
@@ -25,12 +24,12 @@ class KvReceiver(Generic[Import]):
         kv_import: Import,
         receiver: Receiver,
         transport: Transport,
-        host_id: str = "",
     ) -> None:
         self.kv_import = kv_import
         self.num_bytes = 0
         self._receiver, self._transport = receiver, transport
-        self._source = _source(offer, host_id)
+        source = offer.source
+        self._source = SourceAddress(source.holder_id, source.data_address, source.ticket)
         self._stop = threading.Event()
         self._staged: dict[int, bytearray] = {}
 
@@ -70,10 +69,3 @@ class KvReceiver(Generic[Import]):
 
     def accept(self, index: int) -> None:
         """Does nothing: ``receive`` passes the chunk on."""
-
-
-def _source(offer: decode_pb2.KvOffer, host_id: str) -> SourceAddress:
-    """The address of the other worker; its local address if both workers have the same host id."""
-    source = offer.source
-    local_address = offer.local_address if host_id and offer.host_id == host_id else ""
-    return SourceAddress(source.holder_id, prefer_local(local_address, source.data_address), source.ticket)

@@ -66,7 +66,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls)
         worker.engine.start()
         await worker.engine.call(worker.served_by.start)
-        worker.serve_data()
+        worker.holder.start()
         stack.callback(worker.holder.close)  # even if what follows fails
         server = RpcServer(
             settings.host, settings.port, tls, bytes.fromhex(settings.node_key), fault=worker.health_fault

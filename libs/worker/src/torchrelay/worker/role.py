@@ -57,7 +57,6 @@ class RoleContext(Protocol):
     buffers: dict[str, Buffer]  # served by the data plane, by buffer id
     receiver: Receiver
     transport: Transport
-    local_address: str  # of the data plane, for workers of this host; may be empty
 
     @property
     def data_address(self) -> str: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
@@ -17,6 +18,7 @@ class WorkerSettings(ServiceSettings):
     """The settings of one slot on one device. Every field is also a flag and an environment variable."""
 
     caller = Caller.WORKER
+    ended: ClassVar = {"kv_by_shared_memory": "workers of a host hand over KV by loopback, which was not slower"}
     worker_id: str = Field(pattern=NODE_ID, description="Stable name of this worker; node_key is derived from it.")
     node_key: str = Field(
         pattern="^[0-9a-fA-F]{64}$", description="Hex key of 32 bytes: derive_node_key(cluster key, worker_id)."
@@ -62,9 +64,6 @@ class WorkerSettings(ServiceSettings):
         " predicted duration of its step; five seconds later the worker ends, to be restarted, unless watchdog_s is 0.",
     )
     max_incoming: int = Field(64, ge=1, description="Maximum KV buffers received at once; more wait.")
-    kv_by_shared_memory: bool = Field(
-        False, description="Send KV to decode workers of the same host_id by shared memory instead of loopback."
-    )
     kv_timeout_s: float = Field(
         30.0, gt=0, description="Fail an attempt when its KV transfer makes no progress for this long."
     )

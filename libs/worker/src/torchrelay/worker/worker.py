@@ -25,7 +25,6 @@ from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.interface import Transport
-from torchrelay.transfer.transport.local_first import LocalFirstTransport, open_local_listener
 from torchrelay.transfer.transport.tls import transport_for
 from torchrelay.worker.attempts.hosted_adapters import READ_TIMEOUT_S, HostedAdapters
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer, read_file
@@ -60,7 +59,7 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.tls = tls
-        self.transport: Transport = LocalFirstTransport(transport_for(tls))
+        self.transport: Transport = transport_for(tls)
         self.incarnation = new_id("inc")
         self.slot = Slot()
         self.step_metrics = StepMetrics(settings.token_budget)
@@ -73,7 +72,6 @@ class Worker:
         self.receiver = Receiver(settings.worker_id, node_key)
         listener = self.transport.listen(settings.host, settings.data_port)
         self.holder = HolderServer(settings.worker_id, node_key, self.buffers.get, listener)
-        self.local_address = ""
         self.engine = EngineThread(self._on_step, self._on_fault)
         self.liveness = Liveness(time.monotonic())  # of the engine, for this worker's own health check
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
@@ -90,13 +88,6 @@ class Worker:
     def data_address(self) -> str:
         """The address at which other workers reach this worker's data plane."""
         return join_address(self.settings.advertised_host, split_address(self.holder.address)[1])
-
-    def serve_data(self) -> None:
-        """Opens the data plane, and a local listener if KV may go by shared memory; ``close`` ends both."""
-        if self.settings.kv_by_shared_memory and (listener := open_local_listener(self.receiver.node_key)):
-            self.local_address = listener.address
-            self.holder.add_listener(listener)
-        self.holder.start()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs ``work`` in the process's task group; an unexpected error is logged and ends only this work."""

@@ -26,7 +26,7 @@ from torchrelay.control.v1 import generation_pb2 as torchrelay_dot_control_dot_v
 from torchrelay.control.v1 import types_pb2 as torchrelay_dot_control_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"torchrelay/control/v1/decode.proto\x12\x15torchrelay.control.v1\x1a&torchrelay/control/v1/generation.proto\x1a!torchrelay/control/v1/types.proto\"\xad\x02\n\x07KvOffer\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07pack_id\x18\x03 \x01(\t\x12\x34\n\tsequences\x18\x04 \x03(\x0b\x32!.torchrelay.control.v1.KvSequence\x12-\n\x06source\x18\x05 \x01(\x0b\x32\x1d.torchrelay.control.v1.Source\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x0f\n\x07host_id\x18\x08 \x01(\t\x12\x15\n\rlocal_address\x18\t \x01(\t\x12\x10\n\x08\x62oundary\x18\n \x01(\r\x12\x17\n\x0f\x63ontext_digests\x18\x0b \x03(\x0c\"9\n\nKvSequence\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\r\x12\x1a\n\x12num_context_tokens\x18\x02 \x01(\r\"\n\n\x08KvAccept2\xa5\x01\n\x06\x44\x65\x63ode\x12J\n\x07Receive\x12\x1e.torchrelay.control.v1.KvOffer\x1a\x1f.torchrelay.control.v1.KvAccept\x12O\n\x03Run\x12!.torchrelay.control.v1.RunCommand\x1a!.torchrelay.control.v1.StepOutput(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"torchrelay/control/v1/decode.proto\x12\x15torchrelay.control.v1\x1a&torchrelay/control/v1/generation.proto\x1a!torchrelay/control/v1/types.proto\"\xa9\x02\n\x07KvOffer\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07pack_id\x18\x03 \x01(\t\x12\x34\n\tsequences\x18\x04 \x03(\x0b\x32!.torchrelay.control.v1.KvSequence\x12-\n\x06source\x18\x05 \x01(\x0b\x32\x1d.torchrelay.control.v1.Source\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x10\n\x08\x62oundary\x18\n \x01(\r\x12\x17\n\x0f\x63ontext_digests\x18\x0b \x03(\x0cJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\nR\x07host_idR\rlocal_address\"9\n\nKvSequence\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\r\x12\x1a\n\x12num_context_tokens\x18\x02 \x01(\r\"\n\n\x08KvAccept2\xa5\x01\n\x06\x44\x65\x63ode\x12J\n\x07Receive\x12\x1e.torchrelay.control.v1.KvOffer\x1a\x1f.torchrelay.control.v1.KvAccept\x12O\n\x03Run\x12!.torchrelay.control.v1.RunCommand\x1a!.torchrelay.control.v1.StepOutput(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'torchrelay.control.v1.decod
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_KVOFFER']._serialized_start=137
-  _globals['_KVOFFER']._serialized_end=438
-  _globals['_KVSEQUENCE']._serialized_start=440
-  _globals['_KVSEQUENCE']._serialized_end=497
-  _globals['_KVACCEPT']._serialized_start=499
-  _globals['_KVACCEPT']._serialized_end=509
-  _globals['_DECODE']._serialized_start=512
-  _globals['_DECODE']._serialized_end=677
+  _globals['_KVOFFER']._serialized_end=434
+  _globals['_KVSEQUENCE']._serialized_start=436
+  _globals['_KVSEQUENCE']._serialized_end=493
+  _globals['_KVACCEPT']._serialized_start=495
+  _globals['_KVACCEPT']._serialized_end=505
+  _globals['_DECODE']._serialized_start=508
+  _globals['_DECODE']._serialized_end=673
 # @@protoc_insertion_point(module_scope)

@@ -33,8 +33,6 @@ class KvOffer(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
-    HOST_ID_FIELD_NUMBER: _builtins.int
-    LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
     BOUNDARY_FIELD_NUMBER: _builtins.int
     CONTEXT_DIGESTS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
@@ -43,10 +41,6 @@ class KvOffer(_message.Message):
     """both sides must run the same weights"""
     block_tokens: _builtins.int
     """with it and the model's shape, torchrelay.engine.kv.layout lays the buffer out"""
-    host_id: _builtins.str
-    """of the prefill worker"""
-    local_address: _builtins.str
-    """"shm:/path" of the same buffers, for a decode worker of that host; empty: none"""
     boundary: _builtins.int
     """a prompt's: layers computed, of all positions; 0: there is no buffer"""
     @_builtins.property
@@ -70,14 +64,12 @@ class KvOffer(_message.Message):
         sequences: _abc.Iterable[Global___KvSequence] | None = ...,
         source: _types_pb2.Source | None = ...,
         block_tokens: _builtins.int = ...,
-        host_id: _builtins.str = ...,
-        local_address: _builtins.str = ...,
         boundary: _builtins.int = ...,
         context_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "boundary", b"boundary", "context_digests", b"context_digests", "host_id", b"host_id", "instance_id", b"instance_id", "key", b"key", "local_address", b"local_address", "pack_id", b"pack_id", "sequences", b"sequences", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "boundary", b"boundary", "context_digests", b"context_digests", "instance_id", b"instance_id", "key", b"key", "pack_id", b"pack_id", "sequences", b"sequences", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,7 +79,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         attempt = await self.wait_for_start(group_id)
         kv_import = await self._reserve_pages(attempt, request)
         worker = self.worker
-        kv_receiver = KvReceiver(request, kv_import, worker.receiver, worker.transport, worker.settings.host_id)
+        kv_receiver = KvReceiver(request, kv_import, worker.receiver, worker.transport)
         if not self.is_running(attempt):
             self._release_reserved([kv_import])
             raise Conflict("the attempt was cancelled")

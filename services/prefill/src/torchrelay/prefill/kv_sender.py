@@ -89,7 +89,5 @@ def kv_offer(
         ],
         source=types_pb2.Source(holder_id=settings.worker_id, data_address=worker.data_address, ticket=ticket),
         block_tokens=layout.block_tokens,
-        host_id=settings.host_id,
-        local_address=worker.local_address,
         **fields,
     )

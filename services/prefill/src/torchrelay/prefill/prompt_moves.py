@@ -186,7 +186,7 @@ class PromptReceiver:
         layout = await self._call(lambda: self._import.receive(offer.boundary, offer.block_tokens))
         self._piece_chunks = max(1, _PIECE_BYTES // max(layout.chunk_sizes))
         self._copying: asyncio.Future[Any] = self._call(lambda: None)
-        self._kv_receiver = KvReceiver(offer, self._import, worker.receiver, worker.transport, worker.settings.host_id)
+        self._kv_receiver = KvReceiver(offer, self._import, worker.receiver, worker.transport)
         if not self._is_stopped:
             await self._loop.run_in_executor(threads, self._kv_receiver.receive, self._write, _STALL_S)
         if self._is_stopped:

@@ -30,10 +30,10 @@ class HolderLimits:
 
 
 class HolderServer:
-    """The data-plane server of a store or worker: a thread per listener and a thread per stream.
+    """The data-plane server of a store or worker: a thread that accepts and a thread per stream.
 
     ``find`` returns the buffer of an id, or None if there is none (yet); many threads call it. The server owns its
-    listeners.
+    listener.
     """
 
     def __init__(
@@ -55,32 +55,24 @@ class HolderServer:
         self._permits = threading.Semaphore(self._limits.max_streams)
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self.address = listener.address  # of the first listener; connections to it wait for ``start``
-        self._listeners = [listener]
-        self._accepting: list[threading.Thread] = []
+        self.address = listener.address  # connections to it wait for ``start``
+        self._listener = listener
+        self._accepting = threading.Thread(target=self._accept, name=f"holder-{holder_id}", daemon=True)
 
     @property
     def num_streams(self) -> int:
         return len(self._streams)
 
-    def add_listener(self, listener: Listener) -> None:
-        """Serves on one more listener. Call before ``start``."""
-        self._listeners.append(listener)
-
     def start(self) -> None:
-        for listener in self._listeners:
-            name = f"holder-{self._context.holder_id}"
-            self._accepting.append(threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True))
-            self._accepting[-1].start()
+        self._accepting.start()
 
     def close(self) -> None:
         """Ends all streams and waits for their threads; no buffer is used afterwards."""
         self._closing.set()
-        for listener in self._listeners:
-            listener.close()
-        self._permits.release(len(self._listeners))
-        for accepting in self._accepting:
-            accepting.join()
+        self._listener.close()
+        self._permits.release()
+        if self._accepting.ident is not None:
+            self._accepting.join()
         with self._lock:
             streams = dict(self._streams)
         for stream in streams:
@@ -88,8 +80,8 @@ class HolderServer:
         for thread in streams.values():
             thread.join()
 
-    def _accept(self, listener: Listener) -> None:
-        while (connection := listener.accept()) is not None:
+    def _accept(self) -> None:
+        while (connection := self._listener.accept()) is not None:
             # Acquired after the accept, so that a listener without connections holds no permit.
             while not self._permits.acquire(timeout=PERMIT_RETRY_S):
                 self._end_unauthenticated()
