@@ -34,8 +34,8 @@ from bench.report import Check, finish, parser_of, progress
 from bench.simulation.cases import TRACES, Case, cases_of, run
 from bench.simulation.scenarios import SCENARIOS
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.sim.policies.setup import Knobs
 from torchrelay.sim.scenario import Request
+from torchrelay.sim.setup import Knobs
 
 LATE_S = 60.0
 MEAN_BOUND, HIGH_BOUND, SCENARIO_BOUND = 0.01, 0.03, 1.05  # of dJ, of the upper end of its interval, of ratios

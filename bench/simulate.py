@@ -2,7 +2,7 @@
 
 Arrivals of a trace are divided among twelve models by a Zipf law, those of each model are shifted by their own seeded
 time, and the trace is scaled to half of a cluster's capacity in its mean. 60 s of warm-up do not count. All systems get
-the same requests. The systems' docstrings (sim/src/torchrelay/sim/policies) say what of each system is modelled; the
+the same requests. The systems' docstrings (bench/rivals) say what of each system is modelled; the
 figures of a system with several variants or settings are those of its front, the lower convex hull of its settings:
 device time against the share of late requests, or against the P95 of the time to the first token, over all seeds of a
 trace and a cluster. Rivals' settings are an idle timeout and a number of requests per instance, ours are what keeping
@@ -38,7 +38,7 @@ from bench.simulation.fronts import Front, Point, device_ratio, geometric_mean, 
 from bench.simulation.load import ZIPF
 from bench.simulation.results import write_json, write_table
 from bench.simulation.size import compared_interval, shortest_s, size_figures
-from torchrelay.sim.policies.setup import Knobs
+from torchrelay.sim.setup import Knobs
 from torchrelay.sim.summary import percentile
 from torchrelay.sim.traces import halves
 

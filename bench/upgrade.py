@@ -37,8 +37,8 @@ from tests.support.clients import NUM_TOKENS, Clients, Outcomes
 from tests.support.completions import headers
 from tests.support.parts import Parts, parts_of
 from tests.support.platform import Platform
+from tests.support.scheduler import watch
 from tests.unit.gateway.postgres_server import postgres_server
-from torchrelay.cli.api.scheduler_client import watch
 from torchrelay.cli.up.plan import UpOptions
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
 

@@ -31,7 +31,7 @@ from torchrelay.scheduler.policy.inputs import (
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import Model, Peer, Role, ScheduledMinimum, ServiceClass, WorkerStatus
 from torchrelay.scheduler.service.input_log import PolicyStart
-from torchrelay.sim.policies.setup import Knobs
+from torchrelay.sim.setup import Knobs
 
 CASE_S = 10.0  # of each trace, after its warm-up
 CASE_SEEDS = {"A": (1,), "B": (4, 5)}  # by cluster

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.rivals.systems import SYSTEMS
 from bench.simulation.load import ZIPF, copies_for
 from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
-from torchrelay.sim.policies.setup import Knobs
-from torchrelay.sim.policies.systems import SYSTEMS
 from torchrelay.sim.scenario import Fleet, Request
+from torchrelay.sim.setup import Knobs
 from torchrelay.sim.traces import Arrival, read_trace, requests_of
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from bench.report import progress
-from torchrelay.sim.plots import PlotsUnavailable
+from bench.simulation.plots import PlotsUnavailable
 
 P = ParamSpec("P")
 

@@ -13,8 +13,8 @@ from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import Role
 from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
 from torchrelay.sim.plant import START_S, Plant
-from torchrelay.sim.policies.setup import one_copy_each
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome
+from torchrelay.sim.setup import one_copy_each
 from torchrelay.sim.summary import percentile
 
 _LATE_S = 60.0  # device seconds that a late request costs; the default of ``late_cost_s``

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from bench.report import Check, progress
 from bench.simulation.load import ZIPF, copies_for
+from bench.simulation.plots import plot_by_size
 from bench.simulation.results import draw, write_json
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.sim.fleets import CLUSTER_A, published_models
 from torchrelay.sim.plant import START_S, Plant
-from torchrelay.sim.plots import plot_by_size
-from torchrelay.sim.policies.setup import one_copy_each
 from torchrelay.sim.scenario import Request
+from torchrelay.sim.setup import one_copy_each
 from torchrelay.sim.traces import Arrival, repeated, request_stream
 
 _SETTLE_S = 5.0

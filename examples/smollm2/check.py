@@ -30,13 +30,13 @@ import torch
 
 from examples.smollm2.download import FOLDER, GGUF
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.gguf.conversion import plan_conversion
 from torchrelay.cli.home import Home
-from torchrelay.common.identity.callers import Caller
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
 from torchrelay.common.net.rpc.channels import open_blocking_channel
-from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView
+from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView, WatchClusterRequest
+from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.control.v1.types_pb2 import ROLE_DECODE, ROLE_PREFILL, ModelVersion
 from torchrelay.control.v1.worker_pb2 import LoadRequest, UnloadRequest
 from torchrelay.control.v1.worker_pb2_grpc import WorkerStub
@@ -133,8 +133,9 @@ class Platform:
 
     def views(self) -> Iterator[ClusterView]:
         """The scheduler's view, at once and after every change."""
-        address, tls, token, _ = scheduler_access(self.home.path, None)
-        return watch(address, tls, token)
+        address, token = self.home.endpoints()["scheduler"], self.home.call_token(SCHEDULER_NODE, Caller.CLI)
+        with open_blocking_channel(address, token=token) as channel:
+            yield from SchedulerStub(channel).WatchCluster(WatchClusterRequest())
 
     @contextmanager
     def worker(self, worker_id: str, address: str) -> Iterator[WorkerStub]:

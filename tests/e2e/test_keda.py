@@ -14,9 +14,9 @@ import pytest
 from tests.e2e.tenants import Tenant
 from tests.support.completions import complete
 from tests.support.parts import Parts, parts_of
+from tests.support.scheduler import watch
 from tests.support.schedulers import address_of, becomes_active, serves
 from tests.support.wait import HANG_S, eventually
-from torchrelay.cli.api.scheduler_client import watch
 from torchrelay.cli.up.plan import UpOptions
 from torchrelay.control.v1 import external_scaler_pb2 as pb
 from torchrelay.control.v1 import external_scaler_pb2_grpc

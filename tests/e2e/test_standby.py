@@ -20,9 +20,9 @@ from tests.support.brokers import nats_cluster
 from tests.support.completions import Streamed, complete, headers, stream
 from tests.support.http import http
 from tests.support.parts import Parts, parts_of
+from tests.support.scheduler import watch
 from tests.support.schedulers import address_of, becomes_active, serves
 from tests.support.wait import HANG_S, eventually, wait_until
-from torchrelay.cli.api.scheduler_client import watch
 from torchrelay.cli.up.plan import STORE_ID, UpOptions
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.nats_permissions import (

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from tests.support.callers import every_token
@@ -34,7 +33,10 @@ from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.settings import SchedulerSettings
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
-STORE, CLI = (Path(sys.executable).with_name(name) for name in ("torchrelay-param-store", "torchrelay"))
+STORE, GATEWAY, CLI = (
+    Path(sys.executable).with_name(name) for name in ("torchrelay-param-store", "torchrelay-gateway", "torchrelay")
+)
+ADMIN_KEY = f"tra-{'0' * 32}"
 DOMAINS = {"store-a": "rack-1", "store-b": "rack-1", "store-c": "rack-2"}
 
 
@@ -125,9 +127,33 @@ async def said(*arguments: str) -> str:
 
 
 @asynccontextmanager
-async def following(address: str) -> AsyncIterator[asyncio.StreamReader]:
+async def gateway_url(folder: Path, scheduler: str, stores: Stores) -> AsyncIterator[str]:
+    """The address of a gateway before the scheduler."""
+    ready = folder / "gateway.json"
+    settings = {
+        "ADMIN_KEY": ADMIN_KEY,
+        "DATABASE_URL": f"sqlite:///{folder}/ledger.db",
+        "NATS_URL": stores.nats_url,
+        "NATS_PREFIX": stores.prefix,
+        "READY_FILE": str(ready),
+        "SCHEDULER_ADDRESS": scheduler,
+        "SCHEDULER_TOKEN": call_token(derive_node_key(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE), Caller.GATEWAY),
+        "STORE_ADDRESS": "127.0.0.1:1",
+    }
+    env = os.environ | {f"TORCHRELAY_{name}": value for name, value in settings.items()}
+    process = await asyncio.create_subprocess_exec(GATEWAY, env=env)
+    try:
+        await eventually(ready.exists, "the gateway's ready file")
+        yield json.loads(ready.read_text())["http"]
+    finally:
+        process.terminate()
+        assert await process.wait() == 0
+
+
+@asynccontextmanager
+async def following(url: str) -> AsyncIterator[asyncio.StreamReader]:
     """Lines of `torchrelay events --follow`, a process that ends with the block as by Ctrl-C."""
-    command = (str(CLI), "events", "--follow", "--json", "--kind", "relay", "--scheduler", address)
+    command = (str(CLI), "events", "--follow", "--json", "--kind", "relay", "--url", url, "--key", ADMIN_KEY)
     program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert program.stdout is not None
     try:
@@ -137,11 +163,12 @@ async def following(address: str) -> AsyncIterator[asyncio.StreamReader]:
         assert await program.wait() == 0
 
 
-async def check_cli(address: str, gateway: GatewayClient, events: list[dict[str, Any]], pack_bytes: int) -> None:
+async def check_cli(url: str, gateway: GatewayClient, events: list[dict[str, Any]], pack_bytes: int) -> None:
     """Checks what the command line tells of the relay from store-a to store-c, whose ``events`` were followed."""
-    shown = await said("top", "--once", "--scheduler", address)
+    at = ("--url", url, "--key", ADMIN_KEY)
+    shown = await said("top", "--once", *at)
     assert "store-a -> store-c" in shown and "done in" in shown
-    as_json = json.loads(await said("top", "--json", "--scheduler", address))
+    as_json = json.loads(await said("top", "--json", *at))
     assert as_json["relays"][-1]["sources"][0]["holder_id"] == "store-a"
     assert not as_json["relays"][-1]["urgent"]
     begun, finished = (event for event in events if event["store_id"] == "store-c")
@@ -149,18 +176,18 @@ async def check_cli(address: str, gateway: GatewayClient, events: list[dict[str,
     assert begun["text"].startswith("store-a -> store-c, idle") and begun["cause"] == "replicate"
     assert finished["model"] == "acme/tiny" and finished["took_s"] > 0
     assert finished["brought"] == {"store-a": pack_bytes} and finished["num_repairs"] == 0
-    lines = (await said("events", "--scheduler", address)).splitlines()
+    lines = (await said("events", *at)).splitlines()
     kinds = [line.split()[1] for line in lines]
     assert {"relay.started", "relay.finished", "copy.replicate"} <= set(kinds)
     assert len({line.index(line.split()[1]) for line in lines}) == 1  # aligned
-    only = await said("events", "--scheduler", address, "--kind", "copy", "--json")
+    only = await said("events", *at, "--kind", "copy", "--json")
     assert {json.loads(line)["kind"].split(".")[0] for line in only.splitlines()} == {"copy"}
     reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
     assert not any(decision.kind.startswith("relay") for decision in reply.decisions), "tenants read these"
 
 
 async def test_used_model_keeps_copies_in_two_racks(
-    tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str
 ) -> None:
     remote, description = published
     pack_id = description.pack_id
@@ -171,24 +198,23 @@ async def test_used_model_keeps_copies_in_two_racks(
         pack_bytes=description.pack_bytes,
         shape=description.shape,
     )
-    scheduler_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
-    monkeypatch.setenv("TORCHRELAY_SCHEDULER_TOKEN", call_token(scheduler_key, Caller.CLI))
     async with three_stores(tmp_path, remote, nats_url) as stores:
         settings = SchedulerSettings(nats_url=nats_url, nats_prefix=stores.prefix, cluster_key=CLUSTER_KEY)
         async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as gateway:
             address = addresses["grpc"]
             view = await cluster(address, lambda view: len(view.stores) == 3)
-            async with following(address) as followed:
-                await stores.fill_first(pack_id, view.epoch)
-                await gateway.admit("r1", version=version)  # the model is used: it gets a second copy
-                events: list[dict[str, Any]] = []
-                while [event["kind"] for event in events].count("relay.finished") < 2:
-                    events.append(json.loads(await asyncio.wait_for(followed.readline(), HANG_S)))
-            view = await cluster(address, lambda view: len(retained_on(view, pack_id)) == 2, HANG_S)
-            assert retained_on(view, pack_id) == {"store-a", "store-c"}
-            sources = {store.store_id: store.copies[0].source for store in view.stores if store.copies}
-            assert sources == {"store-a": "remote", "store-c": "store-a"}
-            await check_cli(address, gateway, events, description.pack_bytes)
+            async with gateway_url(tmp_path, address, stores) as url:
+                async with following(url) as followed:
+                    await stores.fill_first(pack_id, view.epoch)
+                    await gateway.admit("r1", version=version)  # the model is used: it gets a second copy
+                    events: list[dict[str, Any]] = []
+                    while [event["kind"] for event in events].count("relay.finished") < 2:
+                        events.append(json.loads(await asyncio.wait_for(followed.readline(), HANG_S)))
+                view = await cluster(address, lambda view: len(retained_on(view, pack_id)) == 2, HANG_S)
+                assert retained_on(view, pack_id) == {"store-a", "store-c"}
+                sources = {store.store_id: store.copies[0].source for store in view.stores if store.copies}
+                assert sources == {"store-a": "remote", "store-c": "store-a"}
+                await check_cli(url, gateway, events, description.pack_bytes)
 
             stores.kill("store-c")
             await cluster(address, lambda view: retained_on(view, pack_id) >= {"store-a", "store-b"}, HANG_S)

@@ -18,17 +18,19 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from tests.support.scheduler import watch
 from tests.support.wait import HANG_S
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
-from torchrelay.common.identity.callers import Caller
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
+from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.rpc.channels import open_blocking_channel
 from torchrelay.control.v1 import scheduler_pb2
 
 START_S = 90
 SCRIPTS = Path(sys.executable).parent
+TLS_FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 BROKERS = {"redis": "valkey-server", "nats": "nats-server"}
 
 
@@ -127,8 +129,9 @@ class Platform:
 
     def views(self) -> Iterator[scheduler_pb2.ClusterView]:
         """The scheduler's view, at once and after every change."""
-        address, tls, token, _ = scheduler_access(self.home.path, None)
-        return watch(address, tls, token)
+        files = [Path(self.endpoints[name]) for name in TLS_FILES if name in self.endpoints]
+        tls = Tls(TlsFiles(*files)) if files else None
+        return watch(self.endpoints["scheduler"], tls, self.home.call_token(SCHEDULER_NODE, Caller.CLI))
 
     @contextmanager
     def channel(self, address: str, node_id: str) -> Iterator[grpc.Channel]:

@@ -5,7 +5,6 @@ Each attack is refused and named. At the end the platform is the one it was: the
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +20,13 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
 from tests.support.nats_wire import publication, refusal, subscription
 from tests.support.platform import Platform, running_platform
-from torchrelay.cli.api.scheduler_client import explain
-from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.plan import STORE_ID
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, MethodCallers, call_token
 from torchrelay.common.identity.keys import broker_password, derive_node_key
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.common.net.nats_client import connect
-from torchrelay.common.net.rpc.channels import with_token
+from torchrelay.common.net.rpc.channels import open_channel, with_token
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.net.urls import with_credentials
 from torchrelay.control.v1 import (
@@ -235,9 +232,11 @@ async def test_impostor_of_the_scheduler_learns_nothing(tmp_path: Path) -> None:
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(Impostor(), server.server)  # type: ignore[abstract]
     await server.start()
     try:
-        with pytest.raises(CliError):
-            tls = Tls(ours.node("commands", Caller.CLI))
-            await asyncio.to_thread(explain, f"127.0.0.1:{server.port}", "req-1", tls=tls)
+        tls = Tls(ours.node("gateway", Caller.GATEWAY))
+        async with open_channel(f"127.0.0.1:{server.port}", tls, "", Caller.SCHEDULER) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                request = scheduler_pb2.ExplainRequest(request_id="req-1")
+                await scheduler_pb2_grpc.SchedulerStub(channel).Explain(request, timeout=5)
     finally:
         await server.stop(0)
     assert not asked

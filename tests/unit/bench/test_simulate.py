@@ -11,8 +11,8 @@ from bench.simulation.bounds import hindsight_device_s, pooled_share_in_time
 from bench.simulation.cases import FLEETS, MODELS, WARM_UP_S, Case, generated, run
 from bench.simulation.cases import case_of as bench_case_of
 from bench.simulation.fronts import Front, Point, device_ratio, value_ratio
-from torchrelay.sim.policies.setup import Knobs
 from torchrelay.sim.scenario import Request
+from torchrelay.sim.setup import Knobs
 
 FRONT = Front([Point(10.0, 0.5), Point(20.0, 0.1), Point(30.0, 0.1), Point(16.0, 0.4), Point(40.0, 0.0)])
 

@@ -1,28 +1,22 @@
-"""A gateway and a scheduler to speak to, a local home that points at the gateway, and the command line."""
+"""A gateway to speak to, a local home that points at the gateway, and the command line."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 import typer.main
 import typer.testing
-from google.protobuf import message_factory
 from typer.testing import CliRunner, Result
 
 from tests.unit.cli.fake_gateway import ADMIN_KEY, FakeGateway, running_gateway
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.main import app
-from torchrelay.control.v1 import scheduler_pb2
 
 Run = Callable[..., Result]
 CONFIG = {
@@ -51,7 +45,7 @@ def home(tmp_path: Path, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) 
     home = Home(tmp_path / "home")
     home.make()
     (home.path / "admin.key").write_text(ADMIN_KEY + "\n")
-    home.endpoints_file.write_text(json.dumps({"http": gateway.url, "scheduler": "127.0.0.1:1", "pid": os.getpid()}))
+    home.endpoints_file.write_text(json.dumps({"http": gateway.url, "pid": os.getpid()}))
     monkeypatch.setenv("TORCHRELAY_HOME", str(home.path))
     return home
 
@@ -88,21 +82,3 @@ def model_folder(tmp_path: Path) -> Path:
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(range(256)) * 12_000)
     (folder / "README.md").write_text("not a part of the model")
     return folder
-
-
-@contextmanager
-def scripted_scheduler(**answers: Callable[[Any, grpc.ServicerContext], Any]) -> Iterator[str]:
-    """Serves the answers to the scheduler's methods, by their names. Yields the address."""
-    service = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"]
-    methods: dict[str, Any] = {}
-    for name, answer in answers.items():
-        method = service.methods_by_name[name]
-        kind = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-        request: Any = message_factory.GetMessageClass(method.input_type)
-        methods[name] = kind(answer, request.FromString, lambda reply: reply.SerializeToString())
-    handler = grpc.method_handlers_generic_handler(service.full_name, methods)
-    server = grpc.server(ThreadPoolExecutor(1), handlers=[handler])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait()

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
+
+from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
 TENANT_KEY = "tr-8x2kq0v3m1c9d7fz-secret"
 ADMIN_KEY = "tra-admin"
@@ -35,6 +37,8 @@ class FakeGateway:
     next_key: str = TENANT_KEY
     owners: dict[str, str] = field(default_factory=lambda: {TENANT_KEY.split("-")[1]: "acme"})  # of keys, by their ids
     lists_keys: bool = True
+    events: list[dict[str, Any]] = field(default_factory=list)
+    outage: str = ""  # why the gateway answers nothing about the cluster
     tenants: set[str] = field(default_factory=set)
     published: set[str] = field(default_factory=set)  # models, without their tenant
     declared: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -109,10 +113,24 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json(MODEL | body)
             case method, ["models", *name] if name:
                 self._model(method, "/".join(name), body)
+            case "GET", ["explain"] if "model=tiny" not in self.path:
+                self._model("GET", parse_qs(urlsplit(self.path).query)["model"][0], None)
             case "GET", ["explain"]:
                 decision = {"at_unix_us": 1, "kind": "scale", "subject": "acme/tiny", "reason": "would load 1 instance"}
                 worth = [{"label": "bid", "text": "3 late requests"}]
                 self._json({"id": "acme/tiny", "phases": [], "decisions": [decision], "worth": worth})
+            case "GET", ["requests", _, "explain"]:
+                message = "no recent request has the id 'req-nope': the last 2,048 are kept"
+                self._json({"error": {"message": message, "param": "request_id", "code": "not_found"}}, 404)
+            case "GET", ["cluster" | "events"] if self.gateway.outage:
+                self._error(503, self.gateway.outage, "unavailable")
+            case "GET", ["cluster"] if self.headers["Accept"] == "application/x-protobuf":
+                self._send(200, ClusterView(epoch=1).SerializeToString(), self.headers["Accept"])
+            case "GET", ["cluster"]:
+                self._json({"epoch": "1", "instances": []})
+            case "GET", ["events"]:
+                after, limit = (int(parse_qs(urlsplit(self.path).query)[name][0]) for name in ("after", "limit"))
+                self._json({"data": [each for each in self.gateway.events if each["sequence"] > after][:limit]})
             case "GET", ["versions"]:
                 self._json({"data": self.gateway.versions})
             case "GET", ["prices"]:

@@ -159,7 +159,7 @@ class ScriptedScheduler(SchedulerServicer):
         return scheduler_pb2.ExplainReply(phases=[phase], decisions=[decision])
 
     async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[scheduler_pb2.Event]:
-        for number in range(1, 4):
+        for number in range(request.after_sequence + 1, 4):
             fields = f'{{"urgency": "event {number} since {request.since_unix_us}"}}'
             yield scheduler_pb2.Event(sequence=number, at_unix_us=number, kind="relay.started", fields_json=fields)
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
+from bench.rivals.deadline_order import by_deadline
+from bench.rivals.distserve import StaticInstances
 from torchrelay.scheduler.policy.autoscaling.view import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Effects, SetRolesCommand, UnloadCommand
@@ -19,8 +21,6 @@ from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import InstancePhase, Role, Roles, ServiceClass
 from torchrelay.sim.fleets import served_model
 from torchrelay.sim.plant import Plant, policy_model
-from torchrelay.sim.policies.deadline_order import by_deadline
-from torchrelay.sim.policies.distserve import StaticInstances
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome
 
 SMALL = served_model("t/small", 1, 8, 32, 131072, 0.45, 15e3, 0.1)

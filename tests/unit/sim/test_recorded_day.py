@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from torchrelay.cli.main import app
+from bench.systems import app
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Effects
 from torchrelay.scheduler.policy.inputs import Input
@@ -18,9 +18,9 @@ from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 from torchrelay.sim.fleets import served_model
 from torchrelay.sim.plant import START_S, Plant
-from torchrelay.sim.policies.setup import one_copy_each
 from torchrelay.sim.recorded_day import read_recorded_day
 from torchrelay.sim.scenario import Fleet, Request
+from torchrelay.sim.setup import one_copy_each
 from torchrelay.sim.summary import summarize
 
 SMALL = replace(served_model("t/small", 1, 8, 32, 131072, 2.0, 15e3, 0.1), ttft_prompt_factor=0.0)
@@ -81,7 +81,7 @@ def test_log_gives_models_cluster_and_requests(plant_and_log: tuple[Plant, Path]
 
 
 def test_day_is_simulated_with_another_policy(plant_and_log: tuple[Plant, Path]) -> None:
-    command = ["sim", "--replay", str(plant_and_log[1]), "--policy", "ours", "--policy", "serverlessllm", "--json"]
+    command = ["--replay", str(plant_and_log[1]), "--policy", "ours", "--policy", "serverlessllm", "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     recorded, ours, rival = json.loads(result.stdout)["policies"]

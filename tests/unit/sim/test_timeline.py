@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.rivals.serverlessllm import serverlessllm
+from bench.simulation.plots import plot_runs, shown_until_s
 from torchrelay.sim.fleets import served_model, twelve_models
-from torchrelay.sim.plots import plot_runs, shown_until_s
-from torchrelay.sim.policies.runs import Run, run_system
-from torchrelay.sim.policies.setup import Knobs
+from torchrelay.sim.runs import Run, run_system
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome
+from torchrelay.sim.setup import Knobs
 from torchrelay.sim.summary import Summary
 from torchrelay.sim.timeline import Sample, ttfts_over_time
 from torchrelay.sim.traces import Arrival, repeated, request_stream, requests_of
@@ -35,7 +36,7 @@ def test_percentiles_count_missing_first_tokens() -> None:
 
 def test_samples_count_waiting_and_decoding_requests() -> None:
     requests = [Request(f"r{number}", 0.5 + number * 0.1, SMALL.name, 1000, 400) for number in range(10)]
-    run = run_system("serverlessllm", FLEET, [SMALL], Knobs(60.0, 100), requests, requests)
+    run = run_system("serverlessllm", serverlessllm, FLEET, [SMALL], Knobs(60.0, 100), requests, requests)
     # The load takes 0.6 s from RAM, so at the first whole second all arrived requests wait or just began to decode.
     assert run.samples[0].num_instances == run.samples[-1].num_instances == 1
     assert max(sample.num_waiting for sample in run.samples) >= 5

@@ -12,6 +12,11 @@ _HINTS = {
     507: "ask the platform's operator to free space on that disk",
     503: "try again in a moment; `torchrelay top` shows what is down",
 }
+# Where the names and ids are listed that a field may have.
+_WHERE = {
+    "model": "see: torchrelay models",
+    "request_id": "the id is printed below an answer of `torchrelay chat`; REST: x-request-id",
+}
 
 
 # REST fields and the options that set them.
@@ -81,7 +86,7 @@ def api_error(content: bytes, status: int) -> ApiError:
         message, param, code = error["message"], error.get("param"), error.get("code")
     except (ValueError, KeyError, TypeError, AttributeError):
         return ApiError(f"the gateway answered {status}: {content[:200]!r}", _HINTS.get(status, ""), status=status)
-    hint = "see: torchrelay models" if (status, param) == (404, "model") else _HINTS.get(status, "")
+    hint = _WHERE.get(str(param), "") if status == 404 else _HINTS.get(status, "")
     field = str(param or "")
     return ApiError(_with_option(str(message), field), hint, status=status, code=str(code or ""), field=field)
 

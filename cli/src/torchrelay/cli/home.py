@@ -235,15 +235,12 @@ class Home:
     def _tenant_key_file(self, tenant: str) -> Path:
         return self.path / "keys" / f"{tenant}.key"
 
-    def endpoints(self, elsewhere: str = "a gateway with --url and --key") -> dict[str, str]:
-        """The addresses of the running install. Raises ``CliError`` when none runs here.
-
-        ``elsewhere``: how the caller's command names a platform that runs on another machine.
-        """
+    def endpoints(self) -> dict[str, str]:
+        """The addresses of the running install. Raises ``CliError`` when none runs here."""
         if self.running_pid() is None:
             raise CliError(
                 f"no platform is running at {self.path}",
-                f"start one with `torchrelay up`, give its folder with --home, or {elsewhere}",
+                "start one with `torchrelay up`, give its folder with --home, or a gateway with --url and --key",
             )
         endpoints = json.loads(self.endpoints_file.read_text())
         return {str(key): str(value) for key, value in endpoints.items()}

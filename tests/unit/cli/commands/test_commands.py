@@ -7,24 +7,23 @@ import os
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from tests.unit.cli.conftest import Run, refusal, scripted_scheduler
-from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
+from tests.unit.cli.conftest import Run, refusal
+from tests.unit.cli.fake_gateway import ADMIN_KEY, TENANT_KEY, FakeGateway
 from torchrelay.cli import main as program
+from torchrelay.cli.api.access import Access
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.scheduler_client import explain
 from torchrelay.cli.commands import chat as chat_module
 from torchrelay.cli.commands import events, top
-from torchrelay.cli.errors import ApiError, CliError, Unreachable, api_error
+from torchrelay.cli.errors import ApiError, Unreachable, api_error
 from torchrelay.cli.home import Home
-from torchrelay.control.v1.scheduler_pb2 import ClusterView, Event, WatchEventsRequest
+from torchrelay.cli.views.cluster import LiveScreen
 
 COMMANDS = ["up", "upload", "uploads", "models", "chat", "prices", "usage", "bill", "top", "explain"]
 TARGET = "a target is from 0.001 s to 86,400 s, or 0 for the scheduler's default;"
@@ -265,102 +264,94 @@ def test_typed_text_does_not_mix_with_an_answer(monkeypatch: pytest.MonkeyPatch)
         assert keyboard.readline() == "next question\n"
 
 
-UNKNOWN = "no recent request has the id 'req-nope': only requests since the scheduler's start, the last 2,048, are kept"
+def an_event(sequence: int, kind: str = "relay.started") -> dict[str, Any]:
+    return {"sequence": sequence, "at_unix_us": 1, "kind": kind, "model": "acme/tiny", "reason": "a -> b"}
 
 
-def test_events_pass_on_their_options(run: Run, home: Home) -> None:
-    asked: list[WatchEventsRequest] = []
-
-    def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
-        asked.append(request)
-        if "copy" not in request.kinds:
-            yield Event(sequence=1, at_unix_us=1, kind="relay.started", model="acme/tiny", reason="a -> b")
-
-    with scripted_scheduler(WatchEvents=answer) as address:
-        shown = run("events", "--scheduler", address, "--kind", "relay", "--kind", "scale", "--since", "2h")
-        none = run("events", "--scheduler", address, "--kind", "copy", "--since", "2h")
+def test_events_pass_on_their_options(run: Run, home: Home, gateway: FakeGateway) -> None:
+    gateway.events = [an_event(1), an_event(2, "instance.ready")]
+    shown = run("events", "--kind", "relay", "--kind", "scale", "--since", "2h")
     assert shown.exit_code == 0 and "relay.started      acme/tiny     a -> b" in shown.stdout
-    assert list(asked[0].kinds) == ["relay", "scale"] and asked[0].since_unix_us > 1.7e15 and not asked[0].follow
+    assert "instance.ready" not in shown.stdout
+    as_json = run("events", "--json", "--kind", "instance")
+    assert "kind=instance" in gateway.asked[-1][1]
+    assert [json.loads(line)["text"] for line in as_json.stdout.splitlines()] == ["a -> b"]
+    gateway.events = []
+    none = run("events", "--kind", "copy", "--since", "2h")
     assert (none.exit_code, none.stdout) == (0, "")
     assert "no events of kind copy in the last 2h" in none.stderr
     wrong = run("events", "--since", "yesterday")
     assert wrong.exit_code == 2 and "is not a duration" in wrong.stderr
 
 
-def test_resumed_events_are_not_repeated() -> None:
-    def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
-        assert request.follow
-        if request.after_sequence >= 2:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
-        yield Event(sequence=request.after_sequence + 1)
+def test_all_pages_of_events_are_printed(run: Run, home: Home, gateway: FakeGateway) -> None:
+    gateway.events = [an_event(number) for number in range(1, 2002)]
+    shown = run("events", "--json")
+    assert [json.loads(line)["sequence"] for line in shown.stdout.splitlines()] == list(range(1, 2002))
+    pages = [path for _, path, _ in gateway.asked]
+    assert [path.split("after=")[1] for path in pages] == ["0", "1000", "2000"]
+    assert len({path.split("&")[0] for path in pages}) == 1  # all since one time
 
-    with scripted_scheduler(WatchEvents=answer) as address:
-        tail = events.EventTail(address, None, [], 1).tail(lambda: True, retry_s=0.01, timeout_s=0.5)
-        assert [next(tail).sequence for _ in range(2)] == [1, 2]
-        with pytest.raises(Unreachable, match="no longer answers"):
+
+def test_resumed_events_are_not_repeated(gateway: FakeGateway) -> None:
+    gateway.events = [an_event(1), an_event(2)]
+    with GatewayClient(gateway.url, ADMIN_KEY) as client:
+        tail = events.EventHistory(client, [], datetime.now(UTC)).tail(lambda: True, every_s=0.01, timeout_s=0.5)
+        assert [next(tail)["sequence"] for _ in range(2)] == [1, 2]
+        gateway.events.append(an_event(3))
+        assert next(tail)["sequence"] == 3
+        gateway.outage = AWAY
+        with pytest.raises(Unreachable, match="cannot be reached"):
             next(tail)
 
 
-def test_events_that_cannot_be_read_are_stated(run: Run, home: Home) -> None:
-    def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
-        context.set_trailing_metadata((("torchrelay-code", "unavailable"),))
-        context.abort(grpc.StatusCode.UNAVAILABLE, "The history cannot be read.")
-        yield Event()
-
-    with scripted_scheduler(WatchEvents=answer) as address:
-        refused = refusal(run("events", "--scheduler", address))
-        assert refused.message == "The history cannot be read."
-    assert "nats-server" in refused.hint
-    with scripted_scheduler() as address:
-        refused = refusal(run("events", "--scheduler", address))
-        assert "older" in refused.message
+AWAY = "the scheduler at 127.0.0.1:1 (TORCHRELAY_SCHEDULER_ADDRESS) cannot be reached"
+OF_OPERATORS = pytest.mark.parametrize("command", [("events",), ("events", "--follow"), ("top", "--once")])
 
 
-@pytest.mark.parametrize("command", [("events",), ("events", "--follow"), ("top", "--once")])
-def test_absent_scheduler_is_stated(run: Run, home: Home, command: tuple[str, ...]) -> None:
+@OF_OPERATORS
+def test_absent_scheduler_is_stated(run: Run, home: Home, gateway: FakeGateway, command: tuple[str, ...]) -> None:
+    gateway.outage = AWAY
     refused = run(*command).exception
-    assert isinstance(refused, Unreachable if "--follow" in command else CliError)
-    assert "scheduler at 127.0.0.1:1 does not answer" in refused.message
+    assert isinstance(refused, Unreachable)
+    assert (refused.message, refused.hint) == (AWAY, "is the platform up? torchrelay up")
+
+
+@OF_OPERATORS
+def test_absent_gateway_is_stated(run: Run, home: Home, command: tuple[str, ...]) -> None:
+    refused = refusal(run(*command, "--url", "http://127.0.0.1:1", "--key", ADMIN_KEY))
+    assert "http://127.0.0.1:1 does not answer" in refused.message and "torchrelay up" in refused.hint
     home.endpoints_file.unlink()
     refused = refusal(run(*command))
-    assert refused.hint is not None
-    assert "--scheduler" in refused.hint and "--url" not in refused.hint
+    assert "no platform is running" in refused.message and "--url" in refused.hint
 
 
-def answer_once() -> Callable[[Any, grpc.ServicerContext], Iterator[ClusterView]]:
-    """Shows a view to the first caller, and tells the others that the scheduler is away."""
-    views = iter([ClusterView(epoch=1)])
-
-    def watch(request: Any, context: grpc.ServicerContext) -> Iterator[ClusterView]:
-        view = next(views, None)
-        if view is None:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
-        else:
-            yield view
-
-    return watch
+@OF_OPERATORS
+def test_operators_commands_refuse_the_key_of_a_tenant(run: Run, home: Home, command: tuple[str, ...]) -> None:
+    refused = refusal(run(*command, "--key", TENANT_KEY))
+    assert "requires the admin key" in refused.message and "admin.key" in refused.hint
 
 
 def test_piped_top_prints_single_view(run: Run, home: Home) -> None:
-    with scripted_scheduler(WatchCluster=answer_once()) as address:
-        shown = run("top", "--scheduler", address)
+    shown = run("top")
     assert shown.exit_code == 0 and "every model is at zero" in shown.stdout
+    assert json.loads(run("top", "--json").stdout)["epoch"] == "1"
 
 
-@pytest.mark.parametrize(("is_supervised", "why"), [(False, "has stopped"), (True, "no longer answers")])
-def test_top_ends_with_platform(is_supervised: bool, why: str) -> None:
-    with scripted_scheduler(WatchCluster=answer_once()) as address, pytest.raises(Unreachable, match=why):
-        top.follow(address, lambda: is_supervised, retry_s=0.05, timeout_s=0.2)
+@pytest.mark.parametrize(("is_supervised", "why"), [(False, "has stopped"), (True, "cannot be reached")])
+def test_top_ends_with_platform(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, is_supervised: bool, why: str
+) -> None:
+    monkeypatch.setattr(LiveScreen, "show", lambda *_: setattr(gateway, "outage", AWAY))  # after the first view
+    monkeypatch.setattr(Access, "may_return", lambda _: is_supervised)
+    with pytest.raises(Unreachable, match=why):
+        top.follow(Access(gateway.url, ADMIN_KEY), every_s=0.05, timeout_s=0.2)
 
 
-def test_request_that_the_scheduler_forgot_is_stated() -> None:
-    def answer(request: Any, context: grpc.ServicerContext) -> None:
-        context.abort(grpc.StatusCode.NOT_FOUND, UNKNOWN)
-
-    with scripted_scheduler(Explain=answer) as address, pytest.raises(CliError) as refused:
-        explain(address, request_id="req-nope")
-    assert refused.value.message == UNKNOWN
-    assert refused.value.hint == "the id is printed below an answer of `torchrelay chat`; REST: x-request-id"
+def test_request_that_the_scheduler_forgot_is_stated(run: Run, home: Home, gateway: FakeGateway) -> None:
+    refused = refusal(run("explain", "req-nope"))
+    assert "no recent request has the id 'req-nope'" in refused.message
+    assert refused.hint == "the id is printed below an answer of `torchrelay chat`; REST: x-request-id"
 
 
 def test_model_is_explained_by_its_gateway(run: Run, gateway: FakeGateway) -> None:

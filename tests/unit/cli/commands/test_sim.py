@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,17 +31,14 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_simulation_is_reproducible(run: Run, trace: Path) -> None:
-    command = ["sim", "--trace", str(trace), "--copies", "2", "--policy", "ours", "--policy", "all_cache", "--json"]
+    command = ["sim", "--trace", str(trace), "--copies", "2", "--json"]
     first, again = run(*command), run(*command)
     assert first.exit_code == 0, first.output
-    ours, cached = json.loads(first.stdout)["policies"]
-    assert (ours["policy"], cached["policy"]) == ("ours", "all_cache")
-    for row in (ours, cached):
-        assert row["num_requests"] == 60 and row["num_refused"] == 0
-        assert 0 < row["attainment"] <= 1 and row["ttft_p50_s"] <= row["ttft_p99_s"]
-        hours = row["device_s"] / 3600, row["ram_byte_s"] / 3600e9
-        assert row["cost"] == pytest.approx(2.5 * hours[0] + 0.005 * hours[1]) and min(hours) > 0
-    assert cached["ram_byte_s"] > ours["ram_byte_s"]
+    (ours,) = json.loads(first.stdout)["policies"]
+    assert (ours["policy"], ours["num_requests"], ours["num_refused"]) == ("ours", 60, 0)
+    assert 0 < ours["attainment"] <= 1 and ours["ttft_p50_s"] <= ours["ttft_p99_s"]
+    hours = ours["device_s"] / 3600, ours["ram_byte_s"] / 3600e9
+    assert ours["cost"] == pytest.approx(2.5 * hours[0] + 0.005 * hours[1]) and min(hours) > 0
     assert again.stdout == first.stdout
 
 
@@ -71,7 +67,6 @@ def test_invalid_options_are_refused(run: Run, trace: Path) -> None:
     for options, why in (
         (["--slo", "fast"], "fast is not a pair of seconds"),
         (["--slo", "0.5"], "0.5 is not a pair of seconds"),
-        (["--policy", "magic"], "magic is unknown"),
         (["--fleet", "c"], "c is no JSON file"),
         (["--replay", str(trace)], "either --trace or --replay"),
     ):
@@ -79,17 +74,6 @@ def test_invalid_options_are_refused(run: Run, trace: Path) -> None:
     assert "either --trace or --replay" in str(refusal(run("sim")))
     said = str(refusal(run("sim", "--replay", str(trace))))
     assert "is not a log of torchrelay-scheduler --record" in said
-
-
-def test_plots_are_drawn(run: Run, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "runs.png"
-    result = run("sim", "--trace", str(trace), "--plots", str(path))
-    assert result.exit_code == 0, result.output
-    assert path.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    refused = refusal(run("sim", "--trace", str(trace), "--plots", str(path)))
-    assert "not installed" in refused.message and "pip install matplotlib" in refused.hint
 
 
 NO_COLUMNS = " has no column TIMESTAMP, ContextTokens, GeneratedTokens"

@@ -16,7 +16,6 @@ import pytest
 from cryptography import x509
 from rich.console import Console
 
-from torchrelay.cli.api.scheduler_client import local_tls
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.certificates import CA_LIFE, CERT_LIFE, RENEW_BEFORE, ensure_certificates
@@ -370,15 +369,6 @@ def test_unwritable_home_is_refused(home: Home) -> None:
     (home.path / "tls").write_text("in the way")
     with pytest.raises(CliError, match="tls cannot be written"):
         tls_of_install(home, UpOptions(tls=True))
-
-
-def test_commands_use_tls_files_of_endpoints(home: Home) -> None:
-    files = ensure(home.path / "tls")
-    assert local_tls({"scheduler": "127.0.0.1:1"}) is None
-    assert local_tls({"scheduler": "127.0.0.1:1", **files.as_settings()}) is not None
-    files.key.unlink()
-    with pytest.raises(CliError, match="cannot be read"):
-        local_tls(files.as_settings())
 
 
 def test_services_get_tls_files_and_public_probe_is_plain(home: Home) -> None:

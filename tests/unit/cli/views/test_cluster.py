@@ -231,7 +231,7 @@ def test_rates_come_from_successive_views() -> None:
 def test_idle_cluster_has_zero_rates_and_loss_is_stated() -> None:
     now = [0.0]
     screen = LiveScreen("127.0.0.1:1", lambda: now[0])
-    assert "connecting to the scheduler" in drawn(screen.render())
+    assert "connecting to the gateway" in drawn(screen.render())
     screen.show(view(0))
     now[0] = 1.0
     screen.show(view(4000))

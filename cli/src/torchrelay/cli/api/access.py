@@ -32,10 +32,6 @@ AdminKeyOption = Annotated[
     str | None,
     typer.Option("--key", help="Admin key; default: the local platform's, or $TORCHRELAY_API_KEY.", metavar="KEY"),
 ]
-SchedulerOption = Annotated[
-    str | None,
-    typer.Option("--scheduler", help="Scheduler's gRPC address; default: the local one.", metavar="HOST:PORT"),
-]
 IdleTimeoutOption = Annotated[
     float | None, typer.Option(min=0, max=30 * 86400, help="Idle seconds before scaling to zero; 0: default.")
 ]
@@ -105,9 +101,17 @@ class Access:
     def is_admin(self) -> bool:
         return self.key.startswith("tra-")
 
-    def client(self) -> GatewayClient:
+    def client(self, waits: bool = True) -> GatewayClient:
+        """``waits``: for a gateway that `up` restarts."""
         tenant = self.home.tenant_of(self.key) if self.home else ""
-        return GatewayClient(self.url, self.key, lambda: bool(self.home and self.home.running_pid()), tenant=tenant)
+        return GatewayClient(self.url, self.key, lambda: waits and self._is_running_here(), tenant=tenant)
+
+    def may_return(self) -> bool:
+        """Whether a gateway that does not answer may do so again: a local one only while its `up` runs."""
+        return self.home is None or self._is_running_here()
+
+    def _is_running_here(self) -> bool:
+        return self.home is not None and self.home.running_pid() is not None
 
     def require_tenant(self, what: str) -> None:
         """Raises ``CliError`` when the key is an admin key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -68,12 +69,17 @@ class GatewayClient:
 
     def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """Sends one request and returns the decoded JSON, empty without one. Raises ``ApiError`` or ``Unreachable``."""
+        content = self.content(method, path, **options)
+        body: dict[str, Any] = json.loads(content) if content else {}
+        return body
+
+    def content(self, method: str, path: str, **options: Any) -> bytes:
+        """Sends one request and returns the body of the response. Raises ``ApiError`` or ``Unreachable``."""
         with self._translated_errors():
             response = self._retry_connect(lambda: self._http.request(method, path, **options))
         if response.is_error:
             raise self._error(response.content, response.status_code)
-        body: dict[str, Any] = response.json() if response.content else {}
-        return body
+        return response.content
 
     @contextmanager
     def stream(self, method: str, path: str, **options: Any) -> Iterator[Iterator[bytes]]:

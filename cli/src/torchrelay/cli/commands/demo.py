@@ -19,7 +19,6 @@ from rich.table import Table
 
 from torchrelay.cli.api.chat_stream import Answer, stream_chat
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
 from torchrelay.cli.views.timeline import explanation
@@ -99,14 +98,12 @@ def ask_grpc(address: str, key: str, model: str, question: str) -> None:
         console.print()
 
 
-def wait_for_zero(home: Home) -> float:
+def wait_for_zero(admin: GatewayClient) -> float:
     """Waits until no worker holds a model; returns the seconds of waiting."""
     begin = time.monotonic()
-    address, tls, token, _ = scheduler_access(home.path, None)
-    for view in watch(address, tls, token):
-        if not view.instances:
-            return time.monotonic() - begin
-    raise SystemExit("the scheduler ended its report before the model was unloaded")
+    while admin.call("GET", "/v1/cluster")["instances"]:
+        time.sleep(0.05)
+    return time.monotonic() - begin
 
 
 def show_timeline(client: GatewayClient, request_id: str, title: str) -> None:
@@ -151,11 +148,11 @@ def tour(home: Home) -> None:
         key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "demo"})["key"]
         console.print(f"  tenant {tenant['name']}, key {key[:12]}...")
         with GatewayClient(endpoints["http"], key) as client:
-            talk(client, home, endpoints, key)
+            talk(client, admin, endpoints["grpc"], key)
         step("9. Stop the platform")
 
 
-def talk(client: GatewayClient, home: Home, endpoints: dict[str, str], key: str) -> None:
+def talk(client: GatewayClient, admin: GatewayClient, grpc_address: str, key: str) -> None:
     step("3. Upload a tiny model that explains Torchrelay's terms")
     model = ModelUpload(client, MODEL_FOLDER, "glossary", lambda *_: None).run({"idle_timeout_s": IDLE_S})["id"]
     console.print(f"  published {model}")
@@ -166,9 +163,9 @@ def talk(client: GatewayClient, home: Home, endpoints: dict[str, str], key: str)
     for question in others:
         ask_rest(client, model, question)
     step("5. Ask a question over gRPC")
-    ask_grpc(endpoints["grpc"], key, model, "What is a pack?")
+    ask_grpc(grpc_address, key, model, "What is a pack?")
     step(f"6. Without requests the model is unloaded after {IDLE_S:g} s")
-    console.print(f"  unloaded after {wait_for_zero(home):.1f} s; no worker holds the model now")
+    console.print(f"  unloaded after {wait_for_zero(admin):.1f} s; no worker holds the model now")
     step("7. Ask again: another cold start")
     request_id = ask_rest(client, model, "What is scale to zero?")
     show_timeline(client, request_id, "Where its time went; the weights were still in host memory")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrelay.cli.api.access import HomeOption, SchedulerOption
+from torchrelay.cli.api.access import AdminKeyOption, HomeOption, UrlOption, admin_access
 from torchrelay.cli.views import console
 
 if TYPE_CHECKING:
-    from torchrelay.common.identity.tls import Tls
-    from torchrelay.control.v1.scheduler_pb2 import Event
+    from torchrelay.cli.api.client import GatewayClient
+    from torchrelay.cli.views.event_lines import Event
 
 EXAMPLE = "Example:  torchrelay events --kind relay --follow\n\nOr:       torchrelay events --since 2h --json"
+_PAGE = 1000  # the most that the gateway returns
 
 
 class EventKind(enum.StrEnum):
@@ -36,28 +38,29 @@ def events(
     kind: Annotated[list[EventKind] | None, typer.Option(help="Only this kind; repeatable.")] = None,
     since: Annotated[str, typer.Option(help="How far back: 30s, 10m, 2h, 7d.", metavar="AGO")] = "10m",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    scheduler: SchedulerOption = None,
     home: HomeOption = None,
+    url: UrlOption = None,
+    key: AdminKeyOption = None,
 ) -> None:
     """Show what the platform did and why: relays, instances, scaling, copies, models. Kept for 30 days."""
-    from torchrelay.cli.api.scheduler_client import scheduler_access
     from torchrelay.cli.views import event_lines
 
     try:
-        from_unix_us = int((datetime.now() - event_lines.parse_duration(since)).timestamp() * 1e6)
+        begin = datetime.now(UTC) - event_lines.parse_duration(since)
     except (ValueError, OverflowError) as error:
         raise typer.BadParameter(str(error), param_hint="--since") from error
-    address, tls, token, may_return = scheduler_access(home, scheduler)
+    access = admin_access(home, url, key)
+    access.require_admin("events")
     kinds = [str(name) for name in kind or ()]
-    source = EventTail(address, tls, kinds, max(from_unix_us, 1), token)
-    with contextlib.suppress(KeyboardInterrupt):
-        num_printed = _print(source.tail(may_return) if follow else source.once(), as_json)
+    with access.client(waits=not follow) as client, contextlib.suppress(KeyboardInterrupt):
+        history = EventHistory(client, kinds, begin)
+        num_printed = _print(history.tail(access.may_return) if follow else history.rest(), as_json)
         if not num_printed:
             of_kinds = f" of kind {' or '.join(kinds)}" if kinds else ""
             console.err().print(f"no events{of_kinds} in the last {since}; --since looks further back")
 
 
-def _print(events: Iterator[Event], as_json: bool) -> int:
+def _print(events: Iterable[Event], as_json: bool) -> int:
     """Prints the events as they come; returns their number."""
     from torchrelay.cli.views.event_lines import EventLines, json_line
 
@@ -72,25 +75,41 @@ def _print(events: Iterator[Event], as_json: bool) -> int:
     return num_printed
 
 
-class EventTail:
-    """A scheduler's events from a time on; resumes after the last one seen."""
+class EventHistory:
+    """The events from a time on, read page by page; each is returned once."""
 
-    def __init__(self, address: str, tls: Tls | None, kinds: Sequence[str], from_unix_us: int, token: str = "") -> None:
-        self._address, self._tls, self._token, self._kinds = address, tls, token, kinds
-        self._from_unix_us = from_unix_us
+    def __init__(self, client: GatewayClient, kinds: Sequence[str], begin: datetime) -> None:
+        self._client, self._kinds = client, kinds
+        self._query: dict[str, Any] = {"since": begin.isoformat(), "limit": _PAGE}
+        if len(kinds) == 1:  # of several, those of other kinds are skipped here, so that no page reads them again
+            self._query["kind"] = kinds[0]
         self._last_sequence = 0
 
-    def once(self, follow: bool = False) -> Iterator[Event]:
-        """The events so far; with ``follow``, new ones until the connection breaks. Raises ``CliError``."""
-        from torchrelay.cli.api.scheduler_client import events
-
-        kinds, begin = self._kinds, self._from_unix_us
-        for event in events(self._address, kinds, begin, self._last_sequence, follow, self._tls, self._token):
-            self._last_sequence = event.sequence
-            yield event
+    def rest(self) -> Iterator[Event]:
+        """The events so far. Raises ``CliError``."""
+        num_read = _PAGE
+        while num_read == _PAGE:
+            page = self._page()
+            num_read = len(page)
+            yield from self._of_kinds(page)
 
     def tail(self, may_return: Callable[[], bool], **limits: float) -> Iterator[Event]:
-        """Events until interrupted; takes the ``limits`` of ``resumed``, and raises its errors."""
-        from torchrelay.cli.api.scheduler_client import resumed
+        """Events until interrupted; takes the ``limits`` of ``looks``, and raises its errors."""
+        from torchrelay.cli.api.polling import looks
 
-        return resumed(lambda: self.once(follow=True), may_return, lambda: None, **limits)
+        for page in looks(self._page, may_return, lambda: None, **limits):
+            yield from self._of_kinds(page)
+            if len(page) == _PAGE:
+                yield from self.rest()
+
+    def _page(self) -> list[Event]:
+        from torchrelay.cli.api.polling import look
+
+        reply = look(self._client, "/v1/events", **self._query, after=self._last_sequence)
+        page: list[Event] = json.loads(reply)["data"]
+        if page:
+            self._last_sequence = page[-1]["sequence"]
+        return page
+
+    def _of_kinds(self, page: Iterable[Event]) -> Iterator[Event]:
+        return (event for event in page if not self._kinds or event["kind"].partition(".")[0] in self._kinds)

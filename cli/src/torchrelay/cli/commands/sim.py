@@ -1,10 +1,10 @@
-"""`torchrelay sim`: what the scheduler, and other systems, would make of a trace on a cluster, in virtual time."""
+"""`torchrelay sim`: what the scheduler would make of a trace on a cluster, in virtual time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,16 +17,15 @@ from torchrelay.cli.views import console
 if TYPE_CHECKING:
     from torchrelay.sim.recorded_day import RecordedDay
     from torchrelay.sim.scenario import Fleet, Request, ServedModel
+    from torchrelay.sim.setup import Knobs
     from torchrelay.sim.summary import Prices, Summary
 
-_RIVALS_IDLE_S = 60.0
-EXAMPLE = "Example:  torchrelay sim --trace arrivals.csv --fleet a --slo 0.5,0.1 --policy ours --policy serverlessllm"
+EXAMPLE = "Example:  torchrelay sim --trace arrivals.csv --fleet a --slo 0.5,0.1"
 _FLEET_HELP = (
     "a: 4 hosts of 8 devices on NVLink; b: 2 hosts of 8 devices on PCIe; 100 Gbit/s between hosts. Or a JSON file with "
     "num_hosts, groups, nic_bytes_per_s, device_bytes_per_s, disk_bytes_per_s, arena_bytes."
 )
 _SLO_HELP = "Seconds to the first token and per further token, as in 0.5,0.1; without it, each model has its own."
-_POLICY_HELP = "A system to simulate (ours), or all; may be given several times."
 
 TraceOption = Annotated[
     Path | None,
@@ -42,7 +41,6 @@ ReplayOption = Annotated[
 ]
 FleetOption = Annotated[str, typer.Option(help=_FLEET_HELP, metavar="[a|b|FILE]")]
 SloOption = Annotated[str, typer.Option(help=_SLO_HELP, metavar="TTFT,TPOT")]
-PolicyOption = Annotated[list[str] | None, typer.Option(help=_POLICY_HELP, metavar="NAME")]
 CopiesOption = Annotated[float, typer.Option(min=0.01, help="Mean number of requests per arrival of the trace.")]
 ZipfOption = Annotated[float, typer.Option(min=0.0, help="Exponent of the twelve models' shares; 0: equal.")]
 SecondsOption = Annotated[float, typer.Option(min=1.0, help="Simulated part of the trace, from its beginning.")]
@@ -52,18 +50,31 @@ IdleOption = Annotated[
     typer.Option(
         "--idle-timeout-s",
         min=0.1,
-        help="Idle timeout of models without their own. Without it, as recorded, or computed by ours and 60 of others.",
+        help="Idle timeout of models without their own. Without it, as recorded, or computed.",
     ),
-]
-EachOption = Annotated[
-    int, typer.Option("--requests-per-instance", min=1, help="Waiting requests that justify another instance.")
 ]
 DevicePriceOption = Annotated[float, typer.Option(min=0.0, help="Price of a device per hour.")]
 RamPriceOption = Annotated[float, typer.Option(min=0.0, help="Price per hour of a GB of RAM that holds weights.")]
-PlotsOption = Annotated[
-    Path | None,
-    typer.Option(help="A PNG file for instances, queue and time to first token over time; needs matplotlib."),
-]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests for models on a cluster, from a trace or a recorded day."""
+
+    source: Path
+    fleet: Fleet
+    models: Sequence[ServedModel]
+    requests: Sequence[Request]
+    day: RecordedDay | None = None
+
+    def knobs(self, idle_timeout_s: float | None, unset_idle_s: float = 0.0, requests_per_instance: int = 16) -> Knobs:
+        """``idle_timeout_s``: without it, as recorded, otherwise ``unset_idle_s``."""
+        from torchrelay.sim.setup import Knobs
+
+        if self.day is None:
+            return Knobs(idle_timeout_s or unset_idle_s, requests_per_instance)
+        idle_s = idle_timeout_s or self.day.config.idle_timeout_s or unset_idle_s
+        return Knobs(idle_s, requests_per_instance, self.day.config.late_cost_s)
 
 
 def sim(
@@ -71,55 +82,41 @@ def sim(
     replay: ReplayOption = None,
     fleet: FleetOption = "a",
     slo: SloOption = "",
-    policy: PolicyOption = None,
     copies: CopiesOption = 1.0,
     zipf: ZipfOption = 1.0,
     seconds: SecondsOption = 600.0,
     seed: SeedOption = 1,
     idle_timeout_s: IdleOption = None,
-    requests_per_instance: EachOption = 16,
     device_price: DevicePriceOption = 2.5,
     ram_price: RamPriceOption = 0.005,
-    plots: PlotsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate the scheduler, with twelve models of 8B to 72B on a cluster or with a recorded day."""
-    from torchrelay.sim.plots import PlotsUnavailable, check_available, plot_runs
-    from torchrelay.sim.policies.runs import run_system
-    from torchrelay.sim.policies.setup import Knobs
+    from torchrelay.sim.runs import run_system
+    from torchrelay.sim.setup import ours
     from torchrelay.sim.summary import Prices
 
-    if (trace is None) == (replay is None):
+    load = workload(trace, replay, fleet, slo, copies, zipf, seconds, seed)
+    run = run_system("ours", ours, load.fleet, load.models, load.knobs(idle_timeout_s), load.requests, load.requests)
+    show(load, {"ours": run.summary}, Prices(device_price, ram_price), seed, as_json)
+
+
+def workload(
+    trace: Path | None, replay: Path | None, fleet: str, slo: str, copies: float, zipf: float, seconds: float, seed: int
+) -> Workload:
+    """The workload that the options name. Raises ``CliError``."""
+    if replay is not None and trace is None:
+        day = _recorded_day(replay)
+        return Workload(replay, day.fleet, day.models, day.requests, day)
+    if trace is None or replay is not None:
         raise CliError("give either --trace or --replay", EXAMPLE)
-    systems = _systems(policy or ["ours"])
-    if plots is not None:
-        try:
-            check_available()
-        except PlotsUnavailable as error:
-            raise CliError(f"{error}", "pip install matplotlib, or leave --plots out") from error
-    day = None if replay is None else _recorded_day(replay)
-    if day is not None:
-        cluster, models, requests = day.fleet, day.models, day.requests
-        idle_timeout_s = idle_timeout_s or day.config.idle_timeout_s
-    else:
-        assert trace is not None
-        cluster, models = _fleet(fleet), _models(slo)
-        requests = _requests(trace, models, copies, zipf, seconds, seed)
-    source = trace or replay
-    assert source is not None
-    runs = []
-    for system in systems:
-        if len(systems) > 1:
-            console.err().print(f"simulating {system}")
-        idle_s = idle_timeout_s or (0.0 if system == "ours" else _RIVALS_IDLE_S)
-        late_cost_s = Knobs().late_cost_s if day is None else day.config.late_cost_s
-        knobs = Knobs(idle_s, requests_per_instance, late_cost_s)
-        runs.append(run_system(system, cluster, models, knobs, requests, requests))
-    if plots is not None:
-        plot_runs(plots, runs, f"{source.name}, {cluster.num_devices} devices, {len(requests):,} requests")
-    summaries = {} if day is None else {"recorded": day.measured}
-    summaries |= {run.system: run.summary for run in runs}
-    prices = Prices(device_price, ram_price)
+    cluster, models = _fleet(fleet), _models(slo)
+    return Workload(trace, cluster, models, _requests(trace, models, copies, zipf, seconds, seed))
+
+
+def show(load: Workload, simulated: Mapping[str, Summary], prices: Prices, seed: int, as_json: bool) -> None:
+    """Prints the figures of each policy, below those of the recorded day."""
+    summaries = {**({} if load.day is None else {"recorded": load.day.measured}), **simulated}
     if as_json:
         rows = [_row(name, summary, prices) for name, summary in summaries.items()]
         console.print_json({"seed": seed, "policies": rows})
@@ -170,14 +167,6 @@ def _fleet(text: str) -> Fleet:
         return read_fleet(Path(text))
     except ValueError as error:
         raise CliError(f"--fleet: {error}", "a, b, or a JSON file: see torchrelay sim --help") from error
-
-
-def _systems(names: Sequence[str]) -> list[str]:
-    from torchrelay.sim.policies.systems import SYSTEMS
-
-    if unknown := [name for name in names if name not in (*SYSTEMS, "all")]:
-        raise CliError(f"--policy: {unknown[0]} is unknown", f"one of {', '.join(SYSTEMS)}, all")
-    return list(SYSTEMS) if "all" in names else list(dict.fromkeys(names))
 
 
 def _with_slo(model: ServedModel, slo: str) -> ServedModel:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TypeVar
 
-from torchrelay.cli.api.scheduler_client import environment_settings
+from torchrelay.cli.environment import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.join.enroll import enroll
 from torchrelay.cli.join.folder import NodeFolder

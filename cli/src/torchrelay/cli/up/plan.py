@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from torchrelay.cli.api.scheduler_client import environment_settings
+from torchrelay.cli.environment import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.join_file import JoinFile

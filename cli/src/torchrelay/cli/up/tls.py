@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.cli.api.scheduler_client import environment_settings
+from torchrelay.cli.environment import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.plan import UpOptions, callers_of

@@ -77,16 +77,16 @@ class LiveScreen:
         self._view, self._is_lost = view, False
 
     def lost(self) -> None:
-        """Marks the scheduler as unreachable; the last view stays."""
+        """Marks the platform as unreachable; the last view stays."""
         self._is_lost = True
 
     def render(self) -> RenderableType:
         view, now_s = self._view, self._clock()
         if view is None:
-            return Text(f"connecting to the scheduler at {self._address} ...")
+            return Text(f"connecting to the gateway at {self._address} ...")
         samples = self._recent(now_s)
         shown = cluster_screen(view, rates_of(samples, now_s), self._address, is_cut=True)
-        lost = Text("the scheduler does not answer; last known view", style="bold red")
+        lost = Text("the platform does not answer; last known view", style="bold red")
         return Group(lost, shown) if self._is_lost else shown
 
     def _recent(self, now_s: float) -> list[Sample]:
@@ -110,7 +110,7 @@ def _parts(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small
     time_of_day = datetime.now().strftime("%H:%M:%S")
     waiting, running = (sum(getattr(demand, name) for demand in view.demand) for name in ("num_waiting", "num_running"))
     counts = f"{running} running, {waiting} waiting"
-    head = Text.assemble(("Torchrelay", "bold"), f"  {time_of_day}  scheduler {address}  {counts}")
+    head = Text.assemble(("Torchrelay", "bold"), f"  {time_of_day}  {address}  {counts}")
     packs = PackIndex(view)
     parts: list[RenderableType] = [head, ""]
     if view.relays:

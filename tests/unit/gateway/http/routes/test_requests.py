@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from google.protobuf.json_format import ParseDict
 
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
 from torchrelay.common.clock import now_unix_us
+from torchrelay.control.v1.scheduler_pb2 import ClusterView
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
 
 
@@ -122,6 +124,7 @@ async def test_only_a_tenants_own_requests_are_explained(rig: RestRig) -> None:
     ]
     assert said["decisions"][0]["reason"] == "first request"
     assert (await rig.admin.get("/v1/requests/req-1/explain")).json() == said
+    assert (await rig.admin.get("/v1/requests/req-unopened/explain")).json()["phases"] == said["phases"]
     assert (await rig.acme.get("/v1/requests/req-old/explain")).status_code == 404
     async with await rig.client_of("zoo") as zoo:
         theirs, absent = [await zoo.get(f"/v1/requests/req-{name}/explain") for name in ("1", "x")]
@@ -144,5 +147,17 @@ async def test_admin_alone_gets_the_newest_events_since_a_time(rig: RestRig) -> 
     assert [event["sequence"] for event in listed] == [2, 3]
     event = {"sequence": 3, "at_unix_us": 3, "kind": "relay.started", "model": "", "reason": ""}
     assert listed[-1] == {**event, "urgency": "event 3 since 86400000000"}
+    for after, numbers in ((0, [1, 2]), (2, [3]), (3, [])):
+        page = (await rig.admin.get(f"/v1/events?since=1970-01-02&limit=2&after={after}")).json()["data"]
+        assert [event["sequence"] for event in page] == numbers
     assert (await rig.acme.get("/v1/events?since=2026-01-01")).status_code == 403
+    assert (await rig.admin.get("/v1/events?since=2026-01-01&after=-1")).status_code == 400
     assert (await rig.admin.get("/v1/events?since=yesterday")).status_code == 400
+
+
+async def test_admin_alone_gets_the_cluster(rig: RestRig) -> None:
+    view = (await rig.admin.get("/v1/cluster")).json()
+    assert (view["largest_slot_bytes"], view["workers"][0]["worker_id"], view["relays"]) == ("12345", "w1", [])
+    message = await rig.admin.get("/v1/cluster", headers={"accept": "application/x-protobuf"})
+    assert ClusterView.FromString(message.content) == ParseDict(view, ClusterView())
+    assert (await rig.acme.get("/v1/cluster")).status_code == 403

@@ -1,4 +1,4 @@
-"""Client of the scheduler for the REST API: slot sizes and explanations of requests."""
+"""Client of the scheduler for the REST API: the cluster, explanations and events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
@@ -52,15 +52,22 @@ class SchedulerClient:
 
     async def cluster(self, timeout_s: float = 2.0) -> scheduler_pb2.ClusterView | None:
         """The cluster now, of all tenants; None if the scheduler is unreachable."""
+        try:
+            return await self.view(timeout_s)
+        except TorchrelayError as error:
+            log.info("cluster_unknown", error=error.message)
+            return None
+
+    async def view(self, timeout_s: float = 2.0) -> scheduler_pb2.ClusterView:
+        """The cluster now, of all tenants. Raises the scheduler's errors, or ``Unavailable``."""
         call = self._stub.WatchCluster(scheduler_pb2.WatchClusterRequest(), timeout=timeout_s)
         try:
-            async for view in call:
-                return view
-        except grpc.aio.AioRpcError as error:
-            log.info("cluster_unknown", error=self._endpoint.error(error).message)
+            with self._endpoint.mapped_errors():
+                async for view in call:
+                    return view
         finally:
             call.cancel()
-        return None
+        raise self._endpoint.unreachable()  # it stops
 
     async def explain(
         self, *, request_id: str = "", model: str = "", timeout_s: float = 5.0
@@ -74,15 +81,28 @@ class SchedulerClient:
             return await self._stub.Explain(explained, timeout=timeout_s)
 
     async def events(
-        self, kinds: Sequence[str], since_unix_us: int, max_events: int, timeout_s: float = 10.0
+        self,
+        kinds: Sequence[str],
+        since_unix_us: int,
+        max_events: int,
+        after_sequence: int | None = None,
+        timeout_s: float = 10.0,
     ) -> list[scheduler_pb2.Event]:
-        """The newest events since a time, oldest first.
+        """Events since a time, oldest first: the newest; with ``after_sequence`` those that follow it, 0 for the first.
 
         Raises the scheduler's errors (``InvalidRequest`` for an unknown kind), or ``Unavailable``.
         """
-        request = scheduler_pb2.WatchEventsRequest(kinds=kinds, since_unix_us=since_unix_us)
-        newest: deque[scheduler_pb2.Event] = deque(maxlen=max_events)
-        with self._endpoint.mapped_errors():
-            async for event in self._stub.WatchEvents(request, timeout=timeout_s):
-                newest.append(event)
-        return list(newest)
+        request = scheduler_pb2.WatchEventsRequest(
+            kinds=kinds, since_unix_us=since_unix_us, after_sequence=after_sequence or 0
+        )
+        call = self._stub.WatchEvents(request, timeout=timeout_s)
+        kept: deque[scheduler_pb2.Event] = deque(maxlen=max_events)
+        try:
+            with self._endpoint.mapped_errors():
+                async for event in call:
+                    kept.append(event)
+                    if after_sequence is not None and len(kept) == max_events:
+                        break
+        finally:
+            call.cancel()
+        return list(kept)

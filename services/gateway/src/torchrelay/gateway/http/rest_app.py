@@ -13,7 +13,18 @@ from torchrelay.gateway.http.dependencies import Services, check_query
 from torchrelay.gateway.http.error_handlers import install_error_handlers
 from torchrelay.gateway.http.openapi import described
 from torchrelay.gateway.http.router import Page
-from torchrelay.gateway.http.routes import billing, events, explain, keys, models, orphans, requests, tenants, uploads
+from torchrelay.gateway.http.routes import (
+    billing,
+    cluster,
+    events,
+    explain,
+    keys,
+    models,
+    orphans,
+    requests,
+    tenants,
+    uploads,
+)
 
 _ROOT = msgspec.json.encode({"name": "Torchrelay", "api": "/v1", "schema": "/openapi.json", "health": "/health"})
 
@@ -28,8 +39,8 @@ def make_app(services: Services) -> FastAPI:
 def routes_app() -> FastAPI:
     """The routes without what answers them: enough for the schema."""
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
-    routers = [part.router for part in (tenants, keys, uploads, models, orphans, billing, requests, explain, events)]
-    routers.append(models.versions_router)
+    parts = (tenants, keys, uploads, models, orphans, billing, requests, explain, events, cluster)
+    routers = [*(part.router for part in parts), models.versions_router]
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:
         app.include_router(router, dependencies=[Depends(check_query)])

@@ -29,9 +29,9 @@ _MAX_WAITS_CHARS = 500
 _SERVICE = "/torchrelay.control.v1.Scheduler"
 CALLERS: MethodCallers = {
     f"{_SERVICE}/Admit": {Caller.GATEWAY},
-    f"{_SERVICE}/Explain": {Caller.GATEWAY, Caller.CLI},
+    f"{_SERVICE}/Explain": {Caller.GATEWAY},
     f"{_SERVICE}/WatchCluster": {Caller.GATEWAY, Caller.CLI},
-    f"{_SERVICE}/WatchEvents": {Caller.GATEWAY, Caller.CLI},
+    f"{_SERVICE}/WatchEvents": {Caller.GATEWAY},
     f"{_SERVICE}/Enroll": ANYONE,
     f"{_SERVICE}/ReportLauncher": {Caller.CLI},
 }

@@ -12,6 +12,7 @@ from torchrelay.gateway.http.dependencies import Admin, ServicesOf
 
 router = APIRouter(prefix="/v1/events")
 MAX_EVENTS = 1000
+MAX_SEQUENCE = (1 << 63) - 1
 
 
 @router.get("")
@@ -21,9 +22,13 @@ async def events(
     since: str,
     kind: str | None = None,
     limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 200,
+    after: Annotated[int | None, Query(ge=0, le=MAX_SEQUENCE)] = None,
 ) -> dict[str, Any]:
-    """The newest events since a time, oldest first."""
-    listed = await services.scheduler.events([kind] if kind else [], max(instant_of(since, "since"), 1), limit)
+    """The newest events since a time, oldest first; with ``after`` those that follow this sequence number, 0 for the
+    first page.
+    """
+    since_unix_us = max(instant_of(since, "since"), 1)
+    listed = await services.scheduler.events([kind] if kind else [], since_unix_us, limit, after)
     data = [
         {
             "sequence": event.sequence,

@@ -1,4 +1,4 @@
-"""Plots of runs over time and of figures by cluster size. They need matplotlib (``torchrelay-sim[plots]``)."""
+"""Plots of runs over time and of figures by cluster size. They need matplotlib."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrelay.sim.policies.runs import Run
+from torchrelay.sim.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

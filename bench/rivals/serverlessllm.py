@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bench.rivals.count_scaling import CountScaling
+from bench.rivals.deadline_order import by_deadline
+from bench.rivals.relay_plans import from_disk, no_copies
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
-from torchrelay.sim.policies.count_scaling import CountScaling
-from torchrelay.sim.policies.deadline_order import by_deadline
-from torchrelay.sim.policies.relay_plans import from_disk, no_copies
-from torchrelay.sim.policies.setup import Knobs, Setup, one_copy_each
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
+from torchrelay.sim.setup import Knobs, Setup, one_copy_each
 
 
 def strategies(knobs: Knobs) -> Strategies:

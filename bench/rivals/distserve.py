@@ -15,6 +15,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bench.rivals.deadline_order import by_deadline
+from bench.rivals.first_copies import all_everywhere
+from bench.rivals.relay_plans import from_disk, no_copies
 from torchrelay.scheduler.policy.autoscaling.actions import Action, Load
 from torchrelay.scheduler.policy.autoscaling.slots import FreeSlots, SlotAssignment, assign
 from torchrelay.scheduler.policy.autoscaling.view import View
@@ -22,10 +25,8 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.scheduler.policy.types import Model, Role
 from torchrelay.sim.plant import policy_model
-from torchrelay.sim.policies.deadline_order import by_deadline
-from torchrelay.sim.policies.relay_plans import from_disk, no_copies
-from torchrelay.sim.policies.setup import Knobs, Setup, all_everywhere
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
+from torchrelay.sim.setup import Knobs, Setup
 
 _WINDOW_S = 10.0
 _USE = 0.7  # of an instance's time, so that prompts wait briefly

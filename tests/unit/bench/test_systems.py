@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from bench.rivals.distserve import StaticInstances, fitting
+from bench.rivals.relay_plans import by_chain, from_disk
+from bench.rivals.systems import SYSTEMS
 from torchrelay.scheduler.policy.types import REMOTE
 from torchrelay.sim.fleets import served_model
 from torchrelay.sim.plant import Plant
-from torchrelay.sim.policies.distserve import StaticInstances, fitting
-from torchrelay.sim.policies.relay_plans import by_chain, from_disk
-from torchrelay.sim.policies.setup import Knobs, one_copy_each
-from torchrelay.sim.policies.systems import SYSTEMS
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome
+from torchrelay.sim.setup import Knobs, one_copy_each
 from torchrelay.sim.summary import summarize
 
 FIRST = served_model("t/first", 1, 8, 32, 131072, 0.45, 15e3, 0.1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from torchrelay.sim.policies.all_cache import all_cache
-from torchrelay.sim.policies.blitzscale import blitzscale
-from torchrelay.sim.policies.distserve import distserve
-from torchrelay.sim.policies.serverlessllm import serverlessllm
-from torchrelay.sim.policies.setup import System, ours
+from bench.rivals.all_cache import all_cache
+from bench.rivals.blitzscale import blitzscale
+from bench.rivals.distserve import distserve
+from bench.rivals.serverlessllm import serverlessllm
+from torchrelay.sim.setup import System, ours
 
 SYSTEMS: Mapping[str, System] = {
     "ours": ours,

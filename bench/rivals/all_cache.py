@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.sim.policies.serverlessllm import strategies
-from torchrelay.sim.policies.setup import Knobs, Setup, all_everywhere
+from bench.rivals.first_copies import all_everywhere
+from bench.rivals.serverlessllm import strategies
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
+from torchrelay.sim.setup import Knobs, Setup
 
 
 def all_cache(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:

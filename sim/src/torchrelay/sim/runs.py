@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrelay.sim.policies.setup import Knobs
-from torchrelay.sim.policies.systems import SYSTEMS
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
+from torchrelay.sim.setup import Knobs, System
 from torchrelay.sim.summary import Summary, summarize
 from torchrelay.sim.timeline import Sample, ttfts_over_time
 
@@ -27,7 +26,8 @@ class Run:
 
 
 def run_system(
-    system: str,
+    name: str,
+    system: System,
     fleet: Fleet,
     models: Sequence[ServedModel],
     knobs: Knobs,
@@ -35,8 +35,8 @@ def run_system(
     tuned_on: Sequence[Request],
 ) -> Run:
     """Runs a system. ``tuned_on`` sizes fixed numbers of instances. Raises ``ValueError`` without requests."""
-    plant = SYSTEMS[system](fleet, models, knobs, tuned_on).plant(models)
+    plant = system(fleet, models, knobs, tuned_on).plant(models)
     outcomes = plant.run(requests, _SETTLE_S)
     summary = summarize(outcomes, plant.served, plant.at_last_arrival)
     width_s = max((outcomes[-1].arrived_at - outcomes[0].arrived_at) / _NUM_INTERVALS, 1.0)
-    return Run(system, summary, plant.samples, ttfts_over_time(outcomes, width_s, _PERCENTS))
+    return Run(name, summary, plant.samples, ttfts_over_time(outcomes, width_s, _PERCENTS))

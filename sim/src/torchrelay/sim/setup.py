@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
 
@@ -62,9 +62,3 @@ def one_copy_each(fleet: Fleet, models: Sequence[ServedModel]) -> dict[int, list
             left[number] -= model.pack_bytes
             held[number].append(model.name)
     return held
-
-
-def all_everywhere(fleet: Fleet, models: Sequence[ServedModel]) -> tuple[Fleet, dict[int, list[str]]]:
-    """Places every pack into the RAM of every host. Returns the fleet with enough RAM for it, too."""
-    large = replace(fleet, arena_bytes=max(fleet.arena_bytes, sum(model.pack_bytes for model in models)))
-    return large, {number: [model.name for model in models] for number in range(fleet.num_hosts)}

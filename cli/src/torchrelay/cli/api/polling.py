@@ -1,0 +1,61 @@
+"""Repeated questions to the gateway, for commands that show what changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.restarts import restart_attempts
+from torchrelay.cli.errors import ApiError, Unreachable
+
+T = TypeVar("T")
+ABSENT_S = 30.0  # a gateway that starts again on a busy machine takes 7 s
+_TIMEOUT_S = 15.0  # longer than the gateway waits for the scheduler
+
+
+def look(client: GatewayClient, path: str, accept: str = "application/json", **query: Any) -> bytes:
+    """Returns the answer of the gateway about the platform. Raises ``Unreachable`` also for a gateway that does not
+    reach the scheduler.
+    """
+    try:
+        return client.content("GET", path, params=query, headers={"accept": accept}, timeout=_TIMEOUT_S)
+    except ApiError as error:
+        if error.status != 503:
+            raise
+        raise Unreachable(error.message, "is the platform up? torchrelay up") from error
+
+
+def looks(
+    ask: Callable[[], T],
+    may_return: Callable[[], bool],
+    on_lost: Callable[[], None],
+    every_s: float = 1.0,
+    timeout_s: float = ABSENT_S,
+) -> Iterator[T]:
+    """An answer every ``every_s``. After a question without one, calls ``on_lost()`` and asks again for ``timeout_s``.
+
+    ``may_return``: whether waiting is of use. Raises ``Unreachable``, at once if the first question has no answer.
+    """
+    yield ask()
+    while True:
+        time.sleep(every_s)
+        try:
+            answer = ask()
+        except Unreachable:
+            on_lost()
+            answer = _asked_again(ask, may_return, every_s, timeout_s)
+        yield answer
+
+
+def _asked_again(ask: Callable[[], T], may_return: Callable[[], bool], every_s: float, timeout_s: float) -> T:
+    try:
+        for attempt in restart_attempts(Unreachable, may_return, every_s, timeout_s):
+            with attempt:
+                return ask()
+    except Unreachable as error:
+        if may_return():
+            raise
+        raise Unreachable("the platform has stopped", "start it again: torchrelay up") from error
+    raise AssertionError("a retry ends with a result or an error")
