@@ -5,7 +5,7 @@ from typing import Any
 from torchrelay.common.sampling import RANGES, SHARED_NAMES, SharedSampling, shared_sampling
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.engine.core import SamplingParams
-from torchrelay.gateway.dialects.openai.requests import BaseBody
+from torchrelay.gateway.bodies.shared_body import BaseBody
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.inference.v1 import inference_pb2
 

@@ -21,30 +21,17 @@ _WHERE = {
 
 # REST fields and the options that set them.
 _OPTIONS = {
-    "from": "--from",
-    "to": "--to",
-    "period": "--month",
-    "max_tokens": "--max-tokens",
-    "temperature": "--temperature",
-    "idle_timeout_s": "--idle-timeout-s",
-    "max_instances": "--max-instances",
-    "engine": "--engine",
-    "min_instances": "--min-instances",
-    "schedule": "--schedule",
-    "interactive_ttft_s": "--interactive-ttft-s",
-    "standard_ttft_s": "--standard-ttft-s",
-    "batch_ttft_s": "--batch-ttft-s",
-    "tbt_target_s": "--tbt-target-s",
-    "requests_per_minute": "--requests-per-minute",
-    "storage_quota_bytes": "--storage-quota-gb",
-    "budget_nano": "--budget",
-    "prompt_nano": "--prompt",
-    "cached_nano": "--cached",
-    "output_nano": "--output",
-    "valid_from": "--from",
-    "service_class": "--service-class",
-    "group_by": "--by",
-    "base": "--base",
+    **{
+        field: f"--{field.replace('_', '-')}"
+        for field in (
+            *("max_tokens", "temperature", "from", "to", "base", "requests_per_minute", "service_class"),
+            *("idle_timeout_s", "max_instances", "engine", "min_instances", "schedule"),
+            *("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"),
+        )
+    },
+    **{"period": "--month", "storage_quota_bytes": "--storage-quota-gb", "budget_nano": "--budget"},
+    **{"prompt_nano": "--prompt", "cached_nano": "--cached", "output_nano": "--output"},
+    **{"valid_from": "--from", "group_by": "--by"},
 }
 _FIELDS = re.compile(rf"\b({'|'.join(field for field in _OPTIONS if '_' in field)})\b")  # others are words of a message
 
