@@ -2,7 +2,7 @@
 
     python bench/systems.py --replay LOG --policy ours --policy serverlessllm [--plots runs.png]
 
-Options as of `torchrelay sim`, which simulates the scheduler alone.
+The options are those of `torchrelay sim`, which simulates the scheduler alone, and three more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def main(
     replay: sim.ReplayOption = None,
     fleet: sim.FleetOption = "a",
     slo: sim.SloOption = "",
-    policy: Annotated[list[str] | None, typer.Option(help="A system, or all; several.", metavar="NAME")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A system to simulate, or all; may be repeated.", metavar="NAME")
+    ] = None,
     copies: sim.CopiesOption = 1.0,
     zipf: sim.ZipfOption = 1.0,
     seconds: sim.SecondsOption = 600.0,

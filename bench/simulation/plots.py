@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrelay.cli.errors import CliError
 from torchrelay.sim.runs import Run
 
 if TYPE_CHECKING:
@@ -16,23 +17,16 @@ _WIDTH, _HEIGHT = 9.0, 8.0  # inches
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
-class PlotsUnavailable(Exception):
-    """matplotlib is not installed."""
-
-    def __init__(self) -> None:
-        super().__init__("plots need matplotlib, which is not installed")
-
-
 def check_available() -> None:
-    """Raises ``PlotsUnavailable``."""
+    """Raises ``CliError`` without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise PlotsUnavailable from error
+        raise CliError("plots need matplotlib, which is not installed", "install it: pip install matplotlib") from error
 
 
 def plot_runs(path: Path, runs: Sequence[Run], title: str) -> None:
-    """Plots instances, queue and time to first token of each run over time. Raises ``PlotsUnavailable``."""
+    """Plots instances, queue and time to first token of each run over time. Raises ``CliError`` without matplotlib."""
     check_available()
     from matplotlib.figure import Figure
 
@@ -71,7 +65,7 @@ def shown_until_s(runs: Sequence[Run]) -> float:
 
 
 def plot_by_size(path: Path, figures: Mapping[str, Sequence[tuple[float, float]]], title: str, unit: str) -> None:
-    """Plots lines of (number of devices, value). Raises ``PlotsUnavailable``."""
+    """Plots lines of (number of devices, value). Raises ``CliError`` without matplotlib."""
     check_available()
     from matplotlib.figure import Figure
 

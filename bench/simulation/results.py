@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from bench.report import progress
-from bench.simulation.plots import PlotsUnavailable
+from torchrelay.cli.errors import CliError
 
 P = ParamSpec("P")
 
@@ -32,5 +32,5 @@ def draw(plot: Callable[P, None], *arguments: P.args, **options: P.kwargs) -> No
     """Draws the plot, or prints why it cannot."""
     try:
         plot(*arguments, **options)
-    except PlotsUnavailable as error:
+    except CliError as error:
         progress(f"no plot: {error}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from torchrelay.control.v1 import decode_pb2, types_pb2
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.layout import context_digests
 from torchrelay.prefill import prompt_moves
+from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts
 from torchrelay.transfer.errors import BufferLost, SourcesExhausted
 from torchrelay.transfer.transport.tcp import TcpTransport
@@ -128,7 +130,8 @@ class Source:
         self.buffers: dict[str, Any] = {}
         self.cancel = self.instance.cancel
         self.tasks: list[asyncio.Task[None]] = []
-        self.recalled = RecalledPrompts(self)  # type: ignore[arg-type]
+        self.budget = ByteBudget(1 << 30)
+        self.recalled = RecalledPrompts(self, self.budget)  # type: ignore[arg-type]
         self.instance.prefill(group_of(PROMPT))
         run(self.instance)
         self.recalled.keep("r/0")
@@ -137,8 +140,8 @@ class Source:
         self.tasks.append(asyncio.ensure_future(work))
 
     async def until_dropped(self) -> None:
-        await eventually(lambda: not self.instance.groups(), "the end of the prompt")
-        assert "r/0" not in self.recalled and not self.buffers
+        await eventually(lambda: not self.buffers, "the end of the buffer")
+        assert "r/0" not in self.recalled and not self.instance.groups() and not self.budget.num_granted
 
 
 async def test_offer_ends_with_its_instance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,17 +181,28 @@ async def test_offer_that_is_not_taken_or_not_copied_is_given_up(
             buffer.wait_any([0], HANG_S)
 
 
-async def test_prompt_is_kept_until_its_stream_ends(model: Model) -> None:
+async def test_prompt_is_freed_once_copied_and_its_copy_when_its_stream_ends(model: Model) -> None:
     source = Source(model)
     exported = await source.recalled.export("r/0", BUFFER_ID)
     buffer = source.buffers[BUFFER_ID]
-    await eventually(lambda: all(buffer.ready_flags()), "the copies of all chunks")
-    assert [bytes(buffer.chunk(index)) for index in range(buffer.num_chunks)] == [
-        bytes(exported.read(index)) for index in range(buffer.num_chunks)
-    ]
-    assert "r/0" in source.recalled and source.instance.groups()
+    chunks = [bytes(exported.read(index)) for index in range(buffer.num_chunks)]
+    await eventually(lambda: not source.instance.groups(), "the end of the prompt")
+    assert source.buffers and source.budget.num_granted == exported.layout.num_kv_bytes
+    assert [bytes(buffer.chunk(index)) for index in range(buffer.num_chunks)] == chunks
     buffer.release("stream")  # the receiver has everything, or its attempt was cancelled
     await source.until_dropped()
+
+
+async def test_offer_ends_if_its_copy_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a device had no memory for it. A receiver that waited on would keep its request from starting over."""
+    source = Source(model)
+    exported = await source.recalled.export("r/0", BUFFER_ID)
+    buffer = source.buffers[BUFFER_ID]
+    monkeypatch.setattr(exported, "read", Mock(side_effect=RuntimeError("out of memory")))
+    await source.until_dropped()
+    with pytest.raises(BufferLost, match="out of memory"):
+        buffer.wait_any([0], HANG_S)
+    assert isinstance(source.tasks[0].exception(), RuntimeError)
 
 
 async def test_receiver_holds_at_most_two_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

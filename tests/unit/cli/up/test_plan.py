@@ -21,7 +21,7 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.up.certificates import CA_LIFE, CERT_LIFE, RENEW_BEFORE, ensure_certificates
 from torchrelay.cli.up.children.child import STOP_TIMEOUT_S
 from torchrelay.cli.up.children.stack import Stack
-from torchrelay.cli.up.plan import COMMANDS, StackPlan, UpOptions, callers_of
+from torchrelay.cli.up.plan import OWN_CERTIFICATE, StackPlan, UpOptions, callers_of
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress, next_steps
 from torchrelay.cli.up.tls import tls_of_install
@@ -381,4 +381,4 @@ def test_services_get_tls_files_and_public_probe_is_plain(home: Home) -> None:
         told = {f"TORCHRELAY_{name.upper()}": path for name, path in files[spec.name].as_settings().items()}
         assert told.items() <= spec.env.items()
     assert [spec.name for spec in services if spec.tls is None] == ["gateway"]
-    assert files[COMMANDS].as_settings().items() <= stack.endpoints.items()
+    assert files[OWN_CERTIFICATE].as_settings().items() <= stack.endpoints.items()

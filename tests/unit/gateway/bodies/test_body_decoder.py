@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
@@ -109,3 +110,29 @@ def test_body_that_is_cut_off_is_no_valid_json(decoder: str) -> None:
     """A field with a wrong type before the cut was the only error that was named."""
     with pytest.raises(InvalidRequest, match="the body is not valid JSON"):
         DECODERS[decoder][0](b'{"model": 1, "input": "cut')
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "hint"),
+    [
+        ({"grammer": "root ::= x"}, "grammer", "did you mean grammar?"),
+        ({"bad_word": ["x"]}, "bad_word", "did you mean bad_words?"),
+        ({"grammar": "root ::= x"}, "grammar", "is not supported yet"),
+        ({"documents": [{"text": "x" * 100}]}, "documents", "is not supported yet"),
+        ({"typical_p": 0.5}, "typical_p", "is not supported yet"),
+    ],
+)
+def test_fields_that_would_change_the_answer_are_refused_and_so_are_their_typos(
+    fields: dict[str, Any], field: str, hint: str
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    with pytest.raises(InvalidRequest, match=re.escape(hint)) as refused:
+        openai.decode_chat(msgspec.json.encode(body))
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
+def test_values_that_ask_for_nothing_are_accepted(value: Any) -> None:
+    responses.decode_body(msgspec.json.encode({"model": "m", "input": "a", "conversation": value}))
+    harmless = {"typical_p": 1.0, "logits_processors": [], "modalities": ["text"], "grammar": None}
+    openai.decode_chat(msgspec.json.encode({"model": "m", "messages": [], **harmless}))

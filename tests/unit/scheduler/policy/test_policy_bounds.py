@@ -137,3 +137,32 @@ TestRunning.settings = settings(
     phases=[Phase.generate] if "N" in os.environ else list(Phase),
     database=None,
 )
+
+
+def test_recalled_request_is_placed_as_soon_as_it_returns() -> None:
+    """Its version is blocked for others meanwhile, as the instance that is free is kept for it, and no longer loads."""
+    history = Running()
+    history.start(num_others=4, roles="one each")
+    scene, model = history.scene, VERSIONS[0]
+    asked = {"service_class": ServiceClass.INTERACTIVE, "ttft_target_s": 0.0}
+    steps = (
+        lambda: history.some_come(model=model, num_tokens=1, decode_s=6.0, num_calls=1, **asked),
+        lambda: history.time_passes(seconds=0.1),
+        lambda: history.time_passes(seconds=0.1),
+        lambda: scene.leave(scene.open_calls[0]),
+        lambda: history.some_come(model=model, num_tokens=1500, decode_s=0.0, num_calls=1, **asked),
+        lambda: history.time_passes(seconds=0.5),
+        lambda: scene.faults.update({"w0": Fault.NEVER_DRAINS}),
+        lambda: scene.kill("w2"),
+        lambda: scene.restart(history.others["w2"], 4),
+        lambda: history.time_passes(seconds=0.5),
+        lambda: history.some_come(model=model, num_tokens=1500, decode_s=6.0, num_calls=14, **asked),
+        lambda: scene.kill("w1"),
+    )
+    for step in steps:
+        step()
+        history.limits_hold()
+    while not any(call.num_recalled and call.attempt == 2 for call in scene.open_calls):
+        history.time_passes(seconds=0.1)
+    history.time_passes(seconds=1.0)
+    assert all(call.placement is not None for call in scene.calls.values() if call.num_recalled)

@@ -1,1 +1,1 @@
-"""Clients of the gateway and the scheduler: which gateway and key, uploads, chat streams, retries."""
+"""The client of the gateway: which gateway and key, uploads, chat streams, retries."""

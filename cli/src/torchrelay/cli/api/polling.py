@@ -24,7 +24,8 @@ def look(client: GatewayClient, path: str, accept: str = "application/json", **q
     except ApiError as error:
         if error.status != 503:
             raise
-        raise Unreachable(error.message, "is the platform up? torchrelay up") from error
+        hint = "is nats-server running?" if "NATS" in error.message else "is the platform up? torchrelay up"
+        raise Unreachable(error.message, hint) from error
 
 
 def looks(
@@ -33,20 +34,22 @@ def looks(
     on_lost: Callable[[], None],
     every_s: float = 1.0,
     timeout_s: float = ABSENT_S,
+    is_behind: Callable[[T], bool] = lambda _: False,
 ) -> Iterator[T]:
     """An answer every ``every_s``. After a question without one, calls ``on_lost()`` and asks again for ``timeout_s``.
 
-    ``may_return``: whether waiting is of use. Raises ``Unreachable``, at once if the first question has no answer.
+    ``may_return``: whether waiting is of use. ``is_behind``: whether the next question follows an answer at once. Raises ``Unreachable``, at once if the first question has no answer.
     """
-    yield ask()
+    answer = ask()
     while True:
-        time.sleep(every_s)
+        yield answer
+        if not is_behind(answer):
+            time.sleep(every_s)
         try:
             answer = ask()
         except Unreachable:
             on_lost()
             answer = _asked_again(ask, may_return, every_s, timeout_s)
-        yield answer
 
 
 def _asked_again(ask: Callable[[], T], may_return: Callable[[], bool], every_s: float, timeout_s: float) -> T:

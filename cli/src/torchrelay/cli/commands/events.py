@@ -97,10 +97,9 @@ class EventHistory:
         """Events until interrupted; takes the ``limits`` of ``looks``, and raises its errors."""
         from torchrelay.cli.api.polling import looks
 
-        for page in looks(self._page, may_return, lambda: None, **limits):
+        pages = looks(self._page, may_return, lambda: None, is_behind=lambda page: len(page) == _PAGE, **limits)
+        for page in pages:
             yield from self._of_kinds(page)
-            if len(page) == _PAGE:
-                yield from self.rest()
 
     def _page(self) -> list[Event]:
         from torchrelay.cli.api.polling import look

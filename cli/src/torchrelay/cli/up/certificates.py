@@ -1,4 +1,4 @@
-"""Certificates of an embedded install: a CA, and one certificate for each process and for the commands."""
+"""Certificates of an embedded install: a CA, and a certificate for each process and for `up` itself."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from torchrelay.common.process.environment import service_environment
 
 HOST_ID = "local"
 STORE_ID = "store-local"
-COMMANDS = "cli"  # the name of the commands' certificate
+OWN_CERTIFICATE = "cli"  # the name of the certificate of `up` itself
 LOOPBACK = "127.0.0.1"
 NODE_SCOPE = "node-"  # the ids of nodes that join begin with it, so none is a node of `up`
 _SCHEDULER_PORT, _STORE_PORT, _NATS_PORT = 7101, 7103, 4222
@@ -123,7 +123,7 @@ def worker_roles(options: UpOptions) -> list[tuple[str, str]]:
 def callers_of(options: UpOptions) -> dict[str, Caller]:
     """The caller that each child is to the services that it calls; also for the commands."""
     services = {"param-store": Caller.STORE, "scheduler": Caller.SCHEDULER, "gateway": Caller.GATEWAY}
-    return {**services, **{name: Caller.WORKER for name, _ in worker_roles(options)}, COMMANDS: Caller.CLI}
+    return {**services, **{name: Caller.WORKER for name, _ in worker_roles(options)}, OWN_CERTIFICATE: Caller.CLI}
 
 
 class StackPlan:
@@ -135,7 +135,7 @@ class StackPlan:
     def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: Mapping[str, TlsFiles] | None = None) -> None:
         self._home, self._options, self._ports = home, options, ports
         self._tls_files = tls or {}
-        self._tls = Tls(self._tls_files[COMMANDS]) if self._tls_files else None
+        self._tls = Tls(self._tls_files[OWN_CERTIFICATE]) if self._tls_files else None
         self._cluster_key = bytes.fromhex(home.cluster_key())
         self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
         self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
@@ -165,7 +165,7 @@ class StackPlan:
             "store": self._store_address,
             "nats": without_password(self._nats_url),
             "redis": without_password(self._redis_url),
-            **self._tls_settings(COMMANDS),
+            **self._tls_settings(OWN_CERTIFICATE),  # for tools that ask the scheduler themselves
         }
         home = self._home
         return Stack(

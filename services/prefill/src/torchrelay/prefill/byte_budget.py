@@ -1,4 +1,4 @@
-"""A budget for the bytes of KV that wait for decode workers."""
+"""A budget for the bytes of KV that wait for other workers."""
 
 from __future__ import annotations
 

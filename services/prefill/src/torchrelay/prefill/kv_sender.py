@@ -16,17 +16,19 @@ from torchrelay.worker.role import RoleContext
 class KvSendBuffer(MemoryBuffer):
     """A KV buffer that the other worker has received once the stream that sent the last chunk has ended.
 
-    With ``once`` it serves one stream, and any end of that counts.
+    With ``serves_one_stream`` the end of its first stream counts as received, wherever it stops.
     """
 
-    def __init__(self, buffer_id: str, layout: KvLayout, received: asyncio.Event, *, once: bool = False) -> None:
+    def __init__(
+        self, buffer_id: str, layout: KvLayout, received: asyncio.Event, *, serves_one_stream: bool = False
+    ) -> None:
         super().__init__(buffer_id, layout.chunk_sizes)
         self.received = received
-        self._ends_with_stream = once
+        self._is_last_stream = serves_one_stream
         self._loop = asyncio.get_running_loop()
 
     def digest(self, index: int) -> bytes:
-        self._ends_with_stream |= index == self.num_chunks - 1  # each stream sends the digest with the chunk
+        self._is_last_stream |= index == self.num_chunks - 1  # each stream sends the digest with the chunk
         return super().digest(index)
 
     def acquire(self, owner: str) -> None:
@@ -34,7 +36,7 @@ class KvSendBuffer(MemoryBuffer):
 
     def release(self, owner: str) -> None:
         """Sets ``received`` when the stream that sent the last chunk ends; part of transfer.LeasedBuffer."""
-        if self._ends_with_stream:
+        if self._is_last_stream:
             self._loop.call_soon_threadsafe(self.received.set)
 
 

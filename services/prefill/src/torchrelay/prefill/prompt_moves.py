@@ -24,6 +24,7 @@ from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.export import PrefillExport
 from torchrelay.engine.kv.layout import context_digests
 from torchrelay.engine.kv.prefill_import import PrefillImport
+from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSendBuffer
 from torchrelay.transfer.errors import TicketRefused
 from torchrelay.transfer.fetch.follow import Receiver
@@ -38,9 +39,9 @@ T = TypeVar("T")
 # Chunks are copied in pieces between two layers, which may take milliseconds, so that smaller pieces would move a long
 # prompt too slowly; the copy of a piece takes milliseconds, too.
 _PIECE_BYTES: Final = 16 << 20
-_KEPT_S: Final = SILENT_S  # for a worker to ask for the prompt, for each piece, and to receive the rest
+_KEPT_S: Final = SILENT_S  # limit of each wait: for the request, for the copy of a piece, for the end of the stream
 OFFER_S: Final = SILENT_S  # for the offer; then the prompt is computed from its beginning
-_STALL_S: Final = SILENT_S / 2  # without a byte; a silent source is tried once more
+_STALL_S: Final = SILENT_S / 2  # without a byte; then the prompt is computed from its beginning
 
 
 def check_ticket(request: prefill_pb2.PromptRequest, holder: Receiver) -> None:
@@ -53,8 +54,9 @@ def check_ticket(request: prefill_pb2.PromptRequest, holder: Receiver) -> None:
 class RecalledPrompts:
     """Recalled prompts, until another worker has received them."""
 
-    def __init__(self, worker: RoleContext) -> None:
-        self._worker = worker
+    def __init__(self, worker: RoleContext, budget: ByteBudget) -> None:
+        """``budget``: of the bytes that wait for other workers."""
+        self._worker, self._budget = worker, budget
         self._timers: dict[str, asyncio.TimerHandle] = {}  # of prompts for which no worker has asked yet
         self._leaving: set[str] = set()
 
@@ -84,16 +86,21 @@ class RecalledPrompts:
         try:
             instance = engine.require_relay_instance()
             exported = await engine.call(_of(engine, instance, lambda: instance.export_prefill(group_id)))
+            await self._budget.acquire(exported.layout.num_kv_bytes)
+            try:
+                buffer = KvSendBuffer(buffer_id, exported.layout, asyncio.Event(), serves_one_stream=True)
+                self._worker.buffers[buffer_id] = buffer
+                self._worker.spawn(self._send(group_id, instance, exported, buffer), f"prompt {group_id}")
+            except BaseException:
+                self._budget.release(exported.layout.num_kv_bytes)
+                raise
         except BaseException:
             self._drop(group_id)
             raise
-        buffer = KvSendBuffer(buffer_id, exported.layout, asyncio.Event(), once=True)
-        self._worker.buffers[buffer_id] = buffer
-        self._worker.spawn(self._send(group_id, instance, exported, buffer), f"prompt {group_id}")
         return exported
 
     async def _send(self, group_id: str, instance: Instance, exported: PrefillExport, buffer: KvSendBuffer) -> None:
-        """Publishes the chunks; keeps the prompt until they are received, or the receiver needs no more."""
+        """Publishes the chunks, then frees the prompt; serves them until they are received, or are needed no more."""
         engine = self._worker.engine
         try:
             for piece in exported.layout.pieces(_PIECE_BYTES):
@@ -102,6 +109,7 @@ class RecalledPrompts:
                     await engine.call_between_layers(publish)
                 if buffer.received.is_set():
                     return
+            self._drop(group_id)
             if buffer.num_chunks:
                 async with asyncio.timeout(_KEPT_S):
                     await buffer.received.wait()
@@ -109,9 +117,14 @@ class RecalledPrompts:
             buffer.fail(error.message)
         except TimeoutError:
             buffer.fail(f"its chunks were not copied, or not received, within {_KEPT_S:g} s")
+        except Exception as error:
+            buffer.fail(f"its chunks could not be copied: {error}")
+            raise
         finally:
             self._worker.buffers.pop(buffer.buffer_id, None)
-            self._drop(group_id)
+            self._budget.release(exported.layout.num_kv_bytes)
+            if group_id in self._leaving:
+                self._drop(group_id)
 
     def close(self) -> None:
         for timer in self._timers.values():

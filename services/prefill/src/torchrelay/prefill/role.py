@@ -58,7 +58,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         self._kv_senders: dict[str, KvSender] = {}
         self._budget = ByteBudget(worker.settings.kv_pool_bytes)
         self._measured: set[str] = set()  # attempts whose first token has been delivered
-        self._recalled = RecalledPrompts(worker)
+        self._recalled = RecalledPrompts(worker, self._budget)
         self._receivers: dict[str, PromptReceiver] = {}  # by group id
         self._threads = ThreadPoolExecutor(worker.settings.max_incoming, thread_name_prefix="prompt")
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and token of a worker

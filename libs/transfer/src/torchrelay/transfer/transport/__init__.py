@@ -1,1 +1,1 @@
-"""Byte streams between nodes: TCP with pacing, TLS, shared memory, and shared memory first within a host."""
+"""Byte streams between nodes: TCP with pacing, and TLS."""

@@ -39,8 +39,8 @@ _MAX_HARMLESS_BYTES = 32  # of a refused field's value that asks for nothing
 class OtherFields:
     """Fields beside those of a struct.
 
-    Fields of ``ignored`` change no answer. Fields of ``refused`` would, unless their value is null or the value here;
-    ``reasons`` has the messages of some of their errors.
+    Fields of ``ignored`` change no answer. Fields of ``refused`` would, unless their value is null or the value here,
+    any of several in a tuple; ``reasons`` has the messages of some of their errors.
     """
 
     ignored: Set[str]
@@ -64,7 +64,7 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, others:
             if name in given and _has_effect(given[name], others.refused[name]):
                 message = others.reasons.get(name, f"{name} is not supported yet")
                 raise InvalidRequest(message, field=name)
-        if typo := typo_hint(given.keys(), type(body).__struct_fields__, others.names):
+        if typo := typo_hint(given.keys(), (*type(body).__struct_fields__, *others.refused), others.ignored):
             raise InvalidRequest(f"unknown field {typo[0]}; did you mean {typo[1]}?", field=typo[0])
         return body
     except msgspec.ValidationError as error:
@@ -83,8 +83,9 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, others:
 
 
 def _has_effect(given: msgspec.Raw, harmless: Any) -> bool:
-    encoded = bytes(given)
-    return len(encoded) > _MAX_HARMLESS_BYTES or msgspec.json.decode(encoded) not in (None, harmless)
+    if len(memoryview(given)) > _MAX_HARMLESS_BYTES:
+        return True
+    return msgspec.json.decode(given) not in (None, *(harmless if isinstance(harmless, tuple) else (harmless,)))
 
 
 def _check_is_whole(encoded: bytes | bytearray) -> None:

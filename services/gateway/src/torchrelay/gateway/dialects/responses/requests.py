@@ -33,6 +33,7 @@ _MAX_PAIRS: Final = 16  # of metadata, as OpenAI
 _MAX_KEY_CHARS: Final = 64
 _MAX_VALUE_CHARS: Final = 512
 _LOGPROBS: Final = "message.output_text.logprobs"
+_EMPTY: Final = (False, 0, "", [], {})
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -85,9 +86,8 @@ FIELDS: Final = OtherFields(
     IGNORED,
     {
         **REFUSED,
-        **dict.fromkeys(_REASONS),
-        **{"background": False, "functions": [], "logprobs": False, "n": 1, "return_token_ids": False},
-        **{"chat_template": None, "documents": [], "prompt_logprobs": None},
+        **dict.fromkeys((*_REASONS, "chat_template", "documents"), _EMPTY),
+        **{"n": 1, "return_token_ids": False, "prompt_logprobs": None},
         **{"continue_final_message": False, "add_generation_prompt": True},
     },
     _REASONS,
