@@ -4,7 +4,7 @@
 
 The lab's hosts run the control services, a store with both packs, and a store with a worker of one thread, joined by
 links of 400 Mbit/s. The model's embeddings are 13 % of its bytes, as those of Llama 3.1 8B, and stay in bf16. It is
-uploaded as it is, and as `torchrelay upload --quantize int8` sends it. In each round, for both in turn, a streamed
+published as it is, and as `torchrelay upload --quantize int8` publishes it. In each round, for both in turn, a streamed
 request finds the model at zero and its pack on the other host; then warm requests follow, one at a time. Times are the
 client's.
 """
@@ -30,7 +30,6 @@ from tests.lab.child import Child
 from tests.lab.cluster import HOSTS, TARGETS, Cluster
 from tests.lab.host import Host
 from tests.lab.operations import Operator, Published
-from torchrelay.cli.api.int8_folder import write_int8_folder
 
 RATE_MBIT = 400
 SHAPE = LlamaShape(vocab_size=15_360, num_layers=8, hidden=1024, intermediate=2816)
@@ -50,16 +49,6 @@ class OneWorker(Cluster):
         size = ARENA_BYTES if host.name in ("source", TARGETS[0]) else 8 << 20
         child.env = {**child.env, "TORCHRELAY_ARENA_BYTES": str(size)}
         return child
-
-
-def checkpoints(folder: Path) -> dict[str, Path]:
-    """The folders in bf16 and in int8."""
-    whole = write_checkpoint(folder / "bf16", SHAPE, b"")
-    write_tokenizer(whole, SHAPE.vocab_size)
-    int8 = folder / "int8"
-    int8.mkdir()
-    write_int8_folder(whole, int8, lambda *_: None)
-    return {"bf16": whole, "int8": int8}
 
 
 def measure(cluster: Cluster, operator: Operator, folder: Path, model: Published, num_warm: int) -> tuple[float, float]:
@@ -85,14 +74,18 @@ def main() -> None:
     token_s: dict[str, list[float]] = {"bf16": [], "int8": []}
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as name:
         folder = Path(name)
-        progress(f"making the checkpoints, {SHAPE.num_bytes >> 20} MB in bf16")
-        folders = checkpoints(folder)
+        progress(f"making the checkpoint, {SHAPE.num_bytes >> 20} MB in bf16")
+        checkpoint = write_checkpoint(folder / "checkpoint", SHAPE, b"")
+        write_tokenizer(checkpoint, SHAPE.vocab_size)
         with (
             Lab(HOSTS, rate_mbit=RATE_MBIT) as lab,
             OneWorker(lab, folder, IDLE_TIMEOUT_S=str(IDLE_TIMEOUT_S)) as cluster,
         ):
             operator = Operator(cluster)
-            models = {kind: operator.publish(folders[kind]) for kind in folders}
+            models = {
+                "bf16": operator.publish(checkpoint, "bf16"),
+                "int8": operator.publish(checkpoint, "int8", quantize="int8"),
+            }
             for _ in range(num_rounds):
                 for kind, model in models.items():
                     woken_s, each_s = measure(cluster, operator, folder, model, num_warm)

@@ -21,6 +21,7 @@ from tests.console.test_console import (
     turn_to,
 )
 from tests.support.wait import wait_until
+from torchrelay.modelspec.quantization import INT8_PER_OUTPUT
 
 pytestmark = pytest.mark.e2e
 WEIGHTS = "**/v1/uploads/*/files/model.safetensors"
@@ -90,14 +91,15 @@ def parts_sent(page: Page) -> list[tuple[str, int]]:
     return sent
 
 
-def send(page: Page, folder: Path, name: str) -> None:
+def send(page: Page, folder: Path, name: str, quantize: str = "") -> None:
     turn_to(page, "Models")
     drop(page, folder)
     page.get_by_label("Name", exact=True).fill(name)
+    page.get_by_label("Weights of linear layers").select_option(quantize)
     page.get_by_role("button", name="Upload", exact=True).click()
 
 
-def send_first_part(page: Page, folder: Path, name: str) -> list[Route]:
+def send_first_part(page: Page, folder: Path, name: str, quantize: str = "") -> list[Route]:
     """Uploads until one part of the weights has arrived; returns the call of the next, which is held back."""
     held: list[Route] = []
 
@@ -108,7 +110,7 @@ def send_first_part(page: Page, folder: Path, name: str) -> list[Route]:
             held.append(route)
 
     page.route(WEIGHTS, hold)
-    send(page, folder, name)
+    send(page, folder, name, quantize)
     expect(area(page).get_by_role("row", name="model.safetensors")).to_contain_text("29%")
     wait_until(lambda: page.evaluate("true") and held, "the second part")
     return held
@@ -159,6 +161,43 @@ def test_upload_goes_on_after_a_reload_when_the_folder_is_dropped_again(
     assert sent[0] == ("model.safetensors", FIRST_PART_BYTES)
     assert {path for path, _ in sent} == {"model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     expect(unfinished).to_have_count(0)
+
+
+def test_quantized_upload_goes_on_in_its_tab_and_another_tab_asks(
+    console: Console, sender: Sender, folder: Path
+) -> None:
+    page, model = console.open(sender.key), f"{sender.tenant}/small"
+    send_first_part(page, folder, "small", "int8")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.reload()
+    page.unroute(WEIGHTS)
+    other = console.open(sender.key)
+    turn_to(other, "Models")
+    drop(other, folder)
+    expect(other.get_by_label("Name", exact=True)).to_have_value(model)
+    expect(other.get_by_label("Weights of linear layers")).to_have_value("")
+    other.close()
+    page.get_by_text("Drop the folder again to continue").wait_for()
+    drop(page, folder)
+    expect_published(page, model)
+    with console.platform.admin() as admin:
+        assert admin.call("GET", f"/v1/models/{model}")["dtype"] == "I8"
+
+
+def test_upload_that_cannot_be_quantized_is_kept_for_another_choice(
+    console: Console, sender: Sender, folder: Path
+) -> None:
+    page = console.open(sender.key)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(INT8_PER_OUTPUT)}))
+    send(page, folder, "small", "int8")
+    expect(area(page).get_by_role("alert")).to_contain_text("the weights are quantized already")
+    sent = parts_sent(page)
+    drop(page, folder)
+    expect(page.get_by_label("Name", exact=True)).to_have_value(f"{sender.tenant}/small")
+    page.get_by_role("button", name="Upload", exact=True).click()
+    expect(area(page).get_by_role("alert")).to_contain_text("supported are I8")  # its weights are not what it says
+    assert sent == []
 
 
 def test_folder_of_equal_sizes_and_other_weights_is_asked_for_its_name(

@@ -51,10 +51,10 @@ class Operator:
             admin.call("POST", "/v1/tenants", json={"name": "acme"})
             self.key: str = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "lab"})["key"]
 
-    def publish(self, folder: Path) -> Published:
+    def publish(self, folder: Path, name: str = "", **settings: str) -> Published:
         """Uploads a checkpoint through the gateway; its pack is then in the remote store of ``source``."""
         with self._cluster.control.inside(), GatewayClient(self._cluster.http, self.key) as client:
-            model = ModelUpload(client, folder, folder.name, lambda *_: None).run({})
+            model = ModelUpload(client, folder, name or folder.name, lambda *_: None).run(settings)
         with self._store("source") as store:
             version = store.Describe(pb.DescribeRequest(version_id=model["version"]), timeout=_WAIT_S).version
         return Published(model["id"], version.pack_id, version.pack_bytes)

@@ -39,6 +39,7 @@ class ScriptedStore(ParamStoreServicer):
         self.largest_slice = 0
         self.largest_slot_bytes: int | None = None
         self.engines: list[str] = []
+        self.quantize = ""
         self.needed_engine = ""
         self.content = "one"
 
@@ -66,6 +67,7 @@ class ScriptedStore(ParamStoreServicer):
     async def Commit(self, request: Any, context: Any) -> AsyncIterator[param_store_pb2.CommitProgress]:
         self._upload(request.upload_id)
         self.largest_slot_bytes, self.engines = request.largest_slot_bytes, list(request.engines)
+        self.quantize = request.quantize
         yield param_store_pb2.CommitProgress(stage="validate", num_bytes_done=5, num_bytes_total=10)
         if self.refusal is not None:
             raise self.refusal

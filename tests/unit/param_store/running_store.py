@@ -157,9 +157,11 @@ class RunningStore:
             assert (await self.put(upload_id, path, contents(folder)[path])).complete
 
     async def commit(
-        self, upload_id: str, largest_slot_bytes: int = 0, engines: Sequence[str] = ()
+        self, upload_id: str, largest_slot_bytes: int = 0, engines: Sequence[str] = (), quantize: str = ""
     ) -> list[pb.CommitProgress]:
-        request = pb.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes, engines=engines)
+        request = pb.CommitRequest(
+            upload_id=upload_id, largest_slot_bytes=largest_slot_bytes, engines=engines, quantize=quantize
+        )
         return [progress async for progress in self.stub.Commit(request)]
 
     async def abort(self, upload_id: str) -> None:

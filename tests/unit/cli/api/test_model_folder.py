@@ -1,28 +1,24 @@
-"""Folders of models: faults that are reported before anything is sent, weights in int8, and uploads."""
+"""Folders of models: faults that are reported before anything is sent, and uploads."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, make_encoder
+from tests.support.int8_checkpoints import int8_checkpoint
 from tests.unit.cli.conftest import CONFIG, Run
 from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.int8_folder import write_int8_folder
 from torchrelay.cli.api.model_check import check_folder, check_name, is_model_name
-from torchrelay.cli.api.model_folder import adapter_paths, has_chat_template, left_out, model_files, model_paths
+from torchrelay.cli.api.model_folder import adapter_paths, has_chat_template, left_out, model_paths
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.home import Home
 from torchrelay.common.errors import UploadRefused
 from torchrelay.gateway.resource_names import is_name
-from torchrelay.modelspec.quantization import INT8_PER_OUTPUT
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 
 NAMES = ["tiny", "a", "qwen2.5-0.5b_it", "9b", "", "-a", ".a", "Tiny", "a b", "a" * 64, "a" * 65, "ä", "tiny\n", "a/b"]
@@ -117,82 +113,14 @@ def test_upload_of_invalid_folder_sends_no_request(
     assert gateway.asked == []
 
 
-WEIGHTS = "model.safetensors"
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-
-
-def int8_of(source: Path, folder: Path) -> Path:
-    folder.mkdir()
-    write_int8_folder(source, folder, lambda *_: None)
-    check_folder(folder)
-    return folder
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_weights_are_within_half_a_step(tmp_path: Path, dtype: str) -> None:
-    source = make_checkpoint(tmp_path / "source", "llama", dtype=dtype)
-    weights = load_file(source / WEIGHTS)
-    weights[Q_PROJ][3] = 0
-    save_file(weights, source / WEIGHTS, {"format": "pt"})
-    before = load_file(source / WEIGHTS)
-    after = load_file(int8_of(source, tmp_path / "int8") / WEIGHTS)
-    scales = {name for name in after if name.endswith("_scale")}
-    assert set(after) - scales == set(before)
-    assert scales == {f"{name}_scale" for name in before if "_proj." in name}
-    for name, tensor in before.items():
-        if f"{name}_scale" not in scales:
-            assert torch.equal(after[name], tensor)
-            continue
-        scale = after[f"{name}_scale"]
-        assert scale.shape == (len(tensor), 1) and float(scale.min()) > 0
-        step = (after[name].double() * scale - tensor.double()).abs() / scale
-        assert float(step.max()) < 0.5001
-        assert int(after[name].abs().amax()) == 127
-
-
-def test_shards_keep_their_names_and_other_files(tmp_path: Path) -> None:
-    source = make_checkpoint(tmp_path / "source", "qwen3-moe", dtype="bfloat16")
-    weights = load_file(source / WEIGHTS)
-    (source / WEIGHTS).unlink()
-    shards = {"a.safetensors": sorted(weights)[::2], "b.safetensors": sorted(weights)[1::2]}
-    for shard, names in shards.items():
-        save_file({name: weights[name] for name in names}, source / shard)
-    index = {"weight_map": {name: shard for shard, names in shards.items() for name in names}}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    folder = int8_of(source, tmp_path / "int8")
-    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    for shard in shards:
-        assert set(load_file(folder / shard)) == {name for name, file in weight_map.items() if file == shard}
-    assert {name: weight_map[name] for name in weights} == index["weight_map"]
-    assert "model.layers.0.mlp.gate.weight_scale" not in weight_map
-    config = json.loads((folder / "config.json").read_text())
-    assert config.pop("quantization_config") == INT8_PER_OUTPUT
-    assert config == json.loads((source / "config.json").read_text())
-    again = int8_of(source, tmp_path / "again")
-    files = model_files(again, lambda *_: None)
-    assert files == model_files(folder, lambda *_: None)
-    assert {file.path for file in files} == {file.path for file in model_files(source, lambda *_: None)}
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
-    source = make_checkpoint(tmp_path / "source", "llama", dtype="bfloat16")
-    weights = load_file(source / WEIGHTS)
-    weights[Q_PROJ][5, 7] = value
-    save_file(weights, source / WEIGHTS)
-    with pytest.raises(CliError, match=f"{WEIGHTS}: {Q_PROJ}: some of its values are not finite"):
-        int8_of(source, tmp_path / "int8")
-
-
-def test_quantized_and_unsupported_models_are_refused_by_field(tmp_path: Path) -> None:
-    source = make_checkpoint(tmp_path / "source", "llama")
-    folder = int8_of(source, tmp_path / "int8")
+def test_folder_to_be_quantized_is_checked_before_it_is_sent(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    assert (check_folder(folder), check_folder(folder, to_int8=True)) == ("", "torchrelay")
     with pytest.raises(CliError, match=r"config\.json: quantization_config: the weights are quantized already"):
-        int8_of(folder, tmp_path / "twice")
-    weights = load_file(source / WEIGHTS)
-    save_file(weights | {Q_PROJ: weights[Q_PROJ].to(torch.int32)}, source / WEIGHTS)
-    with pytest.raises(CliError, match=rf"{Q_PROJ}: a weight of I32 and shape \[64, 64\] cannot be quantized"):
-        int8_of(source, tmp_path / "integers")
+        check_folder(int8_checkpoint(folder), to_int8=True)
+    with pytest.raises(CliError, match=r"config\.json: quantization_config .* is not supported") as refused:
+        check_folder(make_encoder(tmp_path / "encoder"), to_int8=True)
+    assert refused.value.hint == "the field is quantization_config; upload without --quantize"
 
 
 def test_upload_sends_model_files_only(gateway: FakeGateway, model_folder: Path) -> None:

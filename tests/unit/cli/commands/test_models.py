@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.int8_checkpoints import int8_checkpoint
 from tests.unit.cli.conftest import CONFIG, Run, refusal
 from tests.unit.cli.fake_gateway import ADMIN_KEY, MODEL, PRICE, TENANT_KEY, FakeGateway
 from tests.unit.cli.gguf.gguf_files import write_gguf
@@ -259,16 +260,25 @@ def test_gguf_file_is_converted_and_uploaded(
     assert gateway.asked == []
 
 
-def test_weights_are_quantized_and_uploaded(run: Run, home: Home, gateway: FakeGateway, tmp_path: Path) -> None:
+def test_weights_are_sent_whole_and_quantized_at_the_commit(
+    run: Run, home: Home, gateway: FakeGateway, tmp_path: Path
+) -> None:
     """Of a folder, and of a GGUF file."""
     home.save_key(TENANT_KEY)
-    folder = make_checkpoint(tmp_path / "tiny", "llama")
+    folder = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")
     for source in folder, write_gguf(tmp_path / "tiny.gguf", folder, "Q8_0"):
         gateway.received.clear()
         assert "published acme/tiny" in run("upload", str(source), "--quantize", "int8").stdout
-        config = json.loads(gateway.received["config.json"])
-        assert config["quantization_config"]["format"] == "int-quantized"
-        assert len(gateway.received["model.safetensors"]) < 0.75 * (folder / "model.safetensors").stat().st_size
+        assert "quantization_config" not in json.loads(gateway.received["config.json"])
+        assert len(gateway.received["model.safetensors"]) > 0.95 * (folder / "model.safetensors").stat().st_size
+        begun = next(
+            body for method, path, body in reversed(gateway.asked) if (method, path) == ("POST", "/v1/uploads")
+        )
+        assert (begun["engine"], gateway.asked[-1][2]) == ("torchrelay", {"quantize": "int8"})
+    gateway.asked = []
+    again = refusal(run("upload", str(int8_checkpoint(folder)), "--quantize", "int8"))
+    assert "the weights are quantized already" in again.message
+    assert gateway.asked == []
     refused = run("upload", str(folder), "--quantize", "int4")
     assert refused.exit_code == 2
 

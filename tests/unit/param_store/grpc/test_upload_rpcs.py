@@ -12,11 +12,21 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.checkpoints import make_checkpoint
 from tests.support.disk_limits import files_end_at
+from tests.support.int8_checkpoints import int8_checkpoint
 from tests.support.wait import HANG_S, eventually
 from tests.unit.param_store.model_folders import LARGER, config_of, sha256_of, tensors_of, write_folder, write_shards
 from tests.unit.param_store.running_store import RunningStore, contents, refusal, running_store
-from torchrelay.common.errors import Conflict, NotFound, Overloaded, QuotaExceeded, Unavailable, UploadRefused
+from torchrelay.common.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QuotaExceeded,
+    Unavailable,
+    UploadRefused,
+)
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.net.rpc.options import ACCEPTED
@@ -278,6 +288,51 @@ async def test_repeated_commit_returns_same_version(tmp_path: Path) -> None:
         assert (await store.commit("u1"))[-1].version == progress[-1].version
         assert (await store.report()).num_running_uploads == 0
         assert not (tmp_path / "data/uploads/u1/files").exists()
+
+
+async def test_quantized_commit_publishes_the_version_of_the_int8_folder(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", dtype="bfloat16")
+    async with running_store(tmp_path) as store:
+        await store.send(int8_checkpoint(folder), "int8")
+        expected = (await store.commit("int8"))[-1].version
+        await store.send(folder, "u1")
+        progress = await store.commit("u1", quantize="int8")
+        version = progress[-1].version
+        assert [line.stage for line in progress] == ["validate", "pack", "publish"]
+        assert (version.version_id, version.pack_id) == (expected.version_id, expected.pack_id)
+        assert (version.engine, version.dtype) == ("torchrelay", expected.dtype)
+        assert (await store.commit("u1", quantize="int8"))[-1].version == version
+    async with running_store(tmp_path) as store:  # restarted meanwhile
+        error = await refusal(store.commit("u1"))
+        assert isinstance(error, InvalidRequest) and error.field == "quantize"
+        assert error.message == "this upload was committed with another quantize: abort it, and upload again"
+        assert (await store.commit("u1", quantize="int8"))[-1].version == version
+
+
+async def test_upload_that_cannot_be_quantized_stays_open(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", dtype="bfloat16")
+    async with running_store(tmp_path) as store:
+        await store.send(int8_checkpoint(folder), "int8")
+        await store.send(folder, "u1")
+        for upload_id, quantize, engines, said in (
+            ("int8", "int8", [], "quantization_config: the weights are quantized already"),
+            ("u1", "int4", [], "quantize must be int8 or missing, not 'int4'"),
+            ("u1", "int8", ["vllm"], "only the engine torchrelay computes weights that are quantized so"),
+        ):
+            error = await refusal(store.commit(upload_id, engines=engines, quantize=quantize))
+            assert isinstance(error, InvalidRequest) and error.field == "quantize"
+            assert error.message.startswith(said)
+        adapter = tmp_path / "adapter"
+        adapter.mkdir()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (adapter / name).write_text("{}")
+        await store.send(adapter, "adapter")
+        commit = pb.CommitRequest(upload_id="adapter", base_version_id="base", quantize="int8")
+        error = await refusal(anext(aiter(store.stub.Commit(commit))))
+        assert (error.field, error.message) == ("quantize", "an adapter keeps its dtype")
+        plain = (await store.commit("u1"))[-1].version
+        assert (plain.engine, plain.dtype) == ("", "BF16")
+        assert (await store.commit("int8"))[-1].version.pack_id != plain.pack_id
 
 
 async def test_published_upload_protects_version_until_confirmed(tmp_path: Path, folder: Path) -> None:

@@ -1,16 +1,37 @@
-"""Packs of int8 weights: the upload's bytes and scales as they are; hostile scales are refused by file and tensor."""
+"""Packs of int8 weights: the upload's bytes and scales as they are, or made of its weights; what is hostile is refused
+by file and tensor.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from tests.support.checkpoints import (
+    FAMILIES,
+    MULTIMODAL,
+    declare_embeddings,
+    make_checkpoint,
+    make_encoder,
+    make_headless,
+    make_multimodal_checkpoint,
+)
+from tests.support.int8_checkpoints import int8_checkpoint
+from tests.support.quantized_checkpoints import quantized_checkpoint
 from tests.unit.param_store.model_folders import Tensors, config_of, pack_refusal, tensors_of, write_folder
 from torchrelay.modelspec.quantization import INT8_PER_OUTPUT
+from torchrelay.param_store.packer import pack_writer
 from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.transfer.manifest import decode_manifest
 
 CONFIG = config_of(quantization_config=dict(INT8_PER_OUTPUT))
@@ -134,3 +155,147 @@ def test_packed_weights_become_int8_numbers(tmp_path: Path) -> None:
     stored.by_name[f"{WEIGHT}_packed"] = "F32", shape, data
     stored.write(tmp_path / "model" / "model.safetensors")
     assert f"'{WEIGHT}' is missing" in str(pack_refusal(tmp_path / "model"))
+
+
+WEIGHTS = "model.safetensors"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def quantized(folder: Path, engines: Sequence[str] = ()) -> Path:
+    """The pack of a folder whose weights the packer quantizes."""
+    path = folder.with_name(f"{folder.name}-quantized") / "draft.pack"
+    path.parent.mkdir(exist_ok=True)
+    pack(folder, path, 0, engines, "int8")
+    return path
+
+
+def quantized_refusal(folder: Path, engines: Sequence[str] = ()) -> PackRefused:
+    with pytest.raises(PackRefused) as refused:
+        quantized(folder, engines)
+    return refused.value
+
+
+def assert_pack_of(path: Path, int8: Path) -> None:
+    """Checks that the pack, its manifest and config.json are those of a folder in int8."""
+    expected = int8.with_suffix(".pack")
+    pack(int8, expected, 0)
+    for suffix in (".pack", ".manifest"):
+        assert path.with_suffix(suffix).read_bytes() == expected.with_suffix(suffix).read_bytes()
+    assert path.with_name("config.json").read_bytes() == (int8 / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_pack_is_that_of_the_int8_checkpoint(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, dtype="bfloat16")
+    assert_pack_of(quantized(folder), int8_checkpoint(folder))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rows_that_cross_chunks_and_blocks_are_quantized_whole(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", dtype=dtype, hidden_size=320, intermediate_size=1030)
+    int8 = int8_checkpoint(folder)
+    for num_values in (100, 3000):  # less than a row, and some rows
+        monkeypatch.setattr(pack_writer, "BLOCK_VALUES", num_values)
+        path = quantized(folder)
+        manifest = decode_manifest(path.with_suffix(".manifest").read_bytes())
+        weights = [entry for entry in manifest.tensors if entry.dtype == "I8"]
+        starts = range(0, manifest.num_bytes, manifest.chunk_bytes)
+        crossed = [
+            (start - entry.offset) % entry.shape[1]
+            for entry in weights
+            for start in starts
+            if entry.offset < start < entry.offset + entry.num_bytes
+        ]
+        assert any(crossed)
+        assert_pack_of(path, int8)
+
+
+def test_shards_are_quantized(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3-moe", dtype="bfloat16")
+    int8, tensors = int8_checkpoint(folder), load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    shards = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, folder / shard)
+    index = {"weight_map": {name: shard for shard, names in shards.items() for name in names}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_pack_of(quantized(folder), int8)
+
+
+def test_text_part_of_a_multimodal_checkpoint_is_quantized(tmp_path: Path) -> None:
+    folder = make_multimodal_checkpoint(tmp_path / "model", next(iter(MULTIMODAL)))
+    assert_pack_of(quantized(folder), int8_checkpoint(folder))
+
+
+def test_checkpoint_of_embeddings_is_quantized(tmp_path: Path) -> None:
+    folder = make_headless(declare_embeddings(make_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16")))
+    assert_pack_of(quantized(folder), int8_checkpoint(folder))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_quantized_weights_are_within_half_a_step(tmp_path: Path, dtype: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", dtype=dtype)
+    before = load_file(folder / WEIGHTS)
+    before[Q_PROJ][3] = 0
+    save_file(before, folder / WEIGHTS, {"format": "pt"})
+    path = quantized(folder)
+    data, manifest = path.read_bytes(), decode_manifest(path.with_suffix(".manifest").read_bytes())
+    packed = {entry.name: data[entry.offset : entry.offset + entry.num_bytes] for entry in manifest.tensors}
+    scales = {name for name in packed if name.endswith("_scale")}
+    assert scales == {f"{name}_scale" for name in before if "_proj." in name}
+    for name, tensor in before.items():
+        if f"{name}_scale" not in scales:
+            assert packed[name] == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            continue
+        scale = np.frombuffer(packed[f"{name}_scale"], np.float32).astype(np.float64)[:, None]
+        numbers = np.frombuffer(packed[name], np.int8).reshape(tensor.shape)
+        assert scale.min() > 0 and abs(numbers).max() == 127
+        assert (abs(numbers * scale - tensor.double().numpy()) / scale).max() < 0.5001
+
+
+@pytest.mark.parametrize(("value", "said"), [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite")])
+def test_weights_that_are_not_finite_are_not_quantized(tmp_path: Path, value: float, said: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", dtype="bfloat16")
+    tensors = load_file(folder / WEIGHTS)
+    tensors[Q_PROJ][5, 7] = value
+    save_file(tensors, folder / WEIGHTS)
+    fault = f"element 327 is {said}; all weights must be finite numbers"
+    assert str(quantized_refusal(folder)) == f"{WEIGHTS}: tensor '{Q_PROJ}': {fault}"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "fault"),
+    [
+        (Q_PROJ, torch.zeros(64, 64, dtype=torch.int32), "a weight of I32 and shape [64, 64] cannot be quantized"),
+        (Q_PROJ, torch.zeros(64, 64, dtype=torch.int8), "a weight of I8 and shape [64, 64] cannot be quantized"),
+        (Q_PROJ, torch.zeros(4096), "a weight of F32 and shape [4096] cannot be quantized"),
+        (Q_PROJ, torch.zeros(64, 0), "a weight of F32 and shape [64, 0] cannot be quantized"),
+        (Q_PROJ, torch.zeros(1, 262_145), "a weight of F32 and shape [1, 262145] cannot be quantized"),
+        (Q_PROJ, torch.zeros(64, 32), "shape (64, 32) differs from (64, 64), which config.json requires"),
+        (f"{Q_PROJ}_scale", torch.ones(64, 1), "only weights that are quantized have scales"),
+    ],
+)
+def test_tensors_that_cannot_be_quantized_are_refused(
+    tmp_path: Path, name: str, tensor: torch.Tensor, fault: str
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    save_file(load_file(folder / WEIGHTS) | {name: tensor}, folder / WEIGHTS)
+    assert str(quantized_refusal(folder)) == f"{WEIGHTS}: tensor '{name}': {fault}"
+
+
+def test_models_that_cannot_be_quantized_are_refused_by_the_field_of_the_commit(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    refusals = {
+        "already": quantized_refusal(int8_checkpoint(folder)),
+        "for vLLM": quantized_refusal(quantized_checkpoint(tmp_path / "awq", "awq")[0]),
+        "encoder": quantized_refusal(make_encoder(tmp_path / "encoder")),
+        "engine": quantized_refusal(folder, ["vllm"]),
+    }
+    assert {refused.file for refused in refusals.values()} == {"quantize"}
+    for kind in ("already", "for vLLM"):
+        assert refusals[kind].detail == "quantization_config: the weights are quantized already"
+    assert refusals["encoder"].detail.startswith("quantization_config: quantization_config {")
+    engine = "only the engine torchrelay computes weights that are quantized so; this model may run with vllm"
+    assert refusals["engine"].detail == engine

@@ -10,6 +10,7 @@ from torchrelay.cli.api.model_folder import adapter_paths, model_paths
 from torchrelay.cli.errors import CliError
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.quantization import INT8_PER_OUTPUT
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # the gateway's rule
 _LENGTH_BYTES = 8
@@ -34,30 +35,37 @@ def check_name(name: str) -> None:
             )
 
 
-def check_folder(folder: Path, *, is_adapter: bool = False) -> str:
+def check_folder(folder: Path, *, is_adapter: bool = False, to_int8: bool = False) -> str:
     """Reads the config and each header, but no weights; returns the engine that the weights need, "" if any will do.
+    ``to_int8``: they are to be quantized.
 
     Raises ``CliError``.
     """
     paths = adapter_paths(folder) if is_adapter else model_paths(folder)
-    engine = "" if is_adapter else _needed_engine(folder / "config.json")
+    engine = "" if is_adapter else _needed_engine(folder / "config.json", to_int8)
     for path in paths:
         if path.suffix == ".safetensors":
             _check_header(path)
     return engine
 
 
-def _needed_engine(path: Path) -> str:
+def _needed_engine(path: Path, to_int8: bool) -> str:
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
         raise CliError(f"{path} is not valid JSON: {error}", "copy it again from its source") from error
     if not isinstance(config, dict):
         raise CliError(f"{path} is not a JSON object", "copy it again from its source")
+    if to_int8 and config.get("quantization_config"):
+        raise CliError(f"{path}: quantization_config: the weights are quantized already", "upload without --quantize")
+    if to_int8:
+        config["quantization_config"] = INT8_PER_OUTPUT
     try:
         return read_config(config).needed_engine
     except UnsupportedModel as error:
-        raise CliError(f"{path}: {error}", f"the field is {error.field}; nothing was sent") from error
+        is_of_int8 = to_int8 and error.field == "quantization_config"
+        advice = "upload without --quantize" if is_of_int8 else "nothing was sent"
+        raise CliError(f"{path}: {error}", f"the field is {error.field}; {advice}") from error
 
 
 def _check_header(path: Path) -> None:

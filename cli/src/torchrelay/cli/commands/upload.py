@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
 _STAGES = {
     "convert": "Converting",
-    "quantize": "Quantizing",
     "hash": "Hashing",
     "upload": "Uploading",
     "wait": "Waiting",
@@ -88,7 +87,7 @@ def upload(
     ] = None,
     quantize: Annotated[
         Quantization | None,
-        typer.Option(help="Send the weights of linear layers in 8 bits: about half the memory and time to load."),
+        typer.Option(help="Publish the weights of linear layers in 8 bits: about half the memory and time to load."),
     ] = None,
     base: Annotated[
         str | None, typer.Option(help="The folder is a LoRA adapter of this model, as PEFT saves it.")
@@ -110,19 +109,21 @@ def upload(
     existing name publishes a new version; running requests finish on the old one.
     """
     access = tenant_access(home, url, key, name or "")
-    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine, base=base)
+    settings = given(
+        idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine, base=base, quantize=quantize
+    )
     full_name = _model_name(access, source, name)
     check_name(full_name)
     if base is not None and quantize is not None:
         raise CliError("--quantize is for models; an adapter keeps its dtype", "leave one of --base and --quantize out")
     conversion = _conversion(source)
-    needed = "" if conversion is not None else check_folder(source, is_adapter=base is not None)
-    if quantize is not None:
-        needed = needed or "torchrelay"
+    needed = "" if quantize is None else "torchrelay"
+    if conversion is None:
+        needed = check_folder(source, is_adapter=base is not None, to_int8=quantize is not None)
     if needed and engine is not None and engine.partition(":")[0] not in ("auto", needed):
         raise CliError(f"the weights need the engine {needed}, not {engine}", f"use --engine {needed}, or none")
     before = _version_before(access, full_name)  # also checks the key, before minutes of conversion
-    with _model_folder(source, conversion, quantize) as folder:
+    with _model_folder(source, conversion) as folder:
         model = _run(access, folder, full_name, settings, needed)
         own_notes = left_out(source, is_adapter=base is not None) if conversion is None else conversion.notes
         notes = own_notes + model.get("notes", [])
@@ -151,27 +152,16 @@ def _conversion(source: Path) -> Conversion | None:
 
 
 @contextmanager
-def _model_folder(source: Path, conversion: Conversion | None, quantize: Quantization | None) -> Iterator[Path]:
+def _model_folder(source: Path, conversion: Conversion | None) -> Iterator[Path]:
     """The folder to upload: ``source``, or a temporary one with what it is converted to."""
-    with ExitStack() as stack:
-
-        def temporary_folder() -> Path:
-            return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-upload-")))
-
-        folder = source
-        if conversion is not None:
-            folder = temporary_folder()
-            with _progress_bars() as progress:
-                conversion.write(folder, StageBars(progress))
-            check_folder(folder)
-        if quantize is not None:
-            from torchrelay.cli.api.int8_folder import write_int8_folder  # NumPy takes a while to import
-
-            quantized = temporary_folder()
-            with _progress_bars() as progress:
-                write_int8_folder(folder, quantized, StageBars(progress))
-            folder = quantized
-            check_folder(folder)
+    if conversion is None:
+        yield source
+        return
+    with tempfile.TemporaryDirectory(prefix="torchrelay-upload-") as name:
+        folder = Path(name)
+        with _progress_bars() as progress:
+            conversion.write(folder, StageBars(progress))
+        check_folder(folder)
         yield folder
 
 

@@ -250,11 +250,14 @@ class CommitRequest(_message.Message):
     LARGEST_SLOT_BYTES_FIELD_NUMBER: _builtins.int
     BASE_VERSION_ID_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    QUANTIZE_FIELD_NUMBER: _builtins.int
     upload_id: _builtins.str
     largest_slot_bytes: _builtins.int
     """0: not known, accept"""
     base_version_id: _builtins.str
     """of an adapter: the version that it changes; empty for a model"""
+    quantize: _builtins.str
+    """"int8": linear layers get weights in int8; empty: the weights stay as they are"""
     @_builtins.property
     def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that may compute the model; none: not known, accept"""
@@ -266,10 +269,11 @@ class CommitRequest(_message.Message):
         largest_slot_bytes: _builtins.int = ...,
         base_version_id: _builtins.str = ...,
         engines: _abc.Iterable[_builtins.str] | None = ...,
+        quantize: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version_id", b"base_version_id", "engines", b"engines", "largest_slot_bytes", b"largest_slot_bytes", "upload_id", b"upload_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version_id", b"base_version_id", "engines", b"engines", "largest_slot_bytes", b"largest_slot_bytes", "quantize", b"quantize", "upload_id", b"upload_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

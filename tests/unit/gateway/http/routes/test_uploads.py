@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.unit.gateway.http.conftest import RestRig
-from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, Unavailable, UploadRefused
+from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.catalog.garbage_collection import free_retired_versions
 from torchrelay.gateway.catalog.model_settings import ModelSettings
@@ -120,6 +120,22 @@ async def test_the_store_hears_which_engines_may_compute_the_model(rig: RestRig)
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"base": "packed"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "base")
     assert reply.json()["error"]["message"] == "acme/packed runs with vllm, which serves no adapters"
+
+
+async def test_the_store_hears_how_weights_are_quantized(rig: RestRig) -> None:
+    upload = await begun(rig.acme)
+    await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+    commit = f"/v1/uploads/{upload['id']}/commit"
+    reply = await rig.acme.post(commit, json={"quantize": "int4"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "quantize")
+    rig.store.refusal = InvalidRequest("the weights are quantized already", field="quantize")
+    reply = await rig.acme.post(commit, json={"quantize": "int8"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "quantize")
+    rig.store.refusal = None  # the upload is still open
+    assert (await rig.acme.post(commit, json={"quantize": "int8"})).status_code == 200
+    assert rig.store.quantize == "int8"
+    await published(rig.acme, "plain")
+    assert rig.store.quantize == ""
 
 
 async def test_interrupted_upload_is_resumed(rig: RestRig) -> None:

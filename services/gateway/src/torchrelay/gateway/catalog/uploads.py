@@ -152,16 +152,17 @@ class Uploads:
         largest_slot_bytes: int,
         base_version_id: str = "",
         engines: Sequence[str] = (),
+        quantize: str = "",
     ) -> AsyncGenerator[param_store_pb2.CommitProgress]:
         """Validates, packs and publishes; yields each step. The model is published before the last step is yielded.
 
         ``base_version_id`` is that of the model that an adapter changes, ``engines`` are those that may compute the
-        model; none: they are not known.
+        model; none: they are not known. ``quantize``: "int8", or empty.
         Raises ``UploadRefused`` if the model cannot be published; that ends the upload.
         """
         version: Version | None = None
         try:
-            commit = self._store.commit(upload.upload_id, largest_slot_bytes, base_version_id, engines)
+            commit = self._store.commit(upload.upload_id, largest_slot_bytes, base_version_id, engines, quantize)
             async with aclosing(commit) as steps:
                 async for progress in steps:
                     if progress.HasField("version"):

@@ -92,18 +92,25 @@ class StoreClient:
         return limit_s
 
     async def commit(
-        self, upload_id: str, largest_slot_bytes: int, base_version_id: str = "", engines: Sequence[str] = ()
+        self,
+        upload_id: str,
+        largest_slot_bytes: int,
+        base_version_id: str = "",
+        engines: Sequence[str] = (),
+        quantize: str = "",
     ) -> AsyncGenerator[param_store_pb2.CommitProgress]:
         """The steps of a commit as they happen, the last one with its version; closing the iterator cancels the commit.
 
         ``base_version_id`` is that of the model that an adapter changes, ``engines`` are those that may compute the
-        model; none: they are not known. Raises ``Unavailable`` also if the store falls silent.
+        model; none: they are not known. ``quantize``: "int8", or empty. Raises ``Unavailable`` also if the store falls
+        silent.
         """
         request = param_store_pb2.CommitRequest(
             upload_id=upload_id,
             largest_slot_bytes=largest_slot_bytes,
             base_version_id=base_version_id,
             engines=engines,
+            quantize=quantize,
         )
         call: Any = self._stub.Commit(request)
         try:

@@ -81,13 +81,20 @@ class UploadRpcs:
             version = await asyncio.to_thread(self.store.versions.describe, upload.record.version_id)
             if version.document.base_id != request.base_version_id:
                 raise InvalidRequest("this upload was committed with another base: upload again", field="base")
+            if upload.record.quantize != request.quantize:
+                message = "this upload was committed with another quantize: abort it, and upload again"
+                raise InvalidRequest(message, field="quantize")
             yield pb.CommitProgress(stage="publish", version=version_description(version))
             return
         if upload.is_adapter != bool(request.base_version_id):
             hint = "needs a base model" if upload.is_adapter else "has no base model: it is not an adapter"
             raise InvalidRequest(f"this upload {hint}", field="base")
+        if request.quantize not in ("", "int8"):
+            raise InvalidRequest(f"quantize must be int8 or missing, not {request.quantize!r}", field="quantize")
+        if request.quantize and upload.is_adapter:
+            raise InvalidRequest("an adapter keeps its dtype", field="quantize")
         begin_unix_ns = time.time_ns()
-        await acquire_on_thread(upload.begin_commit, lambda _: upload.end_commit())
+        await acquire_on_thread(lambda: upload.begin_commit(request.quantize), lambda _: upload.end_commit())
         turn, packed, notes = Turn(upload.record.tenant_id), False, tuple[str, ...]()
         try:
             waiting = PackProgress("wait", 0, upload.num_bytes)
@@ -145,6 +152,7 @@ class UploadRpcs:
             base_config,
             base_dtype,
             tuple(request.engines),
+            request.quantize,
         )
         async with self.store.packer_queue.acquired(tenant_id) as packer_turn:
             self.store.publish_queue.check_stuck(tenant_id)  # before it packs in vain

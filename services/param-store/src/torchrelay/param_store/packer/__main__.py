@@ -1,12 +1,13 @@
 """``python -m torchrelay.param_store.packer``: reads a job from standard input, writes JSON lines to standard output.
 
-    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config", "base_dtype", "engines"}
+    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config", "base_dtype", "engines",
+          "quantize"}                    "int8", or empty
     out  {"stage", "done", "total"} ...   then one of the following; stage "validate" also has "notes", sentences about
                                          what is converted or left out
          {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest; files that
                                                  replace those of the upload lie beside the pack
          {"checked": {"num_matrices"}}           an adapter of base_config, of which nothing is written
-         {"refused": {"file", "detail"}}         the upload is invalid
+         {"refused": {"file", "detail"}}         the upload is invalid; with the file "quantize" the commit is
          {"failed": {"errno", "detail"}}         the machine is at fault, such as a full disk
 
 The exit status is 0 in all cases.
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.modelspec.config import declared_dtype, read_config
+from torchrelay.param_store.model_files import CONFIG
 from torchrelay.param_store.packer.adapter import check_adapter
 from torchrelay.param_store.packer.checkpoint import read_checkpoint
 from torchrelay.param_store.packer.core import PackRefused
@@ -35,6 +37,7 @@ from torchrelay.param_store.packer.documents import (
     read_model_config,
 )
 from torchrelay.param_store.packer.embedding_checkpoint import served_tensors, without_missing_head
+from torchrelay.param_store.packer.int8_weights import int8_config, quantized_to_int8
 from torchrelay.param_store.packer.pack_plan import plan_pack, tensors_of_text
 from torchrelay.param_store.packer.pack_writer import write_pack
 from torchrelay.param_store.packer.packed_int8 import unpacked_int8
@@ -48,22 +51,30 @@ def emit(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def pack(folder: Path, pack_path: Path, largest_slot_bytes: int, engines: Sequence[str] = ()) -> dict[str, Any]:
+def pack(
+    folder: Path, pack_path: Path, largest_slot_bytes: int, engines: Sequence[str] = (), quantize: str = ""
+) -> dict[str, Any]:
     """Validates ``folder`` and writes the pack and its manifest. ``engines`` are those that may compute the model;
-    none: they are not known. Raises ``PackRefused``.
+    none: they are not known. With ``quantize`` linear layers get weights in int8. Raises ``PackRefused``.
     """
     document, config = read_model_config(folder)
-    check_engine(config, engines)
+    if quantize:
+        document, config = int8_config(document, config)
+    check_engine(config, engines, is_quantized_here=bool(quantize))
     check_eos(folder, document, config.vocab_size)
     embeds = check_embedding(folder, config)
     document_notes = check_other_documents(folder)
     completed_files = check_tokenizer(folder, config.vocab_size)
+    if quantize:
+        completed_files[CONFIG] = json.dumps(document).encode()
     checkpoint = read_checkpoint(folder)
     tensors = unpacked_int8(config, tensors_of_text(document, checkpoint.tensors))
     if embeds:
         tensors = served_tensors(config, tensors)
         document = without_missing_head(document, config, tensors)
         config = read_config(document)
+    if quantize:
+        tensors = quantized_to_int8(config, tensors)
     plan = plan_pack(config, replace(checkpoint, tensors=tensors), declared_dtype(document))
     num_bytes = plan.layout.num_bytes
     if largest_slot_bytes and num_bytes > largest_slot_bytes:
@@ -97,7 +108,7 @@ def main() -> None:
             emit(checked={"num_matrices": num_matrices})
         else:
             folder, pack_path = Path(job["folder"]), Path(job["pack_path"])
-            emit(packed=pack(folder, pack_path, job["largest_slot_bytes"], job["engines"]))
+            emit(packed=pack(folder, pack_path, job["largest_slot_bytes"], job["engines"], job["quantize"]))
     except PackRefused as refused:
         emit(refused={"file": refused.file, "detail": refused.detail})
     except MemoryError:

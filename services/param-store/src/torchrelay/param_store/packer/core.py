@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.transfer.pack_layout import PackLayout
 
+QUANTIZE = "quantize"  # the field of a commit, in place of a file, of a model that cannot be quantized
 _MAX_LISTED = 3
 _MAX_DETAIL = 500  # characters; details quote the tenant's files
 
@@ -24,7 +25,7 @@ class PackRefused(Exception):
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of the upload; ``offset`` counts from the start of its file. ``is_offset``: of int8 numbers, each stored
-    plus 128.
+    plus 128. ``weight``: of int8 numbers, or of scales, the weight that they are made from, which is at ``offset``.
     """
 
     name: str
@@ -34,6 +35,7 @@ class StoredTensor:
     offset: int
     num_bytes: int
     is_offset: bool = False
+    weight: StoredTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

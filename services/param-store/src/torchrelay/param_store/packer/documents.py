@@ -33,7 +33,7 @@ from torchrelay.param_store.model_files import (
     named_tokens,
 )
 from torchrelay.param_store.packer.added_tokens import TokenDeclarations
-from torchrelay.param_store.packer.core import PackRefused, listed, quoted
+from torchrelay.param_store.packer.core import QUANTIZE, PackRefused, listed, quoted
 
 _MAX_NUMBER = 2**31 - 1
 MAX_DEPTH = 32  # of nested objects and lists; all readers of these documents parse recursively
@@ -126,13 +126,14 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     return document, config
 
 
-def check_engine(config: ModelConfig, engines: Sequence[str]) -> None:
+def check_engine(config: ModelConfig, engines: Sequence[str], is_quantized_here: bool = False) -> None:
     """Raises ``PackRefused`` if only an engine computes the weights that is not among ``engines``; none: any is."""
     needed = config.needed_engine
     if needed and engines and needed not in engines:
         offered = " and ".join(sorted(engines))
         detail = f"only the engine {needed} computes weights that are quantized so; this model may run with {offered}"
-        raise PackRefused(CONFIG, f"quantization_config: {detail}")
+        file, field = (QUANTIZE, "") if is_quantized_here else (CONFIG, "quantization_config: ")
+        raise PackRefused(file, field + detail)
 
 
 def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 def convert(data: memoryview, dtype: str, into: memoryview, into_dtype: str) -> None:
     """Writes the finite values of ``data`` to ``into``; a value beyond the range of ``into_dtype`` becomes infinite."""
-    wide = _widened(data, dtype)
+    wide = widened(data, dtype)
     if into_dtype == "F32":
         np.frombuffer(into, np.float32)[:] = wide
     elif into_dtype == "F16":
@@ -19,7 +19,8 @@ def convert(data: memoryview, dtype: str, into: memoryview, into_dtype: str) -> 
         np.frombuffer(into, np.uint16)[:] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-def _widened(data: memoryview, dtype: str) -> npt.NDArray[np.float32]:
+def widened(data: memoryview, dtype: str) -> npt.NDArray[np.float32]:
+    """The values in fp32."""
     if dtype == "F32":
         return np.frombuffer(data, np.float32)
     if dtype == "F16":

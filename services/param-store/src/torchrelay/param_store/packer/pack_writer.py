@@ -1,6 +1,6 @@
 """Streams tensors into a pack file through a buffer of one chunk; checks every weight and digests every chunk.
 
-Weights that have another dtype than the pack are converted on the way.
+Weights that have another dtype than the pack are converted on the way, and those that get int8 numbers are quantized.
 """
 
 from __future__ import annotations
@@ -8,21 +8,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
-from torchrelay.param_store.packer.dtype_conversion import convert
+from torchrelay.param_store.packer.dtype_conversion import convert, widened
 from torchrelay.param_store.packer.finite_values import FLOATS, first_not_finite, first_not_positive, first_not_zero
+from torchrelay.param_store.packer.int8_weights import BLOCK_VALUES, int8_of
 from torchrelay.param_store.packer.packed_int8 import remove_offset
 from torchrelay.transfer.manifest import chunk_bytes_for
 from torchrelay.transfer.pack_layout import ITEM_BYTES
 
 _SYNC_EVERY_BYTES = 1 << 30
 _CONVERTED_VALUES = 1 << 18  # at a time
+Scales = dict[str, npt.NDArray[np.float32]]  # by the name of a weight, from its first piece until they are in the pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ def write_pack(
     chunk_bytes = chunk_bytes_for(plan.layout.num_bytes)
     buffer = memoryview(bytearray(chunk_bytes))
     digests: list[bytes] = []
+    scales: Scales = {}
     num_synced = 0
     with ExitStack() as stack:
         files = {
@@ -59,7 +64,7 @@ def write_pack(
         out = stack.enter_context(path.open("wb", buffering=0))
         for begin, end, pieces in _chunks(plan, chunk_bytes):
             chunk = buffer[: end - begin]
-            _fill(chunk, pieces, files)
+            _fill(chunk, pieces, files, scales)
             digests.append(blake3(chunk).digest())
             write_all(out.fileno(), chunk)
             # A single sync at the end would take minutes without progress and look like a disk that hangs.
@@ -90,13 +95,15 @@ def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_
         yield begin, end, pieces
 
 
-def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int]) -> None:
+def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int], scales: Scales) -> None:
     """Fills a chunk. Raises ``PackRefused`` for a weight that is not finite, or a scale that is not positive."""
     position = 0
     for piece in pieces:
         chunk[position : piece.begin] = bytes(piece.begin - position)
         into, descriptor = chunk[piece.begin : piece.end], files[piece.source.file]
-        if piece.source.dtype == piece.dtype:
+        if piece.source.weight is not None:
+            _quantize(descriptor, into, piece, piece.source.weight, scales)
+        elif piece.source.dtype == piece.dtype:
             _read(descriptor, into, piece, piece.num_skipped)
         else:
             _convert(descriptor, into, piece)
@@ -112,6 +119,28 @@ def _convert(descriptor: int, into: memoryview, piece: _Piece) -> None:
         _read(descriptor, values, piece, piece.num_skipped + begin)
         convert(values, source_dtype, part, piece.dtype)
         _check_numbers(part, piece.dtype, piece, piece.num_skipped + begin, f" in {piece.dtype}")
+
+
+def _quantize(descriptor: int, into: memoryview, piece: _Piece, weight: StoredTensor, scales: Scales) -> None:
+    """Fills in int8 numbers of a weight, from blocks of whole rows, whose scales it keeps; or fills in the scales."""
+    num_rows, row_values = weight.shape
+    of_weight = scales.setdefault(weight.name, np.empty(num_rows, np.float32))
+    values = np.frombuffer(into, np.float32 if piece.is_scale else np.int8)
+    begin, end = piece.num_skipped, piece.num_skipped + len(values)
+    if piece.is_scale:
+        values[:] = of_weight[begin:end]
+        if end == num_rows:
+            del scales[weight.name]
+        return
+    num_block_rows = max(BLOCK_VALUES // row_values, 1)
+    last_row = -(-end // row_values)  # which may end in the next chunk, as the first may begin in the chunk before
+    for row in range(begin // row_values, last_row, num_block_rows):
+        rows = slice(row, min(row + num_block_rows, last_row))
+        block = memoryview(bytearray((rows.stop - row) * row_values * ITEM_BYTES[weight.dtype]))
+        _read(descriptor, block, replace(piece, source=weight), row * row_values)
+        numbers, of_weight[rows] = int8_of(widened(block, weight.dtype).reshape(-1, row_values))
+        first, last = max(row * row_values, begin), min(rows.stop * row_values, end)
+        values[first - begin : last - begin] = numbers.reshape(-1)[first - row * row_values : last - row * row_values]
 
 
 def _read(descriptor: int, into: memoryview, piece: _Piece, num_skipped: int) -> None:

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, UploadRefused
+from torchrelay.common.errors import InvalidRequest, Overloaded, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.common.host.disk import write_error
 from torchrelay.common.process.environment import plain_environment
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.param_store.packer.core import QUANTIZE
 
 log = get_logger(__name__)
 _END_LIMIT_S = 5.0  # for a killed packer to end
@@ -37,7 +38,7 @@ class PackJob:
     """A job: the packer writes the pack to ``pack_path`` and its manifest to the same path with suffix .manifest.
 
     With ``base_config``, the config.json of a base model with weights in ``base_dtype``, the folder holds an adapter of
-    it, which is only checked.
+    it, which is only checked. ``quantize``: "int8", or empty.
     """
 
     folder: Path
@@ -47,6 +48,7 @@ class PackJob:
     base_config: dict[str, Any] | None = None
     base_dtype: str = ""
     engines: tuple[str, ...] = ()  # that may compute the model; none: they are not known
+    quantize: str = ""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self), default=str).encode()
@@ -147,8 +149,8 @@ async def run_packer(job: PackJob, stall_s: float, turn: Turn) -> AsyncGenerator
     """Validates and packs; the pack is complete when the iteration ends. Closing the iterator kills the packer and sets
     ``turn.packer_end``, which is not done while the packer survives.
 
-    Raises ``UploadRefused`` for faults of the upload, ``Unavailable`` for faults of this machine, or if the packer
-    makes no progress for ``stall_s``.
+    Raises ``UploadRefused`` for faults of the upload, ``InvalidRequest`` for one that cannot be quantized,
+    ``Unavailable`` for faults of this machine, or if the packer makes no progress for ``stall_s``.
     """
     command = (sys.executable, "-m", "torchrelay.param_store.packer")
     # On import, OpenBLAS allocates memory for every core; numpy's linear algebra is not used here.
@@ -191,6 +193,8 @@ async def _next_line(stdout: asyncio.StreamReader, stall_s: float) -> bytes:
 def _check_result(line: dict[str, Any], folder: Path) -> None:
     if refused := line.get("refused"):
         file, detail = refused["file"], refused["detail"]
+        if file == QUANTIZE:  # the upload is valid without it
+            raise InvalidRequest(detail, field=file)
         raise UploadRefused(f"{file}: {detail}" if file else detail, field=file or None)
     if failed := line.get("failed"):
         raise write_error(OSError(failed["errno"], failed["detail"]), "the upload could not be packed", folder)

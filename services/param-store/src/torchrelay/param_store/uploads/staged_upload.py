@@ -14,11 +14,11 @@ import msgspec
 
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.param_store.durable_files import write_durably
-from torchrelay.param_store.model_files import ADAPTER_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from torchrelay.param_store.model_files import ADAPTER_CONFIG, CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights
 from torchrelay.param_store.uploads.file_writer import FileDigest, FileWriter
 
-_REPLACEABLE = (TOKENIZER, TOKENIZER_CONFIG)  # files that the packer may complete, beside the pack
+_REPLACEABLE = (CONFIG, TOKENIZER, TOKENIZER_CONFIG)  # files that the packer may complete, beside the pack
 Content = tuple[str, int]  # SHA-256 and size of a file
 
 
@@ -31,6 +31,7 @@ class UploadRecord(msgspec.Struct, frozen=True):
     complete: tuple[str, ...] = ()
     publishing: str = ""  # the version that a commit is about to make visible, or has made visible
     version_id: str = ""  # the published version; then the files are removed
+    quantize: str = ""  # of its last commit
     refused: bool = False  # ended; its complete files are kept for a while for the tenant's next upload
 
 
@@ -170,7 +171,7 @@ class StagedUpload:
             )
             return writer
 
-    def begin_commit(self) -> None:
+    def begin_commit(self, quantize: str = "") -> None:
         """Begins a commit. Raises ``Conflict`` if a commit is running, or with the first incomplete file."""
         for progress in self.progress():
             if not progress.complete:
@@ -183,6 +184,7 @@ class StagedUpload:
             if self.committing or self._aborted or not self.is_open:
                 raise Conflict("the upload is being committed or has ended", field="upload_id")
             self.committing = True
+            self.record = msgspec.structs.replace(self.record, quantize=quantize)
 
     def claim(self, version_id: str) -> None:
         """Records the version that the running commit is about to make visible."""

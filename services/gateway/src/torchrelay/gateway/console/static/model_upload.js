@@ -47,11 +47,11 @@ async function openUploads(files, fields, signal) {
 
 export class ModelUpload {
   // Stages: look, name (it waits for `publish`), digest, send, the stages of a commit, published; what ended it
-  // otherwise is the `error`. It needs no name if the files, by their digests, are those of one unfinished upload,
-  // unless it `mustAsk`.
+  // otherwise is the `error`. It needs no name if the files, by their digests, are those of one unfinished upload that
+  // this tab has begun, unless it `mustAsk`. The tab knows what the gateway does not: how its weights are published.
   constructor(folder, mustAsk, onChange) {
     this.folder = folder;
-    this.model = this.begun = this.base = "";
+    this.model = this.begun = this.base = this.quantize = "";
     this.stage = "look";
     this.files = folder.chosen.map(([path, file]) => ({
       path,
@@ -106,8 +106,8 @@ export class ModelUpload {
   }
 
   // Goes on as the upload of this model.
-  publish(model, base) {
-    [this.model, this.base] = [model, base];
+  publish(model, base, quantize) {
+    [this.model, this.base, this.quantize] = [model, base, quantize];
     this.proceed();
   }
 
@@ -131,7 +131,8 @@ export class ModelUpload {
 
   _fail(failure) {
     [this.error, this.field, this.trouble] = [failure.message, failure.field ?? "", ""];
-    this.isRefused = failure.status === 422;
+    this.isRefused = failure.status === 422 || this.field === "quantize";
+    if (this.field === "quantize") sessionStorage.removeItem(this.id); // to be asked again
     this.stop();
   }
 
@@ -155,7 +156,8 @@ export class ModelUpload {
       await this._digest();
       const open = await openUploads(this.files, DECLARED, this._stopped.signal);
       this.begun = open.length === 1 ? open[0].model : "";
-      if (!this._mustAsk) this.model = this.begun;
+      const quantize = this.begun && sessionStorage.getItem(open[0].id);
+      if (!this._mustAsk && quantize !== null) [this.model, this.quantize] = [this.begun, quantize];
     }
     return this.model !== "";
   }
@@ -188,6 +190,7 @@ export class ModelUpload {
     const upload =
       open.find(({ model }) => isOf(model, this.model)) ?? (await (await this._call("/v1/uploads", create)).json());
     this.id = upload.id;
+    sessionStorage.setItem(this.id, this.quantize);
     this.model = upload.model;
     this._received(upload);
   }
@@ -248,7 +251,7 @@ export class ModelUpload {
   }
 
   async _committed() {
-    const body = this.base ? { base: this.base } : {};
+    const body = { base: this.base || undefined, quantize: this.quantize || undefined };
     const response = await this._call(`/v1/uploads/${this.id}/commit`, {
       method: "POST",
       body,

@@ -15,6 +15,10 @@ const STAGES = {
   publish: "Publishing",
   published: "Published",
 };
+const WEIGHTS = [
+  ["", "As they are"],
+  ["int8", "In 8 bits: about half the memory and time to load"],
+];
 const MAX_SHOWN = 10; // of the names of files that are left out
 
 // The upload of this tab, which goes on while other pages are shown.
@@ -112,7 +116,8 @@ function Chosen({ upload, models, isAdmin }) {
   const [name, setName] = useState(begun || (isAdmin ? "" : nameOf(folder)));
   const submit = (event) => {
     event.preventDefault();
-    upload.publish(name, new FormData(event.target).get("base") ?? "");
+    const fields = new FormData(event.target);
+    upload.publish(name, fields.get("base") ?? "", fields.get("quantize") ?? "");
   };
   const isKnown = models.some(({ id }) => id === name || (!isAdmin && id.endsWith(`/${name}`)));
   const bases = models.filter(({ parent }) => !parent);
@@ -120,7 +125,11 @@ function Chosen({ upload, models, isAdmin }) {
   return html`<form onSubmit=${submit}><div class="row"><label>${isAdmin ? "Name, TENANT/MODEL" : "Name"}
       <input required value=${name} onInput=${(event) => setName(event.target.value)}
         pattern=${isAdmin ? `${NAME}/${NAME}` : `(${NAME}/)?${NAME}`} title="Letters a-z, digits, '.', '_' and '-'" /></label>
-      ${isAdapter && html`<${Select} label="The model that this adapter changes" name="base" required options=${bases.map(({ id }) => id)} />`}
+      ${
+        isAdapter
+          ? html`<${Select} label="The model that this adapter changes" name="base" required options=${bases.map(({ id }) => id)} />`
+          : html`<${Select} label="Weights of linear layers" name="quantize" options=${WEIGHTS} />`
+      }
       <button>Upload</button></div>
     <span>${folder.name}: ${count(chosen.length)} files, ${bytes(numBytes)}: ${chosen.map(([path]) => path).join(", ")}</span>
     ${leftOut.length > 0 && html`<span class="dim">Not part of a model, and not sent: ${shown}${numMore > 0 && ` and ${count(numMore)} more`}</span>`}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -46,9 +46,12 @@ class NewUpload(BaseModel):
 
 
 class CommitBody(TenantSettings):
-    """``base``: the model that the uploaded LoRA adapter changes; None: the upload is a model."""
+    """``base``: the model that the uploaded LoRA adapter changes; None: the upload is a model. ``quantize``: what
+    the weights of linear layers become; None: they stay as they are.
+    """
 
     base: str | None = Field(default=None, max_length=200)
+    quantize: Literal["int8"] | None = None
 
 
 @router.post("", status_code=201)
@@ -131,7 +134,8 @@ async def commit(
     base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
     engine = settings.engine or await _present_engine(services, caller, upload)
     engines = slots.engines if engine == ANY_ENGINE else {engine.partition(":")[0]}
-    steps = services.uploads.commit(upload, settings, slots.largest_bytes, base_version_id, sorted(engines))
+    quantize = settings.quantize or ""
+    steps = services.uploads.commit(upload, settings, slots.largest_bytes, base_version_id, sorted(engines), quantize)
     if NDJSON in accept:
         return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
     notes: list[str] = []
