@@ -38,7 +38,8 @@ def looks(
 ) -> Iterator[T]:
     """An answer every ``every_s``. After a question without one, calls ``on_lost()`` and asks again for ``timeout_s``.
 
-    ``may_return``: whether waiting is of use. ``is_behind``: whether the next question follows an answer at once. Raises ``Unreachable``, at once if the first question has no answer.
+    ``may_return``: whether waiting is of use. ``is_behind``: whether the next question follows an answer at once.
+    Raises ``Unreachable``, at once if the first question has no answer.
     """
     answer = ask()
     while True:

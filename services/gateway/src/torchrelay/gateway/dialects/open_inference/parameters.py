@@ -1,4 +1,4 @@
-"""Parameters of a request: those that all dialects share, in the request's map or as JSON in ``sampling_parameters``."""
+"""Parameters of a request: those that dialects share, in the request's map or as JSON in ``sampling_parameters``."""
 
 from __future__ import annotations
 
