@@ -16,9 +16,11 @@ import openai
 
 from tests.support.gateway_ports import KEY
 from tests.support.sample_tokenizers import EOS
+from tests.support.token_decoders import decoder_of
 from tests.unit.gateway.token_path_rig import TokenPathRig
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.inference.v1 import inference_pb2
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 from torchrelay.inference.v2 import open_inference_pb2
@@ -49,11 +51,21 @@ class Wish:
     stop: Sequence[str] = ()
     has_tool: bool = False
     tool_choice: str = "auto"
+    top_logprobs: int | None = None
     tier: str | None = None
 
     @property
     def prompt(self) -> str:
         return self.answer + EOS
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of a token of an answer; ``top``: the likeliest, by name."""
+
+    token: str
+    value: float
+    top: Sequence[tuple[str, float]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class Reply:
     reasoning: str = ""
     calls: Sequence[tuple[str, str]] = ()  # names and arguments
     call_ids: Sequence[str] = field(default=(), compare=False)
+    logprobs: Sequence[Logprob] = ()
 
     @property
     def content(self) -> tuple[str, str, Sequence[tuple[str, str]], str]:
@@ -90,6 +103,7 @@ class Dialect(ABC):
     ends: ClassVar[tuple[str, ...]] = ("stop", "length", "stop", "tool_calls")
     has_parts: ClassVar[bool] = True  # reasoning and calls apart from the text
     has_cached_tokens: ClassVar[bool] = True
+    has_logprobs: ClassVar[bool] = True
     codes: ClassVar[Mapping[str, str]] = {}  # its words for our codes of errors, where they differ
 
     @abstractmethod
@@ -105,21 +119,23 @@ class Chat(Dialect):
         body |= {"max_tokens": wish.max_tokens, "stop": [*wish.stop], "service_tier": wish.tier}
         if wish.has_tool:
             body |= {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": wish.tool_choice}
+        if wish.top_logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": wish.top_logprobs}
         create = rig.client.with_options(api_key=wish.key).chat.completions.create
         with _failures():
             if not is_streamed:
                 reply = await create(**body)
-                return self._reply(reply.id, reply.usage, [reply.choices[0].message], reply.choices[0].finish_reason)
+                return self._reply(reply.id, reply.usage, reply.choices, [reply.choices[0].message])
             stream = await create(**body, stream=True, stream_options={"include_usage": True})
             chunks = [chunk async for chunk in stream]
         choices = [chunk.choices[0] for chunk in chunks[:-1]]
         assert choices[0].delta.role == "assistant" and not chunks[-1].choices
         assert [choice.finish_reason for choice in choices[:-1]] == [None] * (len(choices) - 1)
-        deltas = [choice.delta for choice in choices]
-        return self._reply(chunks[0].id, chunks[-1].usage, deltas, choices[-1].finish_reason)
+        assert all(len(choice.logprobs.content) == 1 for choice in choices if choice.logprobs)
+        return self._reply(chunks[0].id, chunks[-1].usage, choices, [choice.delta for choice in choices])
 
-    def _reply(self, request_id: str, usage: Any, messages: Sequence[Any], end: str) -> Reply:
-        """The reply by the messages, of which a streamed one has many: each adds to the ones before."""
+    def _reply(self, request_id: str, usage: Any, choices: Sequence[Any], messages: Sequence[Any]) -> Reply:
+        """The reply by the choice and its message, of which a streamed one has many: each adds to the ones before."""
         calls: dict[int, list[str]] = {}
         for message in messages:
             for place, call in enumerate(message.tool_calls or ()):
@@ -129,13 +145,14 @@ class Chat(Dialect):
         return Reply(
             request_id,
             "".join(message.content or "" for message in messages),
-            end,
+            choices[-1].finish_reason,
             usage.prompt_tokens,
             usage.prompt_tokens_details.cached_tokens,
             usage.completion_tokens,
             "".join(message.model_extra.get("reasoning_content", "") for message in messages),
             tuple((name, arguments) for _, name, arguments in calls.values()),
             tuple(call_id for call_id, _, _ in calls.values()),
+            [_logprob(entry) for choice in choices if choice.logprobs for entry in choice.logprobs.content],
         )
 
 
@@ -145,7 +162,7 @@ class Completions(Dialect):
 
     async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
         body: dict[str, Any] = {"model": wish.model, "prompt": wish.prompt, "max_tokens": wish.max_tokens}
-        body |= {"stop": [*wish.stop], "extra_body": {"service_tier": wish.tier}}
+        body |= {"stop": [*wish.stop], "logprobs": wish.top_logprobs, "extra_body": {"service_tier": wish.tier}}
         create = rig.client.with_options(api_key=wish.key).completions.create
         with _failures():
             if is_streamed:
@@ -155,8 +172,16 @@ class Completions(Dialect):
                 chunks = [last := await create(**body)]
         text = "".join(chunk.choices[0].text for chunk in chunks)
         usage, end = last.usage, chunks[-1].choices[0].finish_reason
-        cached = usage.prompt_tokens_details.cached_tokens
-        return Reply(last.id, text, end, usage.prompt_tokens, cached, usage.completion_tokens)
+        counts = (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+        logprobs: list[Logprob] = []
+        for each in (chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs):
+            columns = (each.tokens, each.token_logprobs, each.top_logprobs, each.text_offset)
+            for token, value, top, offset in zip(*columns, strict=True):
+                assert token.startswith("\\x") or text[offset:].startswith(token) or token == EOS
+                likeliest, others = [*top.items()][: wish.top_logprobs], [*top][wish.top_logprobs :]
+                assert token in dict(likeliest) or (others == [token] and top[token] == value)
+                logprobs.append(Logprob(token, value, likeliest))
+        return Reply(last.id, text, end, *counts, logprobs=logprobs)
 
 
 class Responses(Dialect):
@@ -166,6 +191,8 @@ class Responses(Dialect):
     async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
         body: dict[str, Any] = {"model": wish.model, "input": wish.prompt, "max_output_tokens": wish.max_tokens}
         body |= {"service_tier": wish.tier, "extra_body": {"stop": [*wish.stop]}}
+        if wish.top_logprobs is not None:
+            body |= {"top_logprobs": wish.top_logprobs, "include": ["message.output_text.logprobs"]}
         if wish.has_tool:
             body |= {"tools": [{"type": "function", **FUNCTION}], "tool_choice": wish.tool_choice}
         create = rig.client.with_options(api_key=wish.key).responses.create
@@ -176,14 +203,19 @@ class Responses(Dialect):
                     raise Failure(events[-2].code, events[-2].message)
                 assert [event.sequence_number for event in events] == list(range(len(events)))
                 response = events[-1].response
-                deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-                assert "".join(deltas) == response.output_text
+                deltas = [event for event in events if event.type == "response.output_text.delta"]
+                assert "".join(event.delta for event in deltas) == response.output_text
+                streamed = [entry.logprob for event in deltas for entry in event.logprobs]
             else:
-                response = await create(**body)
+                response, streamed = await create(**body), None
+        parts = [part for item in response.output if item.type == "message" for part in item.content]
+        logprobs = [_logprob(entry) for part in parts for entry in part.logprobs or ()]
+        assert streamed in (None, [entry.value for entry in logprobs])
         thoughts = [item for item in response.output if item.type == "reasoning"]
         calls = [item for item in response.output if item.type == "function_call"]
         usage = response.usage
         assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+        assert response.top_logprobs == (wish.top_logprobs or 0)
         return Reply(
             response.id,
             response.output_text,
@@ -194,11 +226,13 @@ class Responses(Dialect):
             "".join(part.text for item in thoughts for part in item.content),
             tuple((call.name, call.arguments) for call in calls),
             tuple(call.call_id for call in calls),
+            logprobs,
         )
 
 
 class Messages(Dialect):
     name = "messages"
+    has_logprobs = False
     ends = ("end_turn", "max_tokens", "stop_sequence", "tool_use")
     codes: ClassVar[Mapping[str, str]] = {
         "invalid_api_key": "authentication_error",
@@ -251,7 +285,8 @@ class Generate(Dialect):
 
     async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
         fields: dict[str, Any] = {"model": wish.model, "prompt": wish.prompt, "max_tokens": wish.max_tokens}
-        request = inference_pb2.GenerateRequest(**fields, stop=wish.stop, service_tier=wish.tier or "")
+        fields |= {"stop": wish.stop, "service_tier": wish.tier or "", "top_logprobs": wish.top_logprobs}
+        request = inference_pb2.GenerateRequest(**fields)
         async with inference_stub(rig) as stub:
             with _failures():
                 call = stub.Generate(request, metadata=_metadata(wish))
@@ -260,13 +295,19 @@ class Generate(Dialect):
         text, usage = "".join(delta.text for delta in deltas), last.usage
         assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
         end, counts = deltas[-1].finish_reason, (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        return Reply(last.request_id, text, end, *counts)
+        tokens, logprobs = TokenBytes(decoder_of(rig.tokenizer)), []
+        for entry in (entry for delta in deltas for entry in delta.logprobs):
+            top = [(token_text(each.token), each.logprob) for each in entry.top]
+            assert [each.token for each in entry.top] == [tokens.of(each.token_id) for each in entry.top]
+            logprobs.append(Logprob(token_text(entry.token or tokens.of(entry.token_id)), entry.logprob, top))
+        return Reply(last.request_id, text, end, *counts, logprobs=logprobs)
 
 
 class OpenInference(Dialect):
     name = "open_inference"
     has_parts = False
     has_cached_tokens = False
+    has_logprobs = False
 
     async def ask(self, rig: TokenPathRig, wish: Wish, *, is_streamed: bool) -> Reply:
         given: dict[str, Any] = {"max_tokens": wish.max_tokens, "stop": json.dumps([*wish.stop]), "stream": is_streamed}
@@ -294,6 +335,17 @@ class OpenInference(Dialect):
 
 
 DIALECTS: tuple[Dialect, ...] = (Chat(), Completions(), Responses(), Messages(), Generate(), OpenInference())
+
+
+def _logprob(entry: Any) -> Logprob:
+    """Of an entry of chats and of Responses."""
+    assert bytes(entry.bytes or []).decode(errors="backslashreplace") == ("" if entry.token == EOS else entry.token)
+    return Logprob(entry.token, entry.logprob, [(top.token, top.logprob) for top in entry.top_logprobs])
+
+
+def token_text(token: bytes) -> str:
+    """A token as the dialects of JSON show it, which escape a part of a character."""
+    return token.decode(errors="backslashreplace")
 
 
 def infer_request(text: str, model: str = "echo", inputs: Sequence[Any] = (), **given: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.gateway_ports import ADMIN_KEY, KEY, PRINCIPAL
+from tests.support.token_decoders import decoder_of
 from tests.support.wait import HANG_S, eventually
 from tests.unit.gateway.dialects.all_dialects import (
     ARGUMENTS,
@@ -20,11 +21,14 @@ from tests.unit.gateway.dialects.all_dialects import (
     TEMPLATE,
     Dialect,
     Failure,
+    Logprob,
     Reply,
     Wish,
+    token_text,
 )
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 from torchrelay.common.errors import QuotaExceeded, RateLimited, Unavailable
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.control.v1.scheduler_pb2 import Refusal
 from torchrelay.gateway.core import FinishCause, ServiceClass
 from torchrelay.gateway.http.openapi import TOKEN_PATHS
@@ -73,7 +77,29 @@ async def test_end_has_its_cause(rig: TokenPathRig, subtests: pytest.Subtests) -
             assert (stop.text, stop.end) == ("one", dialect.ends[2])
             assert await billed(rig, stop) == (stop.num_output_tokens, FinishCause.STOP)
             assert " two" in rig.text(tokens[: stop.num_output_tokens])
-            assert " two" not in rig.text(tokens[: stop.num_output_tokens - 1])
+            assert " two" not in rig.text(tokens[: stop.num_output_tokens - 1]), "it is several tokens"
+            for never in (["zzz"], ["onen", "a" * 512, "é"]):
+                whole = await dialect.ask(rig, Wish("one two three", stop=never), is_streamed=is_streamed)
+                assert (whole.text, whole.end) == ("one two three", dialect.ends[0])
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+async def test_tokens_have_their_logprobs(rig: TokenPathRig, num_top: int, subtests: pytest.Subtests) -> None:
+    """Their bytes join to the text, without the token that ends it."""
+    wish = Wish(" größer 🚀🚀", top_logprobs=num_top)
+    ids, tokens = rig.tokenizer.encode(wish.prompt).ids, TokenBytes(decoder_of(rig.tokenizer))
+    names = [token_text(tokens.of(token)) for token in ids]
+    assert any(name.startswith("\\x") for name in names) and b"".join(map(tokens.of, ids[:-1])).decode() == wish.answer
+    top = [(token_text(tokens.of(2 + place)), -0.25 * (place + 1)) for place in range(num_top)]
+    expected = [Logprob(name, -place - 0.5, top) for place, name in enumerate(names)]
+    for dialect, is_streamed in WAYS:
+        if dialect.has_logprobs:
+            with subtests.test(dialect.name, is_streamed=is_streamed):
+                reply = await dialect.ask(rig, wish, is_streamed=is_streamed)
+                shown = expected[:-1] if dialect.name == "responses" else expected  # of its text alone
+                assert (reply.text, reply.logprobs) == (wish.answer, shown)
+                plain = await dialect.ask(rig, Wish(" größer"), is_streamed=is_streamed)
+                assert not plain.logprobs
 
 
 async def test_calls_are_apart_from_the_text(rig: TokenPathRig, subtests: pytest.Subtests) -> None:

@@ -168,11 +168,6 @@ TWO.contents.bytes_contents.append(b"b")
 
 async def test_faulty_requests_name_their_field(stub: Any) -> None:
     for made, field in (
-        (request(temperature=3), "temperature"),
-        (request(max_tokens="many"), "max_tokens"),
-        (request(logprobs=1), "logprobs"),
-        (request(beam_width=2), "beam_width"),
-        (request(best_of=3), "best_of"),
         (request(stream=True), "stream"),
         (request(""), "prompt"),
         (request(TEXT, infer_tensor("exclude_input_in_output", False)), "exclude_input_in_output"),

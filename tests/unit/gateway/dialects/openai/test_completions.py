@@ -28,7 +28,6 @@ from torchrelay.gateway.exchange.logprobs import LogprobFormatter
 from torchrelay.gateway.exchange.whole_answer import ChoiceBuffer
 from torchrelay.gateway.inference.choice_reader import ScoredToken
 from torchrelay.gateway.inference.core import GenerateParams, TokenLogprobs, Usage
-from torchrelay.gateway.inference.parameter_ranges import MAX_PROMPTS
 from torchrelay.gateway.inference.text.detokenizer import PlacedToken
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.inference.v1 import inference_pb2 as pb
@@ -63,13 +62,6 @@ async def streamed(rig: TokenPathRig, body: dict[str, Any], **fields: Any) -> li
 def choice_of(events: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
     """The events of a choice."""
     return [choice for event in events for choice in event["choices"] if choice["index"] == index]
-
-
-async def test_streamed_event_carries_one_token_with_its_id(rig: TokenPathRig) -> None:
-    events = choice_of(await streamed(rig, OF_IDS, max_tokens=20), 0)
-    assert [event["token_ids"] for event in events] == [[token] for token in rig.echoed(PROMPT, 20)] + [[]]
-    assert "".join(event["text"] for event in events) == rig.text(rig.echoed(PROMPT, 20))
-    assert events[-1]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
@@ -110,35 +102,6 @@ async def test_texts_are_answered_as_each_alone(rig: TokenPathRig) -> None:
     for index, text in enumerate(texts):
         [alone] = (await posted(rig, OF_TEXT, prompt=text, logprobs=1))["choices"]
         assert whole["choices"][index] == {**alone, "index": index}
-
-
-FAULTS: list[tuple[Any, str, str]] = [
-    (["a"] * (MAX_PROMPTS + 1), "invalid_request", f"prompt has 33 prompts; at most {MAX_PROMPTS} are allowed"),
-    (["a", [1]], "invalid_request", "prompt must be a text, a list of token ids, or a list of either"),
-    (["a", 1], "invalid_request", "prompt must be a text, a list of token ids, or a list of either"),
-    ([[1], [-1]], "invalid_request", "token ids must be"),
-    ([[1], []], "invalid_request", "prompt"),
-    (["a", ""], "invalid_request", "prompt"),
-    ([1 << 19], "invalid_request", "token id 524288 is out of range"),
-    ([], "invalid_request", "prompt"),
-    ("a" * 20_000, "context_length_exceeded", "prompt is too long"),
-    (
-        [[1], [1] * 512],
-        "context_length_exceeded",
-        "prompt is too long: 512 tokens > 512 maximum; this model's maximum context length is 512",
-    ),
-]
-
-
-async def test_faulty_prompt_refuses_the_request(rig: TokenPathRig, subtests: pytest.Subtests) -> None:
-    for prompt, code, said in FAULTS:
-        with subtests.test(said):
-            refused = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
-            error = refused.json()["error"]
-            assert (refused.status_code, error["param"], error["code"]) == (400, "prompt", code)
-            assert said in error["message"]
-            await eventually(lambda: not rig.ports.reserved and not rig.token_path.pipeline.requests)
-            assert not any(usage.num_output_tokens for usages in rig.ports.settled.values() for usage in usages)
 
 
 async def test_each_prompt_counts_in_the_limits(make_rig: MakeRig) -> None:
@@ -200,24 +163,6 @@ async def test_end_of_one_prompt_ends_all(rig: TokenPathRig, stream: bool, is_le
     await eventually(lambda: rig.token_path.admissions.num_open == 0)
 
 
-async def test_stop_string_ends_within_tokens_or_not_at_all(rig: TokenPathRig) -> None:
-    prompt = [token for word in ("one two ", "ST", "OP", " three") for token in rig.tokenizer.encode(word).ids]
-    assert not any("STOP" in rig.text([token]) for token in prompt)
-    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 50, "stop": [" STOP", "never"]}
-    for choices in (
-        (await posted(rig, OF_IDS, **fields))["choices"],
-        choice_of(await streamed(rig, OF_IDS, **fields), 0),
-    ):
-        assert "".join(choice["text"] for choice in choices) == "one two"
-        assert choices[-1]["finish_reason"] == "stop"
-    for [usage] in rig.ports.settled.values():
-        assert "STOP" in rig.text(prompt[: usage.num_output_tokens])
-        assert "STOP" not in rig.text(prompt[: usage.num_output_tokens - 1])
-    for stop in ("zzz", rig.text(PROMPT[:1]) + "never", ["a" * 512, "\u00e9"]):
-        [choice] = (await posted(rig, OF_IDS, stop=stop))["choices"]
-        assert (choice["finish_reason"], choice["text"]) == ("length", rig.text(rig.echoed(PROMPT, 9)))
-
-
 async def test_stop_tokens_leave_no_text(rig: TokenPathRig) -> None:
     """The end of a sequence, unless it is ignored, and those of the request in any case."""
     eos = rig.ports.published["acme/echo"].version.eos_token_ids[0]
@@ -244,14 +189,6 @@ async def test_answer_without_limit_ends_with_budget(rig: TokenPathRig) -> None:
         assert reply["usage"]["completion_tokens"] == num_choices * num_tokens
     reply = await posted(rig, body, n=3, max_tokens=9)
     assert reply["usage"]["completion_tokens"] == 27  # a limit of its own is refused by the limiter, or kept
-
-
-async def test_seed_is_used_or_drawn_per_request(rig: TokenPathRig) -> None:
-    rig.model.answer = lambda prompt, seed, choice, position: (seed >> position % 8) % 300
-    given = [await posted(rig, OF_IDS, seed=7) for _ in range(2)]
-    drawn = [await posted(rig, OF_IDS) for _ in range(2)]
-    assert given[0]["choices"] == given[1]["choices"]
-    assert drawn[0]["choices"] != drawn[1]["choices"]
 
 
 async def test_text_with_a_token_beyond_the_vocabulary_is_refused(rig: TokenPathRig) -> None:
@@ -358,40 +295,6 @@ async def test_text_is_the_same_after_its_worker_died(stripping: TokenPathRig) -
 MESSAGES: Any = [{"role": "user", "content": "größer 🚀🚀"}]
 
 
-async def test_openai_client_reads_chat_logprobs(rig: TokenPathRig) -> None:
-    reply = await rig.client.chat.completions.create(
-        model="echo", messages=MESSAGES, max_tokens=25, logprobs=True, top_logprobs=3, n=2, seed=1
-    )
-    tokens = TokenBytes(decoder_of(rig.tokenizer))
-    prompt = rig.tokenizer.encode("user: größer 🚀🚀\n\nassistant: ", add_special_tokens=False).ids
-    for choice in reply.choices:
-        assert choice.logprobs is not None and choice.logprobs.content is not None
-        ids = rig.echoed(prompt, 25, choice.index)
-        assert [bytes(entry.bytes or []) for entry in choice.logprobs.content] == [tokens.of(token) for token in ids]
-        assert [entry.logprob for entry in choice.logprobs.content] == [-position - 0.5 for position in range(25)]
-        whole = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content)
-        assert whole.decode(errors="replace") == choice.message.content
-        for entry in choice.logprobs.content:
-            assert [(bytes(top.bytes or []), top.logprob) for top in entry.top_logprobs] == [
-                (tokens.of(2 + place), -0.25 * (place + 1)) for place in range(3)
-            ]
-    shown = [entry.token for choice in reply.choices for entry in (choice.logprobs and choice.logprobs.content) or []]
-    assert any(text.startswith("\\x") for text in shown)  # the emoji is several tokens
-    assert " größer" in shown
-
-
-async def test_streamed_logprobs_are_those_of_the_whole_reply(rig: TokenPathRig) -> None:
-    wishes: dict[str, Any] = {"model": "echo", "max_tokens": 25, "logprobs": True, "top_logprobs": 2, "stop": ["never"]}
-    whole = await rig.client.chat.completions.create(messages=MESSAGES, **wishes)
-    stream = await rig.client.chat.completions.create(messages=MESSAGES, stream=True, **wishes)
-    chunks = [chunk.choices[0] async for chunk in stream]
-    assert whole.choices[0].logprobs is not None
-    streamed = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content or []]
-    assert streamed == whole.choices[0].logprobs.content
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    assert all(len(chunk.logprobs.content or []) == 1 for chunk in chunks if chunk.logprobs)
-
-
 LONG_ANSWERS: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "max_tokens": 100}),
     ("completions", {"prompt": PROMPT, "logprobs": 5, "max_tokens": 400}),
@@ -439,28 +342,6 @@ async def test_reply_with_the_most_logprobs_is_made_in_a_short_step(rig: TokenPa
     assert len(shortest_of_three(lambda: whole_reply(ReplyFormat(is_chat), [answer]))) > 60 << 20
 
 
-@pytest.mark.parametrize("num_top", [0, 3])
-async def test_completion_logprobs_have_the_older_shape(rig: TokenPathRig, num_top: int) -> None:
-    reply = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=15, logprobs=num_top)
-    logprobs = reply.choices[0].logprobs
-    assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
-    ids, tokens = rig.echoed(PROMPT, 15), TokenBytes(decoder_of(rig.tokenizer))
-    assert logprobs.tokens == [tokens.of(token).decode(errors="backslashreplace") for token in ids]
-    assert logprobs.token_logprobs == [-position - 0.5 for position in range(15)]
-    assert logprobs.top_logprobs is not None
-    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-        assert top.get(token) == value or token in list(top)[:num_top]
-        assert len(top) in (num_top, num_top + 1)
-        assert list(top.values())[:num_top] == [-0.25 * (place + 1) for place in range(num_top)]
-    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
-        assert token.startswith("\\x") or reply.choices[0].text[offset:].startswith(token)
-    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 15, "logprobs": num_top, "stream": True}
-    events = events_of((await rig.http.post("/v1/completions", json=body)).text)
-    parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
-    assert [part["text_offset"][0] for part in parts] == logprobs.text_offset
-    assert [part["tokens"][0] for part in parts] == logprobs.tokens
-
-
 async def test_offsets_count_characters_not_bytes_or_tokens(rig: TokenPathRig) -> None:
     prompt = rig.tokenizer.encode("é🚀 größer", add_special_tokens=False).ids
     reply = await rig.client.completions.create(model="echo", prompt=prompt, max_tokens=len(prompt), logprobs=0)
@@ -497,21 +378,6 @@ async def test_logprobs_of_a_worker_may_be_infinite_or_missing(
     monkeypatch.setattr("tests.support.echo_worker._Choice.step", without)
     missing = await rig.http.post("/v1/completions", json={**body, "logprobs": 2})
     assert missing.status_code == 500 and "returned no logprobs" in missing.json()["error"]["message"]
-
-
-async def test_bytes_join_to_text_without_token_that_ends_it(rig: TokenPathRig) -> None:
-    answer = rig.tokenizer.encode(f" größer 🚀{EOS}").ids
-    rig.model.answer = lambda prompt, seed, choice, position: answer[position]
-    reply = await rig.client.chat.completions.create(model="echo", messages=MESSAGES, logprobs=True)
-    choice = reply.choices[0]
-    assert choice.logprobs is not None and choice.logprobs.content is not None
-    assert b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content).decode() == " größer 🚀"
-    assert (choice.message.content, choice.finish_reason) == (" größer 🚀", "stop")
-    assert (choice.logprobs.content[-1].token, choice.logprobs.content[-1].bytes) == (EOS, None)
-    request = pb.GenerateRequest(model="echo", prompt_token_ids=pb.TokenIds(ids=PROMPT), top_logprobs=0)
-    async with inference_stub(rig) as stub:
-        deltas = [delta async for event in stub.Generate(request, metadata=METADATA) for delta in event.choices]
-    assert b"".join(entry.token for delta in deltas for entry in delta.logprobs).decode() == " größer 🚀"
 
 
 async def test_first_token_without_its_space_is_once_among_alternatives(make_rig: MakeRig) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from torchrelay.common.errors import InvalidRequest
+from tests.unit.gateway.dialects.test_params import params_of
 from torchrelay.gateway.dialects.responses.input_items import Item, messages_of
 from torchrelay.gateway.dialects.responses.replies import format_of
-from torchrelay.gateway.dialects.responses.requests import decode_body, params_of
-from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
+from torchrelay.gateway.dialects.responses.requests import decode_body
+from torchrelay.gateway.dialects.responses.requests import params_of as params_and_tools
+from torchrelay.gateway.inference.core import ChatMessage
 from torchrelay.gateway.inference.parameter_ranges import MAX_MESSAGES
 
 CALL: dict[str, Any] = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
@@ -72,14 +73,8 @@ CODEX: dict[str, Any] = {
 }
 
 
-def decoded(**fields: Any) -> GenerateParams:
-    body = decode_body(json.dumps({"model": "m", "input": "hi", **fields}).encode())
-    params, _ = params_of(body)
-    return params
-
-
 def messages(*items: Any, **fields: Any) -> list[ChatMessage]:
-    return list(decoded(input=list(items), **fields).messages or ())
+    return list(params_of("responses", input=list(items), **fields).messages or ())
 
 
 def said(role: str, content: Any) -> dict[str, Any]:
@@ -88,7 +83,7 @@ def said(role: str, content: Any) -> dict[str, Any]:
 
 def test_request_of_codex() -> None:
     body = decode_body(json.dumps(CODEX).encode())
-    params, tools = params_of(body)
+    params, tools = params_and_tools(body)
     assert params.messages == (
         said("system", "You edit code.\n\nRules"),
         said("user", "Fix it"),
@@ -166,7 +161,7 @@ def test_many_items_are_joined_in_linear_time(role: str) -> None:
 def test_content_that_no_model_reads_has_a_remark() -> None:
     parts = [{"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": "data:x"}]
     viewed = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file", "file_id": "f"}]}
-    params = decoded(input=[said("user", parts), CALL, viewed])
+    params = params_of("responses", input=[said("user", parts), CALL, viewed])
     asked, _, result = params.messages or ()
     assert asked["content"] == "Look:\n[image left out: this model reads text only]"
     assert result["content"] == "[file left out: this model reads text only]" and params.left_out == ("file", "image")
@@ -176,7 +171,7 @@ def test_screenshots_are_no_text() -> None:
     shot = {"type": "computer_screenshot", "image_url": "data:image/png;base64,AAAA"}
     seen = {"type": "computer_call_output", "call_id": "c", "output": shot}
     viewed = {"type": "function_call_output", "call_id": "c", "output": {"type": "input_image", "image_url": "data:x"}}
-    params = decoded(input=[said("user", "a"), seen, CALL, viewed])
+    params = params_of("responses", input=[said("user", "a"), seen, CALL, viewed])
     assert "data:" not in str(params.messages) and params.left_out == ("image",)
 
 
@@ -190,87 +185,3 @@ def test_records_of_hosted_tools_are_shown_as_text() -> None:
 def test_arguments_that_are_no_object_are_shown_as_they_were_written() -> None:
     [message] = messages({**CALL, "arguments": "{broken"})
     assert message["tool_calls"][0]["function"]["arguments"] == "{broken"
-
-
-def test_fields_without_effect_are_taken() -> None:
-    kwargs = {"enable_thinking": False}
-    params = decoded(
-        chat_template_kwargs=kwargs,
-        **{"truncation": "auto", "store": True, "user": "u", "safety_identifier": "s", "max_tool_calls": 3},
-        **{"background": False, "previous_response_id": None, "conversation": None, "prompt": None},
-        **{"text": {"format": {"type": "text"}}, "stream": True, "stream_options": {"include_obfuscation": False}},
-        **{"tool_choice": "auto", "parallel_tool_calls": False, "top_logprobs": 0, "some_extension": 1},
-    )
-    assert params.template_kwargs == kwargs
-
-
-JSON_OBJECT = {"format": {"type": "json_object"}}
-ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION] * 129}
-
-
-def namespace(name: str, num_tools: int) -> dict[str, Any]:
-    tools = [{"type": "function", "name": f"f{number}"} for number in range(num_tools)]
-    return {"type": "namespace", "name": name, "tools": tools}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "why"),
-    [
-        ({"input": None}, "input", "input must be a string or a list"),
-        ({"input": []}, "input", "must not be empty"),
-        ({"input": [{"type": "reasoning"}]}, "input", "has no message"),
-        ({"input": [{"content": "a"}]}, "input", "input[0].role is missing"),
-        ({"input": [said("tool", "a")]}, "input", "role must be one of user, assistant"),
-        ({"input": [said("user", None)]}, "input", "must have content"),
-        ({"input": [said("user", [{"type": "input_picture"}])]}, "input", "type 'input_picture'"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "send the item itself"),
-        ({"input": [{"type": "web_call"}]}, "input", "input[0].type 'web_call'"),
-        ({"input": [RESULT]}, "input", "no earlier item calls it"),
-        ({"input": [{**CALL, "call_id": None}]}, "input", "input[0].call_id is missing"),
-        ({"input": [{**CALL, "arguments": None}]}, "input", "input[0].arguments is missing"),
-        ({"input": [CALL, {**RESULT, "output": None}]}, "input", "input[1].output is missing"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the items of the conversation"),
-        ({"conversation": "conv_1"}, "conversation", "send all of its items"),
-        ({"background": True}, "background", "use stream: true"),
-        ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
-        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format", "the schema is missing"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format", "must be text, json_object or json_schema"),
-        ({"response_format": 0}, "response_format", "object"),
-        ({"text": JSON_OBJECT, "guided_regex": "a"}, "guided_regex", "text.format and guided_regex are given together"),
-        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "not among tools"),
-        ({"truncation": "middle"}, "truncation", "auto or disabled"),
-        ({"top_logprobs": 21}, "top_logprobs", "must be between 0 and 20"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
-        ({"continue_final_message": True}, "continue_final_message", "not supported yet"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported yet"),
-        ({"max_tokens": 5}, "max_tokens", "named max_output_tokens here"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "named text.format here"),
-        ({"n": 2}, "n", "not supported yet"),
-        ({"top_a": 0.1}, "top_a", "not supported yet"),
-        ({"temperature": 2.5}, "temperature", "between 0 and 2"),
-        ({"service_tier": "fast"}, "service_tier", "must be one of"),
-        ({"instruction": "a"}, "instruction", "did you mean instructions"),
-        ({"metadata": {"k": "v" * 513}}, "metadata", "512 characters at most"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "at most 16"),
-        ({"tools": [{"type": "functoin", "name": "f"}]}, "tools", "tools[0].type must be function"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools[0]: "),
-        ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools", "tools[1].name must have"),
-        ({"tools": [{**FUNCTION, "strict": True}]}, "tools", "tools[0].parameters: an object of a strict schema must"),
-        ({"tools": [FUNCTION, FUNCTION]}, "tools", "tools[1] has the name of another tool"),
-        ({"tools": [FUNCTION] * 129}, "tools", "at most 128"),
-        ({"tools": [namespace("a", 65), namespace("b", 64)]}, "tools", "more than 128 entries, with those of its"),
-        ({"tools": [{"type": ["function"]}]}, "tools", "tools[0].type must be function"),
-        ({"tools": [FUNCTION], "tool_choice": ALLOWED}, "tool_choice", "allows 129 tools"),
-        (
-            {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
-            "tools",
-            "tools[0].tools[0].type",
-        ),
-        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "json"}}]}, "tools", "format.type must be"),
-    ],
-)
-def test_faulty_request_is_refused(fields: dict[str, Any], param: str, why: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        decoded(**fields)
-    assert caught.value.field == param and why in caught.value.message
