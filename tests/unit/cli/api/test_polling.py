@@ -14,10 +14,10 @@ class Refusing(GatewayClient):
     """A client whose gateway cannot answer."""
 
     def __init__(self, message: str, status: int) -> None:
-        self._error = ApiError(message, status=status)
+        self._refusal = ApiError(message, status=status)
 
     def content(self, *_args: Any, **_options: Any) -> bytes:
-        raise self._error
+        raise self._refusal
 
 
 @pytest.mark.parametrize(

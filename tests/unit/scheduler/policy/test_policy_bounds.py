@@ -5,6 +5,8 @@ request is lost or placed twice, no KV is reserved twice, no cold model is refus
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -144,8 +146,8 @@ def test_recalled_request_is_placed_as_soon_as_it_returns() -> None:
     history = Running()
     history.start(num_others=4, roles="one each")
     scene, model = history.scene, VERSIONS[0]
-    asked = {"service_class": ServiceClass.INTERACTIVE, "ttft_target_s": 0.0}
-    steps = (
+    asked: dict[str, Any] = {"service_class": ServiceClass.INTERACTIVE, "ttft_target_s": 0.0}
+    steps: tuple[Callable[[], object], ...] = (
         lambda: history.some_come(model=model, num_tokens=1, decode_s=6.0, num_calls=1, **asked),
         lambda: history.time_passes(seconds=0.1),
         lambda: history.time_passes(seconds=0.1),

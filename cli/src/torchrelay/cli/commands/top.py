@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -56,7 +56,7 @@ def _view(client: GatewayClient) -> ClusterView:
     return ClusterView.FromString(look(client, "/v1/cluster", "application/x-protobuf"))
 
 
-def follow(access: Access, **limits: float) -> None:
+def follow(access: Access, **limits: Any) -> None:
     """Draws until interrupted; takes the ``limits`` of ``looks``, and raises its errors."""
     from rich.live import Live
 

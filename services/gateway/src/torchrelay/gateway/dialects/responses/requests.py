@@ -33,7 +33,7 @@ _MAX_PAIRS: Final = 16  # of metadata, as OpenAI
 _MAX_KEY_CHARS: Final = 64
 _MAX_VALUE_CHARS: Final = 512
 _LOGPROBS: Final = "message.output_text.logprobs"
-_EMPTY: Final = (False, 0, "", [], {})
+_EMPTY: Final[tuple[Any, ...]] = (False, 0, "", [], {})
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
