@@ -115,9 +115,9 @@ def test_body_that_is_cut_off_is_no_valid_json(decoder: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "hint"),
     [
-        ({"grammer": "root ::= x"}, "grammer", "did you mean grammar?"),
-        ({"bad_word": ["x"]}, "bad_word", "did you mean bad_words?"),
-        ({"grammar": "root ::= x"}, "grammar", "is not supported yet"),
+        ({"grammer": "root ::= x"}, "grammer", "did you mean grammar, which is not supported yet?"),
+        ({"bad_word": ["x"]}, "bad_word", "did you mean bad_words, which is not supported yet?"),
+        ({"grammar": "root ::= x"}, "grammar", "is not supported yet: use structured_outputs.grammar"),
         ({"documents": [{"text": "x" * 100}]}, "documents", "is not supported yet"),
         ({"typical_p": 0.5}, "typical_p", "is not supported yet"),
     ],

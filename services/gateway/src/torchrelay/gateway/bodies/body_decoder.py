@@ -32,6 +32,7 @@ _MAX_PARTS = 200_000  # objects, lists and fields of a body; of each, decoding m
 _MAX_QUOTES = 4 * _MAX_PARTS  # of two texts for each of these
 _MAX_COMMAS = 3_500_000  # a token id of one digit takes nine bytes of a list that grows, for two of the body
 _MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value would take seconds
+_MALFORMED = "JSON is malformed: "  # how messages of msgspec begin
 _MAX_HARMLESS_BYTES = 32  # of a refused field's value that asks for nothing
 
 
@@ -65,7 +66,8 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, others:
                 message = others.reasons.get(name, f"{name} is not supported yet")
                 raise InvalidRequest(message, field=name)
         if typo := typo_hint(given.keys(), (*type(body).__struct_fields__, *others.refused), others.ignored):
-            raise InvalidRequest(f"unknown field {typo[0]}; did you mean {typo[1]}?", field=typo[0])
+            known = f"{typo[1]}, which is not supported yet" if typo[1] in others.refused else typo[1]
+            raise InvalidRequest(f"unknown field {typo[0]}; did you mean {known}?", field=typo[0])
         return body
     except msgspec.ValidationError as error:
         if "got `float`" in str(error) and (rewritten := _with_whole_numbers(encoded)) is not None:
@@ -79,7 +81,7 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, others:
             raise InvalidRequest(message, field=faulty) from error
         if len(encoded) <= _MAX_INSPECTED_BYTES:
             check_text(encoded, allows_nul=True)
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+        raise InvalidRequest(f"the body is not valid JSON: {str(error).removeprefix(_MALFORMED)}") from error
 
 
 def _has_effect(given: msgspec.Raw, harmless: Any) -> bool:

@@ -89,6 +89,12 @@ REFUSED: Final[dict[str, Any]] = {
     "moderation": None,
 }
 
+# What to use instead of some of them.
+REASONS: Final = {
+    **{name: f"{name} is not supported yet: use structured_outputs.{name}" for name in ("grammar", "regex")},
+    "json_schema": "json_schema is not supported yet: use response_format",
+}
+
 # Fields that other servers and routers know and that leave the answer of a single platform as it is: they name the
 # caller or its application, or are hints for caches, thinking models and a choice between providers.
 IGNORED: Final = frozenset(

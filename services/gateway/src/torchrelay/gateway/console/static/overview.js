@@ -8,7 +8,7 @@ const PERIODS = { "15 minutes": 900, "1 hour": 3600, "24 hours": 86_400 };
 const MINUTE_S = 60;
 const HOUR_S = 3600;
 const today = () => new Date().toISOString().slice(0, 10);
-const ttft = (value) => (value === null ? "none yet" : seconds(value));
+const ttft = (value) => (value === null ? "none in the last minute" : seconds(value));
 
 // Points of [unix seconds, requests/s, tokens/s] since a time: minutes of the ledger, then the live samples.
 function pointsOf(minutes, samples, fromS) {
@@ -60,7 +60,7 @@ export function Overview({ samples }) {
   return html`
     <${Alerts} alerts=${last.alerts} />
     <${Cards} cards=${cards} />
-    <p><${Select} isInline label="Plots of the last" value=${period} onChange=${setPeriod} options=${Object.keys(PERIODS)} /> in UTC</p>
+    <p><${Select} isInline label="Plots of the last" value=${period} onChange=${setPeriod} options=${Object.keys(PERIODS)}> in UTC<//></p>
     <div class="plots">
       <${Plot} title="Requests/s" data=${columnOf(points, 1)} range=${range} />
       <${Plot} title="Tokens/s" data=${columnOf(points, 2)} range=${range} /></div>

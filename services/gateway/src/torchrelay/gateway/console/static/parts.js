@@ -53,9 +53,9 @@ export const Cards = ({ cards }) =>
 
 // A choice between `options`, [value, text] or a value that is its own text.
 // Without `onChange` it is a field of a form: a value would undo a choice at each render.
-export const Select = ({ label, options, value, onChange, isInline, ...attributes }) =>
+export const Select = ({ label, options, value, onChange, isInline, children, ...attributes }) =>
   html`<label class=${isInline && "inline"}>${label} <select ...${attributes} value=${onChange && value} onChange=${onChange && ((event) => onChange(event.target.value))}>
-  ${options.map((option) => [option].flat()).map(([name, text = name]) => html`<option value=${name} selected=${name === value}>${text}</option>`)}</select></label>`;
+  ${options.map((option) => [option].flat()).map(([name, text = name]) => html`<option value=${name} selected=${name === value}>${text}</option>`)}</select>${children}</label>`;
 
 // Phases, [name, begin, end] in microseconds, as bars on one scale of time.
 export function PhaseBars({ phases }) {

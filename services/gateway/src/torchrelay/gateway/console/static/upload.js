@@ -91,6 +91,7 @@ export function Upload({ models, isAdmin, onPublished }) {
   }, [isAdmin]);
   const pick = ({ target }) => {
     if (target.files.length) take(folderOfPicked(target.files));
+    else setError("That folder has no files.");
     target.value = "";
   };
   return html`<section aria-label="Upload"><div class=${`drop ${isOver ? "over" : ""}`}>

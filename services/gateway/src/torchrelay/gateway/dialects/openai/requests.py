@@ -12,6 +12,7 @@ from torchrelay.gateway.bodies.body_decoder import OtherFields, decode
 from torchrelay.gateway.bodies.contents import remark
 from torchrelay.gateway.bodies.shared_body import (
     IGNORED,
+    REASONS,
     REFUSED,
     BaseBody,
     Count,
@@ -77,14 +78,15 @@ class CompletionBody(BaseBody, kw_only=True):
 
 
 CHAT_FIELDS: Final = OtherFields(
-    IGNORED, REFUSED | {"chat_template": None, "documents": [], "functions": [], "function_call": "none"}
+    IGNORED, REFUSED | {"chat_template": None, "documents": [], "functions": [], "function_call": "none"}, REASONS
 )
 COMPLETION_FIELDS: Final = OtherFields(
     IGNORED,
     REFUSED | {"suffix": ""},
     {
+        **REASONS,
         "suffix": "suffix is not supported yet: only models with fill-in-the-middle tokens can write what precedes it;"
-        " for such a model, put these tokens into the prompt"
+        " for such a model, put these tokens into the prompt",
     },
 )
 
