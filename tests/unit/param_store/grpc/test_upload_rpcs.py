@@ -275,12 +275,22 @@ async def until_committed(store: RunningStore, upload_id: str) -> list[pb.Commit
                 assert "being committed" in message or "an earlier commit waits" in message
 
 
-async def test_repeated_commit_returns_same_version(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "model")
+async def test_repeated_commit_returns_same_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, num_turns, acquire = write_shards(tmp_path / "model"), 0, CommitQueue.acquire
+
+    async def acquire_unless_packed(queue: CommitQueue, turn: Turn) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        if num_turns == 2:  # to publish
+            await asyncio.Event().wait()
+        await acquire(queue, turn)
+
+    monkeypatch.setattr(CommitQueue, "acquire", acquire_unless_packed)
     async with running_store(tmp_path) as store:
         await store.send(folder, "u1")
         call = store.stub.Commit(pb.CommitRequest(upload_id="u1"))
         await anext(aiter(call))
+        await eventually(lambda: num_turns == 2, "the end of the packer")
         call.cancel()
         progress = await until_committed(store, "u1")
         assert [line.stage for line in progress] == ["validate", "pack", "publish"]
