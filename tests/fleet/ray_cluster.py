@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from torchrelay.cli.launchers.ray_jobs import RESOURCE
 
 MACHINES = ("r1", "r2")
 MACHINE, CLUSTER = "FLEET_MACHINE", "FLEET_CLUSTER"  # variables of all processes of a machine
-NUM_TRIES = 5
-RAY = Path(sys.executable).parent / "ray"
-FIRST = ("nice", "-n", "-10") if os.geteuid() == 0 else ()  # before other tests' processes
+NUM_TRIES = 2
+RAY = (sys.executable, "-m", "tests.fleet.patient_ray")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,14 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
         def start(name: str, *options: str) -> None:
             """Nodes that start at the same time on a host choose the same ports, so each waits for the one before."""
             log = stack.enter_context((folder / f"{name}.out").open("wb"))
-            command = [*FIRST, str(RAY), "start", "--block", "--disable-usage-stats", *options]
+            command = [*RAY, "start", "--block", "--disable-usage-stats", *options]
             environment = {**os.environ, MACHINE: name, CLUSTER: str(folder)}
 
             def runs() -> bool:
                 process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
                 stack.callback(process.wait)
                 stack.callback(process.kill)
+                _run_first(process.pid)
                 has_begun = False
 
                 def has_ended_or_begun() -> bool:
@@ -66,12 +66,11 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
                     has_begun = "block forever" in Path(log.name).read_text()
                     return has_begun or process.poll() is not None
 
-                wait_until(has_ended_or_begun, f"Ray's {name}")
+                wait_until(has_ended_or_begun, f"Ray's {name}", limit_s=240.0)
                 if not has_begun:
                     kill_all(f"{MACHINE}={name}", f"{CLUSTER}={folder}")
                 return has_begun
 
-            # Ray gives a node 30 s, which starts on a busy machine exceed, the first most of all: it compiles modules.
             assert any(runs() for _ in range(NUM_TRIES)), Path(log.name).read_text()
 
         start(
@@ -88,6 +87,12 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
                 f"--resources={slots}",
             )
         yield RayCluster(f"127.0.0.1:{port}", f"ray://127.0.0.1:{client_port}", folder)
+
+
+def _run_first(pid: int) -> None:
+    """Gives a session more of a busy machine's CPU than other sessions, where the kernel shares it among them."""
+    with suppress(OSError):  # without root, or without such shares
+        Path(f"/proc/{pid}/autogroup").write_text("-10")
 
 
 def _free_port() -> int:
