@@ -7,13 +7,15 @@ that is started anew takes as long again.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ray._private import services
 from ray.scripts.scripts import main
 
 START_LIMIT_S = 240.0
-_get_node = services.get_node
+_get_node: Callable[..., Any] = services.get_node
+_run: Callable[[], object] = main
 
 
 def get_node(*args: Any, **options: Any) -> Any:
@@ -28,4 +30,4 @@ def get_node(*args: Any, **options: Any) -> Any:
 
 
 services.get_node = get_node
-main()
+_run()
