@@ -198,14 +198,14 @@ class PromptReceiver:
             return 0
         layout = await self._call(lambda: self._import.receive(offer.boundary, offer.block_tokens))
         self._piece_chunks = max(1, _PIECE_BYTES // max(layout.chunk_sizes))
-        self._copying: asyncio.Future[Any] = self._call(lambda: None)
+        self._copying: asyncio.Future[Any] | None = None
         self._kv_receiver = KvReceiver(offer, self._import, worker.receiver, worker.transport)
         if not self._is_stopped:
             await self._loop.run_in_executor(threads, self._kv_receiver.receive, self._write, _STALL_S)
         if self._is_stopped:
             raise Conflict("the attempt has ended")
         await self._copy_piece()
-        await self._copying
+        await self._copied()
         return offer.boundary
 
     def _write(self, copy_chunk: Callable[[], None], stop: threading.Event) -> None:
@@ -217,8 +217,13 @@ class PromptReceiver:
     async def _copy_piece(self) -> None:
         """Starts to copy a piece. At most two pieces are here: one arrives while the engine copies the other."""
         piece, self._piece = self._piece, []
-        await self._copying
+        await self._copied()
         self._copying = self._call(lambda: [copy_chunk() for copy_chunk in piece])
+
+    async def _copied(self) -> None:
+        """Waits for the copy that runs, if any does: each turn between two layers may be tens of milliseconds away."""
+        if self._copying is not None:
+            await self._copying
 
     async def start(self) -> None:
         """Continues the imported prompt. Raises ``Conflict`` if its instance is gone."""
