@@ -23,9 +23,9 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.batching.validation import check_lengths, check_tokens
 from torchrelay.engine.core import EMPTY_STEP, GroupSpec, LoadFailed, NewToken, StepResult
 from torchrelay.engine.kv.layout import KvShape
-from torchrelay.modelspec.config import read_config
+from torchrelay.modelspec.config import ModelConfig
+from torchrelay.modelspec.opaque import OpaqueModel, read_model
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
-from torchrelay.transfer.manifest import Manifest
 from torchrelay.vllm.arriving_pack import ArrivingPack
 from torchrelay.vllm.computed_time import ComputedTime
 from torchrelay.vllm.device_group import DeviceGroup
@@ -43,9 +43,9 @@ _BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def _max_kv_tokens(manifest: Manifest, pool_bytes: int, num_devices: int) -> int:
+def _max_kv_tokens(model: ModelConfig | OpaqueModel, dtype: str, pool_bytes: int, num_devices: int) -> int:
     """Tokens of one choice that the pool holds. Raises ``LoadFailed`` if it has no block for them."""
-    shape = KvShape.of(read_config(manifest.config), manifest.dtype)
+    shape = KvShape.of(model, dtype)
     # Each device has some of the heads, and at least one.
     num_kv_heads = num_devices * max(shape.num_kv_heads // num_devices, 1)
     block_bytes = _BLOCK_TOKENS * replace(shape, num_kv_heads=num_kv_heads).bytes_per_token
@@ -76,8 +76,8 @@ class VllmModel:
     def __init__(self, slab: MappedSlab, settings: WorkerSettings, hooks: EngineHooks, group: DeviceGroup) -> None:
         manifest = slab.manifest
         self._settings, self._manifest, self._hooks = settings, manifest, hooks
-        self._max_context_tokens = read_config(manifest.config).max_context_tokens
-        self._max_kv_tokens = _max_kv_tokens(manifest, settings.kv_pool_bytes, group.num_devices)
+        self._model = read_model(manifest.config, is_opaque=manifest.is_opaque)
+        self._max_kv_tokens = _max_kv_tokens(self._model, manifest.dtype, settings.kv_pool_bytes, group.num_devices)
         self._advances, self._computed = 0, ComputedTime()
         self._pack = ArrivingPack(manifest, slab.data, self._advance)
         self._group = group
@@ -112,7 +112,7 @@ class VllmModel:
         vllm: LLMEngine | None = None
         try:
             with tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
-                Path(folder, "config.json").write_text(json.dumps(model_document(self._manifest.config)))
+                Path(folder, "config.json").write_text(json.dumps(model_document(self._manifest)))
                 times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
                 times_s.append(time.monotonic())
@@ -143,7 +143,7 @@ class VllmModel:
             model_loader_extra_config={"pack": self._pack, "choices": self._choices, "group": self._group},
             logits_processors=[SlotSampler],
             dtype=_DTYPES[self._manifest.dtype],
-            max_model_len=min(self._max_context_tokens, self._max_kv_tokens),
+            max_model_len=min(self._model.max_context_tokens, self._max_kv_tokens),
             tensor_parallel_size=self._group.num_devices,
             kv_cache_memory_bytes=settings.kv_pool_bytes // self._group.num_devices,
             enable_prefix_caching=settings.prefix_cache,
@@ -173,8 +173,8 @@ class VllmModel:
                 "vLLM reports no logprobs of prompts in this slot; set the model's engine to torchrelay",
                 field="prompt_logprobs",
             )
-        check_tokens(group, int(self._manifest.config["vocab_size"]))
-        check_lengths(group, self._max_context_tokens)
+        check_tokens(group, self._model.vocab_size)
+        check_lengths(group, self._model.max_context_tokens)
         if (num_tokens := group.num_prompt_tokens + group.num_output_tokens) > self._max_kv_tokens:
             raise InvalidRequest(
                 f"the request needs the KV of {num_tokens} tokens, the slot has that of {self._max_kv_tokens}"

@@ -133,7 +133,7 @@ async def commit(
         slots.check_engine(settings.engine)
     base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
     engine = settings.engine or await _present_engine(services, caller, upload)
-    engines = slots.engines if engine == ANY_ENGINE else {engine.partition(":")[0]}
+    engines = {each.partition(":")[0] for each in (slots.engines if engine == ANY_ENGINE else (engine,))}
     quantize = settings.quantize or ""
     steps = services.uploads.commit(upload, settings, slots.largest_bytes, base_version_id, sorted(engines), quantize)
     if NDJSON in accept:
