@@ -117,7 +117,7 @@ OPAQUE_FAMILIES = {  # that vLLM alone computes
         "Cohere2Config", "Cohere2ForCausalLM", {"head_dim": 32, "sliding_window": 32, "logit_scale": 1.0}
     ),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": None}),
+    "stablelm": Family("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
     "gpt-oss": Family(
         "GptOssConfig",
         "GptOssForCausalLM",
@@ -126,7 +126,7 @@ OPAQUE_FAMILIES = {  # that vLLM alone computes
     "deepseek2": Family(
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
-        {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
+        {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
         | {"qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
         | {
             "n_shared_experts": 1,

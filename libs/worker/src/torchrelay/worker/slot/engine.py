@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepWork
-from torchrelay.engine.core import GroupSpec, LoadFailed, StepResult
+from torchrelay.engine.core import GroupAdapterReader, GroupSpec, LoadFailed, StepResult
 from torchrelay.modelspec.opaque import read_model
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.manifest import Manifest
@@ -54,6 +54,9 @@ class ServedModel(Protocol):
 
     def prefill(self, group: GroupSpec) -> None:
         """Queues a prompt, which decodes here. Raises ``InvalidRequest`` or ``Conflict``."""
+
+    def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> GroupAdapterReader:
+        """(any thread) Reads a LoRA adapter of the model from PEFT's two files. Raises ``TorchrelayError``."""
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         """Frees the pages of a group, or of one choice, at once; it yields no more tokens."""

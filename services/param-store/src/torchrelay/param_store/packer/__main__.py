@@ -1,7 +1,7 @@
 """``python -m torchrelay.param_store.packer``: reads a job from standard input, writes JSON lines to standard output.
 
-    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config", "base_dtype", "engines",
-          "quantize"}                    "int8", or empty
+    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes", "base_config", "base_dtype",
+          "base_is_opaque", "engines", "quantize"}    quantize: "int8", or empty
     out  {"stage", "done", "total"} ...   then one of the following; stage "validate" also has "notes", sentences about
                                          what is converted or left out
          {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest; files that
@@ -116,7 +116,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (job["memory_bytes"], job["memory_bytes"]))
     try:
         if job["base_config"] is not None:
-            num_matrices = check_adapter(Path(job["folder"]), job["base_config"], job["base_dtype"])
+            num_matrices = check_adapter(
+                Path(job["folder"]), job["base_config"], job["base_dtype"], is_opaque=job["base_is_opaque"]
+            )
             emit(checked={"num_matrices": num_matrices})
         else:
             folder, pack_path = Path(job["folder"]), Path(job["pack_path"])

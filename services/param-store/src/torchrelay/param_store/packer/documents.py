@@ -136,9 +136,11 @@ def _opaque_model(document: dict[str, Any], engines: Sequence[str], refusal: Uns
         check_known(document)
     except UnsupportedModel as error:
         raise PackRefused(CONFIG, f"{refusal.field}: {refusal if VLLM not in engines else error}") from None
-    if VLLM not in engines and (engines or refusal.field != "architectures"):
-        detail = f"{refusal.field}: {refusal}. vLLM may compute this model: upload it with the engine {VLLM}"
-        raise PackRefused(CONFIG, detail)
+    is_unknown = refusal.field == "architectures"
+    if VLLM not in engines and (engines or not is_unknown):
+        detail = f"only the engine {VLLM} computes {document['architectures'][0]}" if is_unknown else str(refusal)
+        offered = f", and this model may run with {' and '.join(engines)}" if is_unknown else ""
+        raise PackRefused(CONFIG, f"{refusal.field}: {detail}{offered}; upload the model with the engine {VLLM}")
     try:
         return read_opaque(document)
     except UnsupportedModel as error:
