@@ -111,6 +111,33 @@ FAMILIES = {
     ),
 }
 
+OPAQUE_FAMILIES = {  # that vLLM alone computes
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"head_dim": 32, "partial_rotary_factor": 0.5}),
+    "cohere2": Family(
+        "Cohere2Config", "Cohere2ForCausalLM", {"head_dim": 32, "sliding_window": 32, "logit_scale": 1.0}
+    ),
+    "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "stablelm": Family("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
+    ),
+    "deepseek2": Family(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        | {"qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+
 
 def make_checkpoint(
     folder: Path, family: str, *, tied: bool = False, dtype: str = "float32", seed: int = 0, **config: Any
@@ -121,7 +148,7 @@ def make_checkpoint(
     ``config`` overrides numbers of config.json.
     """
     transformers = _transformers()
-    kind = FAMILIES[family]
+    kind = (FAMILIES | OPAQUE_FAMILIES)[family]
     numbers: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,

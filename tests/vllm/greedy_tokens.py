@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from torchrelay.vllm.engine import VllmEngine  # which sets what vLLM reads when it is imported
 
@@ -12,7 +13,15 @@ def main(folder: str, prompts: str, num_tokens: str) -> None:
     from vllm import LLM, SamplingParams
 
     assert VllmEngine.capabilities.engine == "vllm"
-    llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=8 << 20)
+    dtype = json.loads(Path(folder, "config.json").read_text())["dtype"]  # by itself vLLM computes fp32 in bf16
+    llm = LLM(
+        folder,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=8 << 20,
+    )
     greedy = SamplingParams(temperature=0, max_tokens=int(num_tokens), ignore_eos=True, detokenize=False)
     answers = [
         list(llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0].outputs[0].token_ids)

@@ -157,10 +157,19 @@ class RunningStore:
             assert (await self.put(upload_id, path, contents(folder)[path])).complete
 
     async def commit(
-        self, upload_id: str, largest_slot_bytes: int = 0, engines: Sequence[str] = (), quantize: str = ""
+        self,
+        upload_id: str,
+        largest_slot_bytes: int = 0,
+        engines: Sequence[str] = (),
+        quantize: str = "",
+        base_version_id: str = "",
     ) -> list[pb.CommitProgress]:
         request = pb.CommitRequest(
-            upload_id=upload_id, largest_slot_bytes=largest_slot_bytes, engines=engines, quantize=quantize
+            upload_id=upload_id,
+            largest_slot_bytes=largest_slot_bytes,
+            engines=engines,
+            quantize=quantize,
+            base_version_id=base_version_id,
         )
         return [progress async for progress in self.stub.Commit(request)]
 
@@ -219,10 +228,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-async def publish(store: RunningStore, folder: Path) -> pb.VersionDescription:
-    """Uploads a folder, commits it, and confirms it as a gateway does."""
+async def publish(store: RunningStore, folder: Path, base_version_id: str = "") -> pb.VersionDescription:
+    """Uploads a folder, commits it, and confirms it as a gateway does. ``base_version_id``: of an adapter."""
     upload_id = new_id("upl")
     await store.send(folder, upload_id)
-    version: pb.VersionDescription = (await store.commit(upload_id))[-1].version
+    version: pb.VersionDescription = (await store.commit(upload_id, base_version_id=base_version_id))[-1].version
     await store.abort(upload_id)
     return version

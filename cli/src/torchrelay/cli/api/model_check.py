@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from torchrelay.cli.api.model_folder import adapter_paths, model_paths
 from torchrelay.cli.errors import CliError
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.opaque import VLLM, check_known, read_opaque
 from torchrelay.modelspec.quantization import INT8_PER_OUTPUT
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # the gateway's rule
@@ -35,21 +37,21 @@ def check_name(name: str) -> None:
             )
 
 
-def check_folder(folder: Path, *, is_adapter: bool = False, to_int8: bool = False) -> str:
+def check_folder(folder: Path, *, is_adapter: bool = False, to_int8: bool = False, engine: str = "") -> str:
     """Reads the config and each header, but no weights; returns the engine that the weights need, "" if any will do.
-    ``to_int8``: they are to be quantized.
+    ``to_int8``: they are to be quantized. ``engine``: the one that the user has chosen, if any.
 
     Raises ``CliError``.
     """
     paths = adapter_paths(folder) if is_adapter else model_paths(folder)
-    engine = "" if is_adapter else _needed_engine(folder / "config.json", to_int8)
+    needed = "" if is_adapter else _needed_engine(folder / "config.json", to_int8, engine.partition(":")[0])
     for path in paths:
         if path.suffix == ".safetensors":
             _check_header(path)
-    return engine
+    return needed
 
 
-def _needed_engine(path: Path, to_int8: bool) -> str:
+def _needed_engine(path: Path, to_int8: bool, engine: str) -> str:
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
@@ -63,9 +65,23 @@ def _needed_engine(path: Path, to_int8: bool) -> str:
     try:
         return read_config(config).needed_engine
     except UnsupportedModel as error:
+        if not to_int8 and _is_for_vllm(config, engine, error.field):
+            return VLLM
         is_of_int8 = to_int8 and error.field == "quantization_config"
         advice = "upload without --quantize" if is_of_int8 else "nothing was sent"
         raise CliError(f"{path}: {error}", f"the field is {error.field}; {advice}") from error
+
+
+def _is_for_vllm(config: dict[str, Any], engine: str, refused_field: str) -> bool:
+    """Whether vLLM may compute what Torchrelay's engine refuses."""
+    if engine not in ("", "auto", VLLM) or (engine != VLLM and refused_field != "architectures"):
+        return False
+    try:
+        check_known(config)
+        read_opaque(config)
+    except UnsupportedModel:
+        return False
+    return True
 
 
 def _check_header(path: Path) -> None:

@@ -119,7 +119,7 @@ def upload(
     conversion = _conversion(source)
     needed = "" if quantize is None else "torchrelay"
     if conversion is None:
-        needed = check_folder(source, is_adapter=base is not None, to_int8=quantize is not None)
+        needed = check_folder(source, is_adapter=base is not None, to_int8=quantize is not None, engine=engine or "")
     if needed and engine is not None and engine.partition(":")[0] not in ("auto", needed):
         raise CliError(f"the weights need the engine {needed}, not {engine}", f"use --engine {needed}, or none")
     before = _version_before(access, full_name)  # also checks the key, before minutes of conversion

@@ -65,10 +65,26 @@ class Grammar(Protocol):
 
 
 class GroupAdapter(Protocol):
-    """The adapter of a group. ``kernels.low_rank`` implements it."""
+    """The adapter of a group, as the engine of the base model has read it."""
 
     @property
     def adapter_id(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class GroupAdapterReader(Protocol):
+    """Reads an adapter a part at a time, so that an engine can step between the parts."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the adapter in memory."""
+
+    def read_part(self) -> bool:
+        """(engine's thread) Reads the next part; returns whether there are more. Raises ``TorchrelayError``."""
+
+    def read(self) -> GroupAdapter:
+        """The adapter, once no part is left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torchrelay.modelspec.tensor_order import tensors_by_segment
 MAX_RANK: Final = 512
 PROJECTIONS: Final = ("qkv", "o", "gate_up", "down")  # groups of tensors that an adapter may change
 _PREFIX: Final = "base_model.model."
+_ENDS: Final = (".lora_A.weight", ".lora_B.weight")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.]{1,200}")
 # Initialisations that leave the weights of the base as they are.
 _INITIALISATIONS: Final = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -56,8 +57,8 @@ class AdaptedMatrix:
         """The names of A and B, in this order, and their shapes."""
         name = _PREFIX + self.module
         return {
-            f"{name}.lora_A.weight": (self.rank, self.num_in),
-            f"{name}.lora_B.weight": (self.num_out, self.rank),
+            name + _ENDS[0]: (self.rank, self.num_in),
+            name + _ENDS[1]: (self.num_out, self.rank),
         }
 
 
@@ -89,6 +90,32 @@ def adapted_matrices(config: ModelConfig, document: Mapping[str, Any], names: se
     if not matrices:
         raise UnsupportedModel("the file has no tensors of an adapter", "target_modules")
     return tuple(matrices)
+
+
+def opaque_matrices(
+    document: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[int, dict[str, tuple[int, int]]]]:
+    """Of each projection that the tensors of an adapter change, its rank, and the names of A and B with their shapes.
+
+    Only the engine of the base model knows whether it has these projections. Raises as ``adapted_matrices``.
+    """
+    _check_document(document)
+    ranks, default_rank = _pattern(document, "rank_pattern"), _rank(document.get("r"), "r")
+    modules = {name.removesuffix(end) for name in shapes for end in _ENDS if name.endswith(end)}
+    known = {module + end for module in modules for end in _ENDS}
+    if surplus := sorted(shapes.keys() - known):
+        raise UnsupportedTensor("it is neither A nor B of a projection", surplus[0])
+    if not modules:
+        raise UnsupportedModel("the file has no tensors of an adapter", "target_modules")
+    for module in sorted(modules):
+        name_a, name_b = module + _ENDS[0], module + _ENDS[1]
+        for name in (name_a, name_b):
+            if name not in shapes or not module.startswith(_PREFIX):
+                raise UnsupportedTensor(f"names must be {_PREFIX}MODULE{_ENDS[0]} and {_ENDS[1]}, in pairs", name)
+            if len(shapes[name]) != 2:
+                raise UnsupportedTensor("it is not a matrix", name)
+        rank = _rank(_of_pattern(ranks, module.removeprefix(_PREFIX), default_rank), "rank_pattern")
+        yield rank, {name_a: (rank, shapes[name_a][1]), name_b: (shapes[name_b][0], rank)}
 
 
 def _check_document(document: Mapping[str, Any]) -> None:

@@ -131,6 +131,12 @@ class ModelConfig:
             return "vllm"
         return "" if self.int8 is None else "torchrelay"
 
+    def weights_dtype(self, dtype: str) -> str:
+        """What linear layers' weights are, in a model of ``dtype``."""
+        if self.vllm is not None:
+            return self.vllm.stored
+        return dtype if self.int8 is None else "I8"
+
     @property
     def rotates_whole_heads(self) -> bool:
         return self.rope is None or self.rope.rotated_share == 1.0

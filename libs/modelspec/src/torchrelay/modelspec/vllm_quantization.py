@@ -86,7 +86,7 @@ def _awq(config: Mapping[str, Any]) -> VllmQuantization:
         raise _refused("version", f"version {shown(config['version'])} is not supported; supported is 'gemm'")
     group = _group_size(config)
     document = {"quant_method": "awq", "bits": 4, "group_size": group or -1, "zero_point": True, "version": "gemm"}
-    document |= {"modules_to_not_convert": _names(config, "modules_to_not_convert")}
+    document |= {"modules_to_not_convert": layer_names(config, "modules_to_not_convert")}
     return VllmQuantization("awq", "I4", group, document, _awq_parts)
 
 
@@ -134,7 +134,7 @@ def _fp8(config: Mapping[str, Any]) -> VllmQuantization:
         if scheme == "static":
             raise _refused("activation_scheme", "weights in blocks need activation_scheme 'dynamic'")
     for key in ("ignored_layers", "modules_to_not_convert"):
-        document[key] = _names(config, key)
+        document[key] = layer_names(config, key)
     return VllmQuantization("fp8", "F8_E4M3", 0, document, _fp8_parts)
 
 
@@ -205,7 +205,7 @@ def vllm_compressed(layers: CompressedLayers) -> VllmQuantization:
         "format": stored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": checked | {"output_activations": None}},
-        "ignore": _names(config, "ignore", patterns=True),
+        "ignore": layer_names(config, "ignore", patterns=True),
     }
     kind = "F8_E4M3" if weights["type"] == "float" else f"I{weights['num_bits']}"
     return VllmQuantization(COMPRESSED, kind, weights["group_size"] or 0, document, _compressed_parts)
@@ -339,7 +339,7 @@ def _block(value: Any, place: str) -> list[int]:
     return list(value)
 
 
-def _names(part: Mapping[str, Any], key: str, *, patterns: bool = False) -> list[str]:
+def layer_names(part: Mapping[str, Any], key: str, *, patterns: bool = False) -> list[str]:
     """Names of layers that are not quantized; with ``patterns`` some may be expressions after "re:"."""
     names = part.get(key) or []
     if not isinstance(names, list) or len(names) > MAX_LISTED:

@@ -2,7 +2,8 @@
 
 A pack is one byte range in execution order. Segment 0 is the embeddings, segments 1..L the layers, segment L+1 the
 final norm and the head (tied weights are stored once). Segments begin on pages, so that each can be mapped and copied
-by itself; groups that a fused projection reads (q|k|v, gate|up) are contiguous.
+by itself; groups that a fused projection reads (q|k|v, gate|up) are contiguous. A pack of ``OPAQUE_FORMAT`` has as many
+segments, with the tensors in the order of their files: only its engine knows the layers.
 
 Third-party libraries are imported where they are used: the engine reads manifests in environments that have only torch.
 """
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torchrelay.transfer.errors import ProtocolViolation
 
-FORMAT_VERSION = 1
+FORMAT_VERSION, OPAQUE_FORMAT = 1, 2
 PAGE_BYTES = 4096
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_BYTES = 4 << 20
@@ -60,6 +61,11 @@ class Manifest:
         import msgspec
 
         return msgspec.json.encode(self, order="sorted")
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether only the engine of the model knows what its tensors are."""
+        return self.format_version == OPAQUE_FORMAT
 
     @property
     def num_chunks(self) -> int:

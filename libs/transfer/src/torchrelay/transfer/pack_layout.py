@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, Protocol
 
-from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry
+from torchrelay.transfer.manifest import FORMAT_VERSION, OPAQUE_FORMAT, PAGE_BYTES, Manifest, Segment, TensorEntry
 
 GROUP_ALIGN_BYTES: Final = 64
-ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
+ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "F8_E4M3": 1}
 
 
 class PackTensor(Protocol):
@@ -58,8 +58,16 @@ class PackLayout:
         """The manifest of a pack that stays in this process: one chunk, without a digest that could be verified."""
         return self.manifest(config, self.num_bytes, (bytes(32),))
 
-    def manifest(self, config: dict[str, Any], chunk_bytes: int, chunk_digests: tuple[bytes, ...]) -> Manifest:
+    def manifest(
+        self,
+        config: dict[str, Any],
+        chunk_bytes: int,
+        chunk_digests: tuple[bytes, ...],
+        *,
+        is_opaque: bool = False,
+    ) -> Manifest:
         return Manifest(
+            format_version=OPAQUE_FORMAT if is_opaque else FORMAT_VERSION,
             architecture=config["architectures"][0],
             dtype=self.dtype,
             config=config,

@@ -17,6 +17,7 @@ DTYPES = {
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
+    "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
 }

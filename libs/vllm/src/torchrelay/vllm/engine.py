@@ -37,7 +37,7 @@ class VllmEngine(Engine):
         self._group.start(num_threads)
 
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> VllmModel:
-        self.check_computes(slab.manifest.config)
+        self.check_computes(slab.manifest)
         return VllmModel(slab, self._settings, hooks, self._group)
 
     def close(self) -> None:

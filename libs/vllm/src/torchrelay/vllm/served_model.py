@@ -23,9 +23,10 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.batching.validation import check_lengths, check_tokens
 from torchrelay.engine.core import EMPTY_STEP, GroupSpec, LoadFailed, NewToken, StepResult
 from torchrelay.engine.kv.layout import KvShape
-from torchrelay.modelspec.config import read_config
+from torchrelay.modelspec.config import ModelConfig
+from torchrelay.modelspec.opaque import OpaqueModel, read_model
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
-from torchrelay.transfer.manifest import Manifest
+from torchrelay.vllm.adapter_folder import VllmAdapter, VllmAdapterReader
 from torchrelay.vllm.arriving_pack import ArrivingPack
 from torchrelay.vllm.computed_time import ComputedTime
 from torchrelay.vllm.device_group import DeviceGroup
@@ -43,9 +44,9 @@ _BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def _max_kv_tokens(manifest: Manifest, pool_bytes: int, num_devices: int) -> int:
+def _max_kv_tokens(model: ModelConfig | OpaqueModel, dtype: str, pool_bytes: int, num_devices: int) -> int:
     """Tokens of one choice that the pool holds. Raises ``LoadFailed`` if it has no block for them."""
-    shape = KvShape.of(read_config(manifest.config), manifest.dtype)
+    shape = KvShape.of(model, dtype)
     # Each device has some of the heads, and at least one.
     num_kv_heads = num_devices * max(shape.num_kv_heads // num_devices, 1)
     block_bytes = _BLOCK_TOKENS * replace(shape, num_kv_heads=num_kv_heads).bytes_per_token
@@ -76,14 +77,14 @@ class VllmModel:
     def __init__(self, slab: MappedSlab, settings: WorkerSettings, hooks: EngineHooks, group: DeviceGroup) -> None:
         manifest = slab.manifest
         self._settings, self._manifest, self._hooks = settings, manifest, hooks
-        self._max_context_tokens = read_config(manifest.config).max_context_tokens
-        self._max_kv_tokens = _max_kv_tokens(manifest, settings.kv_pool_bytes, group.num_devices)
+        self._model = read_model(manifest.config, is_opaque=manifest.is_opaque)
+        self._max_kv_tokens = _max_kv_tokens(self._model, manifest.dtype, settings.kv_pool_bytes, group.num_devices)
         self._advances, self._computed = 0, ComputedTime()
         self._pack = ArrivingPack(manifest, slab.data, self._advance)
         self._group = group
         group.watch(self._pack.fail)
         group.open(slab)
-        self._vllm: LLMEngine | None = None
+        self.vllm: LLMEngine | None = None  # None: it has not started
         self._is_broken = self._is_ended = False
         self._choices = SlotChoices()
         self._cancels: deque[tuple[str, int | None]] = deque()
@@ -105,14 +106,14 @@ class VllmModel:
 
     @property
     def is_ready(self) -> bool:
-        return self._vllm is not None
+        return self.vllm is not None
 
     def _build(self) -> LLMEngine:
         """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
         vllm: LLMEngine | None = None
         try:
             with tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
-                Path(folder, "config.json").write_text(json.dumps(model_document(self._manifest.config)))
+                Path(folder, "config.json").write_text(json.dumps(model_document(self._manifest)))
                 times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
                 times_s.append(time.monotonic())
@@ -143,19 +144,22 @@ class VllmModel:
             model_loader_extra_config={"pack": self._pack, "choices": self._choices, "group": self._group},
             logits_processors=[SlotSampler],
             dtype=_DTYPES[self._manifest.dtype],
-            max_model_len=min(self._max_context_tokens, self._max_kv_tokens),
+            max_model_len=min(self._model.max_context_tokens, self._max_kv_tokens),
             tensor_parallel_size=self._group.num_devices,
             kv_cache_memory_bytes=settings.kv_pool_bytes // self._group.num_devices,
             enable_prefix_caching=settings.prefix_cache,
             max_num_batched_tokens=max(settings.token_budget, 512),
             enforce_eager=settings.device == "cpu",  # compilation takes a minute on a CPU
             async_scheduling=False,
+            enable_lora=bool(settings.max_adapter_rank),
+            max_lora_rank=settings.max_adapter_rank or 1,
+            max_loras=settings.max_adapters,
             distributed_executor_backend=GroupExecutor,
             disable_log_stats=True,
         )
 
     def close(self) -> None:
-        vllm, self._vllm = self._vllm, None
+        vllm, self.vllm = self.vllm, None
         self._is_broken = True
         self._group.begin_close()
         if vllm is not None:
@@ -173,8 +177,8 @@ class VllmModel:
                 "vLLM reports no logprobs of prompts in this slot; set the model's engine to torchrelay",
                 field="prompt_logprobs",
             )
-        check_tokens(group, int(self._manifest.config["vocab_size"]))
-        check_lengths(group, self._max_context_tokens)
+        check_tokens(group, self._model.vocab_size)
+        check_lengths(group, self._model.max_context_tokens)
         if (num_tokens := group.num_prompt_tokens + group.num_output_tokens) > self._max_kv_tokens:
             raise InvalidRequest(
                 f"the request needs the KV of {num_tokens} tokens, the slot has that of {self._max_kv_tokens}"
@@ -184,15 +188,22 @@ class VllmModel:
         for spec in group.choices:
             choice = Choice(group, spec)
             self._choices[choice.request_id] = choice
-            if self._vllm is not None:
-                self._submit(self._vllm, choice)
+            if self.vllm is not None:
+                self._submit(self.vllm, choice)
+
+    def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> VllmAdapterReader:
+        if not self._settings.max_adapter_rank:
+            raise InvalidRequest("slots of vLLM serve adapters up to max_adapter_rank, which is 0 here", field="model")
+        return VllmAdapterReader(self, adapter_id, document, weights)
 
     def _groups(self) -> Iterator[GroupSpec]:
         return (choice.group for choice in self._choices.values())
 
     def _submit(self, vllm: LLMEngine, choice: Choice) -> None:
         prompt = {"prompt_token_ids": choice.prompt, "cache_salt": choice.group.tenant_id or "-"}
-        vllm.add_request(choice.request_id, prompt, vllm_sampling(choice))  # type: ignore[arg-type]
+        adapter = choice.group.adapter
+        lora = adapter.request if isinstance(adapter, VllmAdapter) else None
+        vllm.add_request(choice.request_id, prompt, vllm_sampling(choice), lora_request=lora)  # type: ignore[arg-type]
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         ended = [
@@ -202,8 +213,8 @@ class VllmModel:
         ]
         for request_id in ended:
             del self._choices[request_id]
-        if ended and self._vllm is not None:
-            self._vllm.abort_request(ended)
+        if ended and self.vllm is not None:
+            self.vllm.abort_request(ended)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
         self._cancels.append((group_id, choice))
@@ -211,16 +222,16 @@ class VllmModel:
     # Steps
 
     def has_work(self) -> bool:
-        return not self._is_broken and (self._vllm is None or bool(self._choices))
+        return not self._is_broken and (self.vllm is None or bool(self._choices))
 
     def max_sleep_s(self) -> float | None:
         return 0.0 if self.has_work() else None
 
     def step(self) -> StepResult:
-        if self._vllm is None:
-            self._vllm = self._build()
+        if self.vllm is None:
+            self.vllm = self._build()
             for choice in self._choices.values():
-                self._submit(self._vllm, choice)
+                self._submit(self.vllm, choice)
             self._hooks.wake()
             return EMPTY_STEP
         while self._cancels:
@@ -229,7 +240,7 @@ class VllmModel:
         if not self._choices:
             return StepResult((), (), 0, 0, 0.0, expired=expired)
         began_s = time.monotonic()
-        outputs = self._vllm.step()
+        outputs = self.vllm.step()
         result = self._result(outputs, time.monotonic() - began_s, expired)
         self._advance()
         return result
@@ -268,8 +279,8 @@ class VllmModel:
                     ended.append(output.request_id)
         for choice in self._choices.values():
             choice.discard()
-        if ended and self._vllm is not None:
-            self._vllm.abort_request(ended)
+        if ended and self.vllm is not None:
+            self.vllm.abort_request(ended)
         self._work = StepWork(num_prefilled, num_prefill_attended, num_decoding, num_decode_attended)
         return StepResult(
             tuple(tokens), tuple(prefilled), num_prefilled, num_decoding, step_s, self._work, expired=expired
@@ -282,14 +293,14 @@ class VllmModel:
 
     @property
     def num_pages(self) -> int:
-        return 0 if self._vllm is None else int(self._vllm.vllm_config.cache_config.num_gpu_blocks or 0)
+        return 0 if self.vllm is None else int(self.vllm.vllm_config.cache_config.num_gpu_blocks or 0)
 
     @property
     def num_free_pages(self) -> int:
         """An estimate by the tokens of running choices; common prefixes count for each."""
-        if self._vllm is None:
+        if self.vllm is None:
             return 0
-        size = self._vllm.vllm_config.cache_config.block_size
+        size = self.vllm.vllm_config.cache_config.block_size
         used = sum(-(-(len(choice.prompt) + len(choice.new)) // size) for choice in self._choices.values())
         return max(self.num_pages - int(used), 0)
 
@@ -299,10 +310,10 @@ class VllmModel:
 
     @property
     def is_recording(self) -> bool:
-        return self._vllm is None
+        return self.vllm is None
 
     @property
     def num_advances(self) -> int:
         # A step of vLLM tells nothing until it ends. On a GPU a thread that waits for ever may compute.
-        tells_by_cpu = self._vllm is None or self._settings.device == "cpu"
+        tells_by_cpu = self.vllm is None or self._settings.device == "cpu"
         return self._advances + (self._computed.tenths + self._group.computed_tenths if tells_by_cpu else 0)

@@ -18,8 +18,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import NO_TOKEN, Embedding, Finish, NewToken, PromptLogprobs, PromptProgress
-from torchrelay.engine.kernels.low_rank import Adapter
+from torchrelay.engine.core import NO_TOKEN, Embedding, Finish, GroupAdapter, NewToken, PromptLogprobs, PromptProgress
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.transport.interface import Transport
@@ -248,12 +247,9 @@ class WorkerRole(ABC):
         """The futures of all that wait for the attempt's start."""
         return [future for future in self._awaited_starts.get(attempt.group_id, ()) if not future.done()]
 
-    async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> Adapter:
+    async def _read_adapter(self, adapter_id: str, document: bytes, weights: bytes, reserve: Reserve) -> GroupAdapter:
         engine = self.worker.engine
-        engine.require_instance()
-        if (instance := engine.relay_instance) is None:
-            raise InvalidRequest("the engine that runs this adapter's base serves no adapters", field="model")
-        reader = await asyncio.to_thread(instance.adapter_reader, adapter_id, document, weights)
+        reader = await asyncio.to_thread(engine.require_instance().adapter_reader, adapter_id, document, weights)
         reserve(reader.num_bytes)
         while await engine.call(reader.read_part):  # with steps between the parts
             pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -52,6 +52,12 @@ class WorkerSettings(ServiceSettings):
         " kernels read fastest: faster steps, for private memory of the weights' size. Skipped where less than twice"
         " that is available.",
     )
+    max_adapter_rank: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
+        0,
+        description="Maximum rank of LoRA adapters in a slot of vLLM, which sets memory aside for them and then serves"
+        " only architectures that may have any; 0: none. Torchrelay's engine takes every rank.",
+    )
+    max_adapters: int = Field(4, ge=1, le=64, description="Adapters in one step of vLLM; requests of others wait.")
     prefix_cache: bool = Field(True, description="Compute a common prefix of one tenant's prompts only once.")
     max_attempts: int = Field(1024, ge=1, description="Maximum attempts running or waiting; more are refused.")
     start_timeout_s: float = Field(

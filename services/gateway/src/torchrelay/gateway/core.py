@@ -102,9 +102,8 @@ class Version:
     @property
     def needed_engine(self) -> str:
         """The only engine that serves it; empty: any."""
-        if self.base_version_id or (self.dtype == _INT8 and not self.engine):  # of a store of an earlier release
-            return OWN_ENGINE
-        return self.engine
+        is_own = self.base_version_id or self.dtype == _INT8  # the latter of a store of an earlier release
+        return self.engine or (OWN_ENGINE if is_own else "")
 
     @property
     def adapter_id(self) -> str:

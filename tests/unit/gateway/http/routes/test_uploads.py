@@ -118,8 +118,14 @@ async def test_the_store_hears_which_engines_may_compute_the_model(rig: RestRig)
     assert rig.store.engines == ["vllm"]  # of the model's settings, which a new version keeps
     upload = await begun(rig.acme, "adapter")
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"base": "packed"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine")
+    assert reply.json()["error"]["message"] == "no worker has the engine vllm; the workers have torchrelay"
+    glossary = await rig.services.catalog.resolve(ADMIN, "acme/glossary")
+    await rig.services.catalog.change_settings(glossary, ModelSettings(engine="vllm"))
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"base": "glossary"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "base")
-    assert reply.json()["error"]["message"] == "acme/packed runs with vllm, which serves no adapters"
+    message = "adapters of acme/glossary need the engine torchrelay, not vllm, which it names"
+    assert reply.json()["error"]["message"] == message
 
 
 async def test_the_store_hears_how_weights_are_quantized(rig: RestRig) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.core import Finish, GroupSpec, NewToken
 from torchrelay.modelspec.config import ModelConfig
+from torchrelay.modelspec.opaque import OpaqueModel
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 
 _TRAILER = struct.Struct("<IIII")  # choice, position, token id, finish
@@ -36,7 +37,7 @@ class KvShape:
     dtype_bytes: int
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: str) -> KvShape:
+    def of(cls, config: ModelConfig | OpaqueModel, dtype: str) -> KvShape:
         """The shape for a pack whose dtype, which is also the KV's, is "F32", "BF16" or "F16"."""
         return cls(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[dtype])
 

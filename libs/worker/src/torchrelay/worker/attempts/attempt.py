@@ -20,6 +20,7 @@ from torchrelay.engine.core import (
     ChoiceSpec,
     Embedding,
     Finish,
+    GroupAdapter,
     GroupSpec,
     Logprobs,
     NewToken,
@@ -28,7 +29,6 @@ from torchrelay.engine.core import (
     PromptProgress,
     SamplingParams,
 )
-from torchrelay.engine.kernels.low_rank import Adapter
 from torchrelay.worker.attempts.outbox import Outbox
 
 FINISH_REASONS = {
@@ -58,7 +58,7 @@ class Attempt:
     outbox: Outbox
     stops: dict[int, StopChecker]
     grammar: Grammar | None = None
-    adapter: Adapter | None = None
+    adapter: GroupAdapter | None = None
     began_us: int = field(default_factory=now_unix_us)
     open_choices: set[int] = field(default_factory=set)
     phases: list[types_pb2.Phase] = field(default_factory=list)

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from torchrelay.common.errors import Overloaded
 from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.kernels.low_rank import Adapter
+from torchrelay.engine.core import GroupAdapter
 
 READ_TIMEOUT_S: Final = 60.0
 MAX_BYTES: Final = 1 << 30  # the largest adapter that a store accepts, widened to fp32
@@ -34,16 +34,16 @@ class HostedAdapters:
     def clear(self) -> None:
         """Forgets all adapters, for the hosted instance is unloaded."""
         self._instance_id = ""
-        self._kept: dict[str, Adapter] = {}  # the longest unused first
+        self._kept: dict[str, GroupAdapter] = {}  # the longest unused first
         # A group gets a copy, which shares the weights: where a copy lives, an eviction would free nothing.
-        self._in_use: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
+        self._in_use: WeakValueDictionary[str, GroupAdapter] = WeakValueDictionary()
 
     async def get(
         self,
         instance_id: str,
         wanted: types_pb2.Adapter,
-        make: Callable[[str, bytes, bytes, Reserve], Awaitable[Adapter]],
-    ) -> Adapter:
+        make: Callable[[str, bytes, bytes, Reserve], Awaitable[GroupAdapter]],
+    ) -> GroupAdapter:
         """The adapter for the hosted instance. ``make`` gets its id and the contents of its two files, and reserves the
         memory before it takes any.
 
@@ -64,10 +64,10 @@ class HostedAdapters:
             self._kept[wanted.adapter_id] = adapter
             return self._lend(wanted.adapter_id)
 
-    def _known(self, adapter_id: str) -> Adapter | None:
+    def _known(self, adapter_id: str) -> GroupAdapter | None:
         return self._lend(adapter_id) if adapter_id in self._kept else None
 
-    def _lend(self, adapter_id: str) -> Adapter:
+    def _lend(self, adapter_id: str) -> GroupAdapter:
         self._kept[adapter_id] = adapter = self._kept.pop(adapter_id)
         return self._in_use.setdefault(adapter_id, copy(adapter))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepWork
-from torchrelay.engine.core import GroupSpec, LoadFailed, StepResult
-from torchrelay.modelspec.config import read_config
+from torchrelay.engine.core import GroupAdapterReader, GroupSpec, LoadFailed, StepResult
+from torchrelay.modelspec.opaque import read_model
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.transfer.manifest import Manifest
 from torchrelay.worker.settings import WorkerSettings
 
 
@@ -53,6 +54,9 @@ class ServedModel(Protocol):
 
     def prefill(self, group: GroupSpec) -> None:
         """Queues a prompt, which decodes here. Raises ``InvalidRequest`` or ``Conflict``."""
+
+    def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> GroupAdapterReader:
+        """(any thread) Reads a LoRA adapter of the model from PEFT's two files. Raises ``TorchrelayError``."""
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         """Frees the pages of a group, or of one choice, at once; it yields no more tokens."""
@@ -101,9 +105,10 @@ class Engine(ABC):
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
 
-    def check_computes(self, config: Mapping[str, Any]) -> None:
-        """Raises ``LoadFailed`` if only another engine computes the weights of a model with this config.json."""
-        if (engine := read_config(config).needed_engine) not in ("", self.capabilities.engine):
+    def check_computes(self, manifest: Manifest) -> None:
+        """Raises ``LoadFailed`` if only another engine computes the weights of the pack."""
+        engine = read_model(manifest.config, is_opaque=manifest.is_opaque).needed_engine
+        if engine not in ("", self.capabilities.engine):
             raise LoadFailed(f"only the engine {engine} computes these weights")
 
     @abstractmethod

@@ -27,7 +27,7 @@ class RelayEngine(Engine):
 
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> Instance:
         settings = self._settings
-        self.check_computes(slab.manifest.config)
+        self.check_computes(slab.manifest)
         return Instance(
             slab.manifest,
             slab.data,

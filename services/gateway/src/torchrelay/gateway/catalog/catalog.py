@@ -160,7 +160,7 @@ class Catalog:
         values = settings.columns() | {"updated_unix_us": now_unix_us()}
         async with self._database.write() as connection:
             await bump_catalog_of(connection, model.tenant_id)  # first: see publish_in
-            if settings.engine not in (None, ANY_ENGINE, OWN_ENGINE):
+            if not _serves_adapters(model.version, settings.engine or ANY_ENGINE):
                 own_name = model.name.partition("/")[2]
                 await _check_has_no_adapters(connection, model.tenant_id, own_name, model.version.version_id)
             changed = await connection.execute(update(models).where(*_is(model)).values(values))
@@ -328,8 +328,13 @@ async def _check_has_base(connection: SqlConnection, tenant_id: str, name: str, 
             f"no model but {name!r} itself has the base version: it was replaced, deleted, or has the adapter's name"
         )
         raise BaseLost(message, field="base")
-    if not {ANY_ENGINE, OWN_ENGINE} & set(engines):
+    if not any(_serves_adapters(version, engine) for engine in engines):
         raise BaseLost(f"the engine of the base was changed to {engines[0]}, which serves no adapters", field="base")
+
+
+def _serves_adapters(version: Version, engine: str) -> bool:
+    """Whether adapters may have a base with this version, or be this version, whose settings name the engine."""
+    return engine.partition(":")[0] in (ANY_ENGINE, version.needed_engine or OWN_ENGINE)
 
 
 def _is_base_of(tenant_id: str, version_id: str) -> Sequence[ColumnElement[bool]]:

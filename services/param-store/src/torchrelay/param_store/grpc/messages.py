@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2, types_pb2
-from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 from torchrelay.param_store.copies.arena_copies import CopyReport
 from torchrelay.param_store.embedding import EmbeddingSpec
@@ -42,7 +41,7 @@ def version_description(version: Version) -> pb.VersionDescription:
         pack_id=version.pack_id,
         pack_bytes=version.manifest.num_bytes,
         architecture=version.manifest.architecture,
-        dtype=_weights_dtype(config, version.manifest.dtype),
+        dtype=config.weights_dtype(version.manifest.dtype),
         shape=types_pb2.ModelShape(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
@@ -60,13 +59,6 @@ def version_description(version: Version) -> pb.VersionDescription:
         embedding=None if version.embedding is None else _embedding(version.embedding),
         engine=config.needed_engine,
     )
-
-
-def _weights_dtype(config: ModelConfig, dtype: str) -> str:
-    """The dtype of linear layers' weights; ``dtype`` is that of the others."""
-    if config.vllm is not None:
-        return config.vllm.stored
-    return dtype if config.int8 is None else "I8"
 
 
 def _embedding(spec: EmbeddingSpec) -> pb.Embedding:

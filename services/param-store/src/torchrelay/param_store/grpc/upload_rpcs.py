@@ -138,12 +138,13 @@ class UploadRpcs:
         """Waits for its turn to pack, validates and packs, then waits for its ``turn`` to publish."""
         tenant_id = upload.record.tenant_id
         settings, files = self.store.settings, upload.files.absolute()
-        base_config, base_dtype = None, ""
+        base_config, base_dtype, base_is_opaque = None, "", False
         if request.base_version_id:
             base = await asyncio.to_thread(self.store.versions.describe, request.base_version_id)
             if base.document.base_id:
                 raise UploadRefused("the base is an adapter itself; name the model that it adapts", field="base")
-            base_config, base_dtype = base.manifest.config, base.manifest.dtype
+            manifest = base.manifest
+            base_config, base_dtype, base_is_opaque = manifest.config, manifest.dtype, manifest.is_opaque
         job = PackJob(
             files,
             upload.pack_path.absolute(),
@@ -151,6 +152,7 @@ class UploadRpcs:
             settings.packer_memory_bytes,
             base_config,
             base_dtype,
+            base_is_opaque,
             tuple(request.engines),
             request.quantize,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from torchrelay.modelspec.adapter import UnsupportedTensor, adapted_matrices
+from torchrelay.modelspec.adapter import UnsupportedTensor, adapted_matrices, opaque_matrices
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
@@ -19,22 +19,27 @@ from torchrelay.param_store.packer.safetensors_header import read_tensors
 _BLOCK_BYTES: Final = 8 << 20
 
 
-def check_adapter(folder: Path, base: dict[str, Any], base_dtype: str) -> int:
+def check_adapter(folder: Path, base: dict[str, Any], base_dtype: str, *, is_opaque: bool = False) -> int:
     """Checks an uploaded adapter of the base model whose config.json is ``base``, and to whose dtype its weights are
-    converted; returns the number of projections that it changes.
+    converted; returns the number of projections that it changes. ``is_opaque``: the base model's pack is.
 
     Raises ``PackRefused`` with the file, and the field or tensor.
     """
     tensors = {tensor.name: tensor for tensor in read_tensors(folder, ADAPTER_WEIGHTS)}
     try:
-        matrices = adapted_matrices(read_config(base), read_document(folder, ADAPTER_CONFIG), set(tensors))
+        document = read_document(folder, ADAPTER_CONFIG)
+        if is_opaque:
+            matrices = list(opaque_matrices(document, {name: tensor.shape for name, tensor in tensors.items()}))
+        else:
+            adapted = adapted_matrices(read_config(base), document, set(tensors))
+            matrices = [(matrix.rank, matrix.tensors) for matrix in adapted]
     except UnsupportedTensor as error:
         raise PackRefused(ADAPTER_WEIGHTS, f"tensor {quoted(error.field)}: {error}") from None
     except UnsupportedModel as error:
         raise PackRefused(ADAPTER_CONFIG, f"{error.field}: {error}") from None
-    for matrix in matrices:
-        for name, shape in matrix.tensors.items():
-            _check_tensor(folder, tensors[name], shape, matrix.rank, base_dtype)
+    for rank, shapes in matrices:
+        for name, shape in shapes.items():
+            _check_tensor(folder, tensors[name], shape, rank, base_dtype)
     return len(matrices)
 
 

@@ -16,6 +16,7 @@ from torchrelay.common.tokens.tokenizer_document import AddedTokenEntry, Tokeniz
 from torchrelay.common.tokens.tokenizer_limits import MAX_TOKEN_CHARS, TokenizerRefused
 from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.opaque import VLLM, OpaqueModel, check_known, read_opaque
 from torchrelay.modelspec.text_part import text_config
 from torchrelay.param_store.embedding import UnsupportedEmbedding, declared_embedding
 from torchrelay.param_store.model_files import (
@@ -103,13 +104,16 @@ def _read_bounded(folder: Path, file: str) -> bytes:
     return (folder / file).read_bytes()
 
 
-def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """Reads config.json; returns it as uploaded and the model that it describes."""
+def read_model_config(folder: Path, engines: Sequence[str]) -> tuple[dict[str, Any], ModelConfig | OpaqueModel]:
+    """Reads config.json; returns it as uploaded and the model that it describes. One that Torchrelay's engine cannot
+    compute is opaque, if vLLM knows its architecture and is among ``engines``; none: they are not known.
+    """
     document = read_document(folder, CONFIG)
+    config: ModelConfig | OpaqueModel
     try:
         config = read_config(document)
     except UnsupportedModel as error:
-        raise PackRefused(CONFIG, f"{error.field}: {error}") from None
+        config = _opaque_model(document, engines, error)
     numbers = {
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": config.max_context_tokens,
@@ -126,7 +130,24 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     return document, config
 
 
-def check_engine(config: ModelConfig, engines: Sequence[str], is_quantized_here: bool = False) -> None:
+def _opaque_model(document: dict[str, Any], engines: Sequence[str], refusal: UnsupportedModel) -> OpaqueModel:
+    """The model for vLLM. Raises ``PackRefused`` with the ``refusal`` of the own engine, or that of vLLM."""
+    try:
+        check_known(document)
+    except UnsupportedModel as error:
+        raise PackRefused(CONFIG, f"{refusal.field}: {refusal if VLLM not in engines else error}") from None
+    is_unknown = refusal.field == "architectures"
+    if VLLM not in engines and (engines or not is_unknown):
+        detail = f"only the engine {VLLM} computes {document['architectures'][0]}" if is_unknown else str(refusal)
+        offered = f", and this model may run with {' and '.join(engines)}" if is_unknown else ""
+        raise PackRefused(CONFIG, f"{refusal.field}: {detail}{offered}; upload the model with the engine {VLLM}")
+    try:
+        return read_opaque(document)
+    except UnsupportedModel as error:
+        raise PackRefused(CONFIG, f"{error.field}: {error}") from None
+
+
+def check_engine(config: ModelConfig | OpaqueModel, engines: Sequence[str], is_quantized_here: bool = False) -> None:
     """Raises ``PackRefused`` if only an engine computes the weights that is not among ``engines``; none: any is."""
     needed = config.needed_engine
     if needed and engines and needed not in engines:
@@ -151,7 +172,7 @@ def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
             return  # of the other file, tokens beyond the vocabulary are ignored
 
 
-def check_embedding(folder: Path, config: ModelConfig) -> bool:
+def check_embedding(folder: Path, config: ModelConfig | OpaqueModel) -> bool:
     """Checks the files that declare embeddings; returns whether the model gives any.
 
     Raises ``PackRefused``, also for a model that gives neither tokens nor embeddings.
@@ -164,6 +185,10 @@ def check_embedding(folder: Path, config: ModelConfig) -> bool:
         declared = declared_embedding(read, config.hidden_size, config.encoder is not None)
     except UnsupportedEmbedding as error:
         raise PackRefused(error.file, error.detail) from None
+    if isinstance(config, OpaqueModel):
+        if declared is not None:
+            raise PackRefused(MODULES, f"a model that only {VLLM} computes gives no embeddings; leave this file out")
+        return False
     if declared is not None and config.vllm is not None:
         raise PackRefused(CONFIG, "quantization_config: models with weights that are quantized so give no embeddings")
     if declared is None and not config.has_head:

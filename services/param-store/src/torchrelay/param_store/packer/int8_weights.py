@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.opaque import VLLM, OpaqueModel
 from torchrelay.modelspec.quantization import INT8_PER_OUTPUT
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
 from torchrelay.param_store.packer.core import QUANTIZE, PackRefused, StoredTensor, quoted
@@ -18,8 +19,12 @@ BLOCK_VALUES: Final = 1 << 18  # that are quantized at a time; a block has whole
 _LARGEST: Final = 127  # the scale of an output is its largest weight over this
 
 
-def int8_config(document: dict[str, Any], config: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
+def int8_config(
+    document: dict[str, Any], config: ModelConfig | OpaqueModel
+) -> tuple[dict[str, Any], ModelConfig | OpaqueModel]:
     """config.json with int8 weights, and the model that it then describes. Raises ``PackRefused``."""
+    if isinstance(config, OpaqueModel):
+        raise PackRefused(QUANTIZE, f"only weights that Torchrelay's engine computes can be, and {VLLM} computes these")
     if config.int8 is not None or config.vllm is not None:
         raise PackRefused(QUANTIZE, "quantization_config: the weights are quantized already")
     document = document | {"quantization_config": INT8_PER_OUTPUT}

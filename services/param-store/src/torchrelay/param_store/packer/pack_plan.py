@@ -54,8 +54,8 @@ def plan_pack(config: ModelConfig, checkpoint: Checkpoint, declared_dtype: str |
     pairs = list(zip(slots, sources, strict=True))
     weights = [source for slot, source in pairs if not slot.dtype and not slot.is_scale]
     scales = [source for slot, source in pairs if slot.is_scale]
-    dtype = _common_dtype(weights, declared_dtype)
-    scale_dtype = _common_dtype(scales, "F32") if scales else ""
+    dtype = common_dtype(weights, declared_dtype)
+    scale_dtype = common_dtype(scales, "F32") if scales else ""
     notes = [*checkpoint.notes, *_conversions(weights, dtype), *_conversions(scales, scale_dtype)]
     needed = {slot.name for slot in slots}
     zeros = {name: stored for name, stored in quantized.biases.items() if name not in needed}
@@ -73,7 +73,7 @@ def plan_pack(config: ModelConfig, checkpoint: Checkpoint, declared_dtype: str |
     return PackPlan(layout, sources, tuple(notes), are_scales, required, tuple(zeros.values()))
 
 
-def _common_dtype(sources: Sequence[StoredTensor], preferred: str | None) -> str:
+def common_dtype(sources: Sequence[StoredTensor], preferred: str | None) -> str:
     """``preferred`` if a tensor has it, else the dtype of most numbers."""
     num_values = Counter[str]()
     for source in sources:

@@ -16,7 +16,8 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
-from torchrelay.modelspec.config import ModelConfig, read_config
+from torchrelay.modelspec.config import ModelConfig
+from torchrelay.modelspec.opaque import OpaqueModel, read_model
 from torchrelay.param_store.embedding import EmbeddingSpec, declared_embedding
 from torchrelay.param_store.model_files import ADAPTER_FILES, eos_token_ids
 from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, version_key
@@ -54,7 +55,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     document: VersionDocument
     pack_id: str
     manifest: Manifest
-    config: ModelConfig
+    config: ModelConfig | OpaqueModel
     eos_token_ids: tuple[int, ...]
     embedding: EmbeddingSpec | None
     stored_bytes: int
@@ -160,7 +161,7 @@ class Versions:
         if pack_id_of(encoded) != pack_id:
             raise DataCorrupted(f"the manifest of pack {pack_id} is damaged in the remote store")
         manifest = decode_manifest(encoded)
-        files, config = document.files, read_config(manifest.config)
+        files, config = document.files, read_model(manifest.config, is_opaque=manifest.is_opaque)
 
         def read(name: str) -> bytes | None:
             return self.read_file(files[name]) if name in files else None

@@ -47,6 +47,7 @@ class PackJob:
     memory_bytes: int
     base_config: dict[str, Any] | None = None
     base_dtype: str = ""
+    base_is_opaque: bool = False
     engines: tuple[str, ...] = ()  # that may compute the model; none: they are not known
     quantize: str = ""
 

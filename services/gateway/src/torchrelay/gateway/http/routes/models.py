@@ -137,8 +137,9 @@ async def change(services: ServicesOf, caller: Changer, name: str, body: ModelSe
         needed = model.version.needed_engine
         if needed and body.engine.partition(":")[0] not in (ANY_ENGINE, needed):
             raise InvalidRequest(f"{model.name} needs the engine {needed}, for its weights", field="engine")
-        if model.has_adapters and body.engine not in (ANY_ENGINE, OWN_ENGINE):
-            message = f"{model.name} has adapters, which need the engine {OWN_ENGINE}; delete them first"
+        served_by = needed or OWN_ENGINE
+        if model.has_adapters and body.engine.partition(":")[0] not in (ANY_ENGINE, served_by):
+            message = f"{model.name} has adapters, which need the engine {served_by}; delete them first"
             raise InvalidRequest(message, field="engine")
         (await services.scheduler.slots()).check_engine(body.engine)
     await services.catalog.change_settings(model, body)

@@ -17,7 +17,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.model_settings import Engine, TenantSettings
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
-from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE
+from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE, Version
 from torchrelay.gateway.exchange.errors import error_body
 from torchrelay.gateway.http.dependencies import Caller, Changer, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import shown
@@ -125,15 +125,17 @@ async def commit(
     """Publishes the model. With ``Accept: application/x-ndjson`` each step is a line, and the last line the result."""
     upload = await services.uploads.find(caller, upload_id)
     settings, slots = body or CommitBody(), await services.scheduler.slots()
+    base_version_id = ""
     if settings.base is not None:
-        if settings.engine not in (None, ANY_ENGINE, OWN_ENGINE):
-            raise InvalidRequest(f"an adapter needs the engine {OWN_ENGINE}", field="engine")
-        slots.check_engine(OWN_ENGINE)
+        base = await _base_of(services, caller, upload, settings.base)
+        base_version_id, needed = base.version_id, base.needed_engine or OWN_ENGINE
+        if (settings.engine or ANY_ENGINE).partition(":")[0] not in (ANY_ENGINE, needed):
+            raise InvalidRequest(f"an adapter of {settings.base} needs the engine {needed}", field="engine")
+        slots.check_engine(needed)
     elif settings.engine is not None:
         slots.check_engine(settings.engine)
-    base_version_id = "" if settings.base is None else await _base_version_id(services, caller, upload, settings.base)
     engine = settings.engine or await _present_engine(services, caller, upload)
-    engines = slots.engines if engine == ANY_ENGINE else {engine.partition(":")[0]}
+    engines = {each.partition(":")[0] for each in (slots.engines if engine == ANY_ENGINE else (engine,))}
     quantize = settings.quantize or ""
     steps = services.uploads.commit(upload, settings, slots.largest_bytes, base_version_id, sorted(engines), quantize)
     if NDJSON in accept:
@@ -153,17 +155,18 @@ async def _present_engine(services: Services, caller: Caller, upload: Upload) ->
         return ANY_ENGINE
 
 
-async def _base_version_id(services: Services, caller: Caller, upload: Upload, name: str) -> str:
+async def _base_of(services: Services, caller: Caller, upload: Upload, name: str) -> Version:
     """The version of an adapter's base model, which must be of the same tenant."""
     full_name = name if "/" in name else f"{upload.tenant}/{name}"
     base = await services.catalog.resolve(caller, full_name)
     if base.tenant_id != upload.tenant_id:
         raise InvalidRequest("the base model must be of the same tenant", field="base")
-    if base.needed_engine not in ("", OWN_ENGINE):
-        raise InvalidRequest(f"{base.name} runs with {base.needed_engine}, which serves no adapters", field="base")
+    if base.needed_engine not in ("", OWN_ENGINE, base.version.needed_engine):
+        message = f"adapters of {base.name} need the engine {OWN_ENGINE}, not {base.needed_engine}, which it names"
+        raise InvalidRequest(message, field="base")
     if base.version.base_version_id:
         raise InvalidRequest(f"{base.name} is an adapter itself; name the model that it adapts", field="base")
-    return base.version.version_id
+    return base.version
 
 
 async def _lines(

@@ -1,0 +1,154 @@
+"""Models that vLLM alone computes: what the platform itself reads of their config.json.
+
+vLLM says which architectures it knows and which keys it reads; ``vllm_models.json`` keeps the answers of the version
+that it names (``tools/vllm_models.py`` writes it).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from torchrelay.modelspec.config import MAX_LAYERS, ModelConfig, read_config
+from torchrelay.modelspec.errors import UnsupportedModel, shown
+from torchrelay.modelspec.quantization import quantized_weights
+from torchrelay.modelspec.text_part import text_config
+from torchrelay.modelspec.vllm_quantization import FIELD, VllmQuantization, layer_names
+
+VLLM: Final = "vllm"
+_MAX_NUMBER: Final = 2**31 - 1
+_MAX_TEXT: Final = 256  # characters of a value
+_MXFP4: Final = "mxfp4"
+_FP8: Final = "F8_E4M3"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModels:
+    """What a version of vLLM knows."""
+
+    version: str
+    text: frozenset[str]  # architectures that generate from text alone
+    multimodal: frozenset[str]
+    config_keys: frozenset[str]  # of config.json, at any depth
+
+
+@cache
+def known_models() -> KnownModels:
+    document = json.loads((files(__package__) / "vllm_models.json").read_text())
+    groups = (frozenset(document[group]) for group in ("text", "multimodal", "config_keys"))
+    return KnownModels(document["version"], *groups)
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueModel:
+    """A model whose computation only vLLM knows. The sizes of KV are an upper bound: an architecture may keep less."""
+
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context_tokens: int
+    quantization: Mapping[str, Any] | None  # with nothing but what was checked
+    stored: str  # what the weights are, as shown to users; "": they have the model's dtype
+    dtypes: tuple[str, ...]  # of its tensors, beside those of a model
+
+    needed_engine = VLLM
+    has_head = True
+    encoder = None
+
+    def weights_dtype(self, dtype: str) -> str:
+        """What linear layers' weights are, in a model of ``dtype``."""
+        return self.stored or dtype
+
+
+def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
+    """Reads a config.json, of whatever architecture. Raises ``UnsupportedModel``."""
+    text = text_config(config)
+    hidden = _number(text, "hidden_size", "n_embd", "d_model")
+    heads = _number(text, "num_attention_heads", "n_head", "n_heads", default=1)
+    quantization, stored, dtypes = _quantization(text.get(FIELD))
+    return OpaqueModel(
+        hidden_size=hidden,
+        num_layers=_number(text, "num_hidden_layers", "n_layer", "n_layers", at_most=MAX_LAYERS),
+        num_kv_heads=_number(text, "num_key_value_heads", "num_kv_heads", default=heads),
+        head_dim=_number(text, "head_dim", default=max(hidden // heads, 1)),
+        vocab_size=_number(text, "vocab_size"),
+        max_context_tokens=_number(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        quantization=quantization,
+        stored=stored,
+        dtypes=dtypes,
+    )
+
+
+def check_known(config: Mapping[str, Any]) -> None:
+    """Raises ``UnsupportedModel`` unless vLLM serves the architecture as a model of text."""
+    names, known = config.get("architectures"), known_models()
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if isinstance(name, str) and name in known.text:
+        return
+    detail = f"architecture {shown(name)} is not known, to vLLM {known.version} neither"
+    if isinstance(name, str) and name in known.multimodal:
+        detail = f"{name} takes more than text, and only a text model of vLLM {known.version} can be served"
+    elif isinstance(name, str) and (near := get_close_matches(name, sorted(known.text), 1)):
+        detail += f"; the nearest that it knows is {near[0]}"
+    raise UnsupportedModel(detail, "architectures")
+
+
+def read_model(config: Mapping[str, Any], *, is_opaque: bool) -> ModelConfig | OpaqueModel:
+    """The model of a pack. Raises ``UnsupportedModel``."""
+    return read_opaque(config) if is_opaque else read_config(config)
+
+
+def served_document(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json that vLLM reads, at any depth, except for its quantization."""
+    return {key: value for key, value in _plain(config).items() if key != FIELD}
+
+
+def unread_keys(config: Mapping[str, Any]) -> list[str]:
+    """The keys of config.json, without those of objects in it, that vLLM does not receive."""
+    return sorted(config.keys() - _plain(config).keys() - {FIELD})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        known = known_models().config_keys
+        return {key: _plain(each) for key, each in value.items() if key in known or key.isdecimal()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value[:_MAX_TEXT] if isinstance(value, str) else value
+
+
+def _number(config: Mapping[str, Any], *keys: str, default: int | None = None, at_most: int = _MAX_NUMBER) -> int:
+    """The first of the keys that config.json has: architectures spell them differently."""
+    key = next((each for each in keys if config.get(each) is not None), keys[0])
+    value = config.get(key, default)
+    if type(value) is not int or not 0 < value <= at_most:
+        raise UnsupportedModel(f"{key} must be a whole number from 1 to {at_most:,}, not {shown(value)}", key)
+    return value
+
+
+def _quantization(quantization: Any) -> tuple[Mapping[str, Any] | None, str, tuple[str, ...]]:
+    """The checked quantization_config, what it stores, and the dtypes of its tensors.
+
+    GPTQ and packed formats are refused: kernels take some of their tensors for indexes, and whether these are right
+    follows from layers that are not known here.
+    """
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == _MXFP4:
+        document = {
+            "quant_method": _MXFP4,
+            "modules_to_not_convert": layer_names(quantization, "modules_to_not_convert"),
+        }
+        return document, "MXFP4", ("U8",)
+    parsed = quantized_weights(quantization)
+    if parsed is None:
+        return None, "", ()
+    if isinstance(parsed, VllmQuantization) and (parsed.method == "awq" or parsed.stored == _FP8):
+        return parsed.document, parsed.stored, (_FP8,) if parsed.stored == _FP8 else ("I32",)
+    detail = f"of an architecture that only vLLM computes, weights may be quantized by awq, {_MXFP4} and in {_FP8}"
+    raise UnsupportedModel(detail, f"{FIELD}.quant_method")

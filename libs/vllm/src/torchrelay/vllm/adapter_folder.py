@@ -1,0 +1,73 @@
+"""A LoRA adapter of a model in vLLM, which takes it from a folder with PEFT's two files."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from weakref import finalize
+
+from vllm.lora.request import LoRARequest
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.host.machine import SHARED_MEMORY
+
+if TYPE_CHECKING:
+    from torchrelay.vllm.served_model import VllmModel
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_numbers: Final = count(1)  # vLLM tells adapters apart by them
+
+
+@dataclass(eq=False)
+class VllmAdapter:
+    """An adapter that vLLM has. Its folder, in shared memory, exists as long as this or a copy: vLLM reads it again
+    after it has taken others in the adapter's place.
+    """
+
+    adapter_id: str
+    num_bytes: int
+    request: LoRARequest
+    folder: Folder
+
+
+class Folder:
+    """A folder with the files of an adapter, removed with this object."""
+
+    def __init__(self, document: bytes, weights: bytes) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="torchrelay-adapter-", dir=SHARED_MEMORY))
+        finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        (self.path / _CONFIG).write_bytes(document)
+        (self.path / _WEIGHTS).write_bytes(weights)
+
+
+class VllmAdapterReader:
+    """Hands the files of an adapter to vLLM, once it has started."""
+
+    def __init__(self, model: VllmModel, adapter_id: str, document: bytes, weights: bytes) -> None:
+        self._model = model
+        self._folder = Folder(document, weights)
+        request = LoRARequest(adapter_id, next(_numbers), str(self._folder.path))
+        self._adapter = VllmAdapter(adapter_id, len(weights), request, self._folder)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._adapter.num_bytes
+
+    def read_part(self) -> bool:
+        """Raises ``InvalidRequest`` with vLLM's reason where it refuses the adapter."""
+        vllm = self._model.vllm
+        if vllm is None:
+            return True
+        try:
+            vllm.add_lora(self._adapter.request)
+        except Exception as error:  # vLLM documents none
+            reason = str(error).partition("\n")[0]
+            raise InvalidRequest(f"vLLM does not serve this adapter: {reason}", field="model") from error
+        return False
+
+    def read(self) -> VllmAdapter:
+        return self._adapter

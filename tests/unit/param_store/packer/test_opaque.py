@@ -1,0 +1,107 @@
+"""Packs of architectures that vLLM alone computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import make_checkpoint
+from torchrelay.modelspec.opaque import read_opaque, served_document
+from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.param_store.packer.core import PackRefused
+from torchrelay.transfer.manifest import Manifest, decode_manifest
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("glm4"), "glm4")
+
+
+def changed(folder: Path, target: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    """A copy with other tensors, and keys of config.json; None removes a key."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    document = json.loads((folder / "config.json").read_text()) | config
+    document = {key: value for key, value in document.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(document))
+    if tensors is not None:
+        save_file(load_file(folder / "model.safetensors") | tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def packed(folder: Path, *engines: str) -> tuple[Manifest, bytes]:
+    path = folder.with_suffix(".pack")
+    pack(folder, path, 0, engines)
+    return decode_manifest(path.with_suffix(".manifest").read_bytes()), path.read_bytes()
+
+
+def test_every_tensor_is_packed_as_it_is_in_the_order_of_the_file(tmp_path: Path, checkpoint: Path) -> None:
+    mask = {"model.mask": torch.ones(2, dtype=torch.int64)}
+    manifest, data = packed(changed(checkpoint, tmp_path / "model", mask), "vllm", "torchrelay")
+    stored = load_file(checkpoint / "model.safetensors")
+    assert {entry.name for entry in manifest.tensors} == set(stored)
+    for entry in manifest.tensors:
+        raw = stored[entry.name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert (entry.shape, data[entry.offset : entry.offset + entry.num_bytes]) == (stored[entry.name].shape, raw)
+    assert manifest.is_opaque and manifest.dtype == "F32"
+    assert len(manifest.segments) == manifest.config["num_hidden_layers"] + 2
+    shares = [segment.end - segment.begin for segment in manifest.segments]
+    assert sum(shares) <= manifest.num_bytes and all(shares)
+
+
+def refusal(folder: Path, *engines: str) -> str:
+    with pytest.raises(PackRefused) as refused:
+        packed(folder, *engines)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "detail"),
+    [
+        ({"architectures": ["Glm4ForCausalLN"]}, "architectures: architecture 'Glm4ForCausalLN' is not known, to "),
+        ({"architectures": ["Glm4ForCausalLN"]}, "; the nearest that it knows is Glm4ForCausalLM"),
+        ({"architectures": ["Glm4vForConditionalGeneration"]}, "takes more than text, and only a text model of vLLM "),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers: num_hidden_layers must be a whole number from 1 to 4,096"),
+        ({"max_position_embeddings": None}, "max_position_embeddings: max_position_embeddings must be a whole number"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}},
+         "quantization_config.quant_method: of an architecture that only vLLM computes, weights may be quantized by"),
+    ],
+)  # fmt: skip
+def test_configs_are_refused_by_field(tmp_path: Path, checkpoint: Path, config: dict[str, Any], detail: str) -> None:
+    assert detail in refusal(changed(checkpoint, tmp_path / "model", **config), "vllm")
+
+
+def test_tensors_are_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
+    named = changed(checkpoint, tmp_path / "named", {"a tensor": torch.ones(1)})
+    assert "tensor 'a tensor': its name is not 1 to 256 letters" in refusal(named, "vllm")
+    infinite = changed(checkpoint, tmp_path / "infinite", {"model.norm.weight": torch.full((64,), torch.inf)})
+    assert "tensor 'model.norm.weight': element 0 is infinite" in refusal(infinite, "vllm")
+
+
+def test_the_own_engines_refusal_is_said_unless_vllm_may_compute_the_model(tmp_path: Path, checkpoint: Path) -> None:
+    text = (
+        "only the engine vllm computes Glm4ForCausalLM, and this model may run with torchrelay; upload the model with "
+    )
+    assert refusal(checkpoint, "torchrelay") == f"config.json: architectures: {text}the engine vllm"
+    assert packed(checkpoint)[0].is_opaque  # which engines there are is not known
+    llama = changed(make_checkpoint(tmp_path / "llama", "llama"), tmp_path / "relu", hidden_act="relu")
+    assert refusal(llama).startswith("config.json: hidden_act: hidden_act 'relu' is not supported")
+    assert packed(llama, "vllm")[0].is_opaque
+
+
+def test_vllm_receives_only_keys_that_it_reads(checkpoint: Path) -> None:
+    document = json.loads((checkpoint / "config.json").read_text())
+    hostile = {"auto_map": {"AutoConfig": "code.Config"}, "speculators_config": {"verifier": {}}, "x" * 70: 1}
+    rope = {"rope_parameters": {**document["rope_parameters"], "auto_map": "code"}}
+    served = served_document(document | hostile | rope | {"quantization_config": {"quant_method": "mxfp4"}})
+    assert served == document
+    assert read_opaque(document | {"quantization_config": {"quant_method": "mxfp4"}}).quantization == {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [],
+    }

@@ -1,0 +1,43 @@
+"""Architectures that vLLM alone computes: it takes their tensors from the arena, and answers as from the files."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.roles_testbed import running_testbed
+from tests.support.checkpoints import OPAQUE_FAMILIES, make_checkpoint
+from tests.unit.param_store.running_store import publish, running_store
+from tests.vllm.test_quantized import NUM_TOKENS, PROMPTS, vllm_alone
+from torchrelay.modelspec.opaque import known_models
+
+
+@pytest.mark.parametrize("family", sorted(OPAQUE_FAMILIES))
+async def test_answers_equal_those_of_vllm_with_the_files(tmp_path: Path, nats_url: str, family: str) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", family, num_attention_heads=4, hidden_size=128)
+    expected = await vllm_alone(checkpoint)
+    async with running_store(tmp_path / "published") as store:
+        description = await publish(store, checkpoint)
+    assert description.engine == "vllm"
+    remote = tmp_path / "published" / "remote"
+    settings: dict[str, Any] = {"apart": False, "engine": "vllm", "kv_pool_bytes": 8 << 20}
+    async with running_testbed(tmp_path, remote, description, nats_url, **settings) as scene:
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            request = scene.request(prompt, max_tokens=NUM_TOKENS)
+            await (await scene.send(request)).finished()
+            assert request.tokens() == tokens
+        await scene.assert_idle()
+
+
+async def test_the_list_of_architectures_is_that_of_the_installed_vllm() -> None:
+    from tools.vllm_models import models_document
+
+    document = await asyncio.to_thread(models_document)
+    known = known_models()
+    assert (known.version, known.text, known.multimodal, known.config_keys) == (
+        document["version"],
+        *(frozenset(document[group]) for group in ("text", "multimodal", "config_keys")),
+    )

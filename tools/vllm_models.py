@@ -1,0 +1,95 @@
+"""Writes what the installed vLLM knows to libs/modelspec: its architectures, and the keys of config.json that it reads.
+
+    tests/vllm/.venv/bin/python tools/vllm_models.py
+
+A key counts as read if a config class of transformers for one of the models of text has it, or if vLLM's code for these
+models, or its code that reads configs, takes it from a config. Left out are keys that name other files, models or code.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import vllm
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.model_executor.models import registry
+
+OUTPUT = Path(__file__).resolve().parents[1] / "libs/modelspec/src/torchrelay/modelspec/vllm_models.json"
+READERS = (
+    "model_executor/layers/rotary_embedding/__init__.py",
+    "model_executor/models/config.py",
+    "model_executor/models/utils.py",
+    "transformers_utils/config.py",
+    "transformers_utils/model_arch_config_convertor.py",
+    "config/model.py",
+)
+CONFIGS = re.compile(r"(hf_|text_|hf_text_|rope_|yarn_)?(config|parameters|scaling)")
+KEY = re.compile(r"[a-z][A-Za-z0-9_]{1,63}")
+REFUSED = re.compile(
+    r".*(auto_map|class|code|custom|file|module|name|path|peft|processor|quantiz|remote|speculat|tokenizer|weights"
+    r"|compression|draft|backbone).*|dtype_str|[a-z]+_config"
+)
+ALLOWED = ("text_config", "dual_chunk_attention_config", "linear_attn_config", "layers_block_type", "ffn_config")
+ALLOWED += ("attn_config", "norm_topk_prob", "num_codebooks", "model_type", "architectures", "torch_dtype", "dtype")
+
+
+def keys_of_source(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=owner, attr=key) if _is_config(owner):
+                yield key
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, ast.Constant(value=str(key)), *_]):
+                if _is_config(owner):
+                    yield key
+            case ast.Call(func=ast.Attribute(value=owner, attr="get" | "pop"), args=[ast.Constant(value=str(key)), *_]):
+                if _is_config(owner):
+                    yield key
+            case ast.Subscript(value=owner, slice=ast.Constant(value=str(key))) if _is_config(owner):
+                yield key
+
+
+def _is_config(node: ast.expr) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return CONFIGS.fullmatch(name) is not None
+
+
+def keys_of_transformers(architectures: set[str]) -> Iterator[str]:
+    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if architectures.isdisjoint((names,) if isinstance(names, str) else names):
+            continue
+        kind = CONFIG_MAPPING[model_type]
+        for each in kind.__mro__[:-1]:
+            yield from getattr(each, "__annotations__", ())
+            yield from getattr(each, "attribute_map", ())
+        yield from inspect.signature(kind.__init__).parameters
+
+
+def models_document() -> dict[str, Any]:
+    """What the installed vLLM knows."""
+    root, text = Path(vllm.__file__).parent, registry._TEXT_GENERATION_MODELS
+    keys = set(keys_of_transformers(set(text)))
+    paths = {root / reader for reader in READERS}
+    for module, _ in text.values():  # some by their full names
+        name = module.removeprefix("vllm.") if module.startswith("vllm.") else f"model_executor.models.{module}"
+        path = root.joinpath(*name.split("."))
+        paths.update(path.rglob("*.py") if path.is_dir() else {path.with_suffix(".py")})
+    for path in paths:
+        keys.update(keys_of_source(ast.parse(path.read_text())))
+    known = {key for key in keys if KEY.fullmatch(key) and not REFUSED.fullmatch(key)}
+    return {
+        "version": vllm.__version__.partition("+")[0],
+        "text": sorted(text),
+        "multimodal": sorted(registry._MULTIMODAL_MODELS),
+        "config_keys": sorted(known | set(ALLOWED)),
+    }
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(json.dumps(models_document(), indent=0) + "\n")
