@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,32 +97,35 @@ def staged_bytes_per_s(pack: Pack, device: torch.device, *, registered: bool = F
         if not _register(source):
             raise RuntimeError("the system refuses to pin the arena in place")
         pinned_s = time.perf_counter() - begin
-    targets = [
-        torch.empty(pack.segment_bytes(i), dtype=torch.uint8, device=device) for i in range(len(pack.manifest.segments))
-    ]
     stager = Stager(source, link, _refuse)
     try:
-        times = [_stage(pack, stager, link, targets) for _ in range(3)]
+        times = [_stage(pack, source, stager, link) for _ in range(3)]
     finally:
         stager.close()
         if registered:
             torch.cuda.cudart().cudaHostUnregister(source.data_ptr())  # type: ignore[no-untyped-call]
-    for span, target in zip(pack.manifest.segments[:2], targets, strict=False):
-        if not torch.equal(target.cpu(), source[span.begin : span.end]):
-            raise RuntimeError("the copy differs from the arena")
     return pack.num_bytes / min(times), len(source) / pinned_s if registered else 0.0
 
 
-def _stage(pack: Pack, stager: Stager, link: DeviceLink, targets: list[Tensor]) -> float:
-    arrived = threading.Semaphore(0)
+def _stage(pack: Pack, source: Tensor, stager: Stager, link: DeviceLink) -> float:
+    arrived = queue.SimpleQueue[tuple[int, Tensor]]()
+
+    def put(number: int, there: Tensor) -> None:
+        arrived.put((number, there))
+
     begin = time.perf_counter()
-    for span, target in zip(pack.manifest.segments, targets, strict=True):
-        stager.submit(span.begin, target, arrived.release)
-    for _ in targets:
-        if not arrived.acquire(timeout=60):
-            raise RuntimeError("the copy did not end within 60 s")
+    for number, span in enumerate(pack.manifest.segments):
+        stager.submit(span.begin, span.end - span.begin, partial(put, number))
+    try:
+        copies = dict(arrived.get(timeout=60) for _ in pack.manifest.segments)
+    except queue.Empty as error:
+        raise RuntimeError("the copy did not end within 60 s") from error
     link.event().wait()
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    for number, span in enumerate(pack.manifest.segments[:2]):
+        if not torch.equal(copies[number].cpu(), source[span.begin : span.end]):
+            raise RuntimeError("the copy differs from the arena")
+    return seconds
 
 
 def _register(memory: Tensor) -> bool:

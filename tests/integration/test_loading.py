@@ -29,6 +29,7 @@ from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.tcp import TcpTransport
+from torchrelay.worker import worker as worker_module
 from torchrelay.worker.slot.slot import DRAINING, FREE, LOADING
 from torchrelay.worker.worker import Worker
 
@@ -252,6 +253,23 @@ async def test_broken_kernel_frees_the_slot_with_the_reason(
         assert request.error().code == pb.RunError.CODE_LOAD_FAILED
         await scene.prefill.until_free()
         assert "a kernel broke" in scene.prefill.worker.slot.report().error
+
+
+async def test_worker_ends_when_its_gpu_computes_nothing_any_more(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a new process can compute on it. The worker failed every later load."""
+    ends: list[str] = []
+    async with loading(tmp_path, model, nats_url) as (scene, pack):
+        pack.let_all()
+        await scene.prefill.until_ready()
+        monkeypatch.setattr(worker_module, "device_fault", lambda device: f"{device} fell off the bus")
+        monkeypatch.setattr(worker_module, "end_process", lambda: ends.append("ended"))
+        await scene.prefill.unload(drain_s=0)
+        await scene.prefill.until_free()
+        assert not ends, "nothing has failed"
+        await scene.prefill.load(types_pb2.ModelVersion(model="acme/none", pack_id="none"), [PREFILL, DECODE])
+        await eventually(lambda: bool(ends))
 
 
 class LosableHold(ParamStoreServicer):

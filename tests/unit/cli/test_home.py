@@ -19,9 +19,12 @@ from typing import TextIO
 
 import pytest
 
+from tests.unit.cli.conftest import Run, refusal
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.cli.join import command as join_command
 from torchrelay.cli.join import plan
+from torchrelay.cli.join import run as join_run
 from torchrelay.cli.join.folder import NodeFolder, make_private
 from torchrelay.cli.join.plan import JoinOptions, NodePlan
 from torchrelay.cli.join_file import JoinFile
@@ -311,6 +314,27 @@ def store_environment(remote_url: str, home: Path) -> dict[str, str]:
     node = NodePlan(replace(FILE, remote_url=remote_url), options, ServiceSettings())
     spec = node.store(node.folder(), CREDENTIALS)
     return {**spec.inherited, **spec.env}
+
+
+def test_workers_that_join_have_gpus_of_their_own(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[JoinOptions] = []
+
+    async def run_join(cluster: JoinFile, options: JoinOptions) -> None:
+        started.append(options)
+
+    monkeypatch.setattr(join_run, "run_join", run_join)
+    monkeypatch.setattr(join_command, "visible_gpus", lambda: ("MIG-1", "MIG-2"))
+    (tmp_path / "join.toml").write_text(FILE.as_toml())
+    command = ("join", str(tmp_path / "join.toml"), "--home", str(tmp_path / "home"))
+    for options in ((), ("--device", "cpu"), ("--worker-id", "node-a")):
+        assert run(*command, *options).exit_code == 0
+    assert [options.num_workers for options in started] == [2, 1, 1]
+    assert refusal(run(*command, "--workers", "3")).message == "3 workers need the GPUs 0 to 2, and this machine has 2"
+    node = NodePlan(FILE, started[0], ServiceSettings())
+    told = [spec.env for spec in node.workers(node.folder(), [CREDENTIALS] * 2)]
+    names = ("TORCHRELAY_DEVICE", "CUDA_VISIBLE_DEVICES")
+    assert [[each[name] for name in names] for each in told] == [["cuda:0", "MIG-1"], ["cuda:0", "MIG-2"]]
+    assert node.store(node.folder(), CREDENTIALS).env["TORCHRELAY_ARENA_LIMIT_BYTES"] == "0"
 
 
 def test_store_reads_the_clusters_packs_where_it_reaches_them(tmp_path: Path) -> None:

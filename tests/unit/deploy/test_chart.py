@@ -616,7 +616,7 @@ def test_gpu_shapes_and_nodes() -> None:
     cpu = next(each["spec"] for each in pods("smallest") if component_of(each) == "worker")
     for spec, memory, kv_pool_bytes in (
         (long, "65536Mi", 16 << 30),
-        (plain, "16384Mi", 4 << 30),
+        (plain, "16384Mi", 0),
         (cpu, "4096Mi", 256 << 20),
     ):
         (container,) = spec["containers"]

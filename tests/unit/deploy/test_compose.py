@@ -415,3 +415,24 @@ def test_python_without_torchrelay_is_told_which_to_use(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "../.venv/bin/python make_env.py" in ended.stderr
     assert "Traceback" not in ended.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_gpu_variant_is_one_worker_with_an_image_of_both_roles() -> None:
+    variant = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())
+    services = variant["services"]
+    worker, store = services["prefill"], services["param-store"]
+    assert services.keys() <= SERVICES.keys() and services["decode"] == {"profiles": ["cpu"]}
+    given = {name.removeprefix("TORCHRELAY_").lower() for name in worker["environment"]} - {"triton_cache_dir"}
+    assert given <= SETTINGS["prefill"].model_fields.keys()
+    assert worker["environment"]["TORCHRELAY_ROLES"] == "prefill,decode"
+    assert worker["image"].startswith(f"torchrelay/{NODE}:") and worker["build"]["args"]["COMPILER"]
+    assert worker["image"].partition(":")[2] == SERVICES["prefill"]["image"].partition(":")[2]
+    assert recipe_of(NODE) == REPO / worker["build"]["dockerfile"]
+    assert worker["entrypoint"] == json.loads(stages_of("prefill")[-1]["ENTRYPOINT"][0])
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    arena_bytes = int(store["environment"]["TORCHRELAY_ARENA_BYTES"])
+    usual, options = COMPOSE["volumes"]["arena"]["driver_opts"]["o"], variant["volumes"]["arena"]["driver_opts"]["o"]
+    assert re.sub(r"size=\d+", "", options) == re.sub(r"size=\d+", "", usual)
+    assert arena_bytes < int(re.search(r"size=(\d+)", options)[1]) < 1.1 * arena_bytes  # type: ignore[index]
+    assert arena_bytes + (1 << 30) < int(store["mem_limit"].removesuffix("g")) << 30

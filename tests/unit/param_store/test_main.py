@@ -23,6 +23,7 @@ from tests.support.wait import HANG_S, eventually
 from tests.unit.param_store.model_folders import StoredPack, write_folder
 from tests.unit.param_store.running_store import CLUSTER_KEY, REMOTE, declared, is_complete, running_store
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.host.machine import Machine
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc.channels import open_channel
@@ -67,10 +68,14 @@ def test_settings_require_store_id_and_node_key(capsys: pytest.CaptureFixture[st
     assert "node_key (TORCHRELAY_NODE_KEY)" in said and "store_id (TORCHRELAY_STORE_ID)" in said
 
 
-def test_default_arena_fits_machine() -> None:
+def test_default_arena_fits_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = StoreSettings(node_key="0" * 64, store_id="sto-1")
     assert 0 < settings.arena_capacity_bytes() <= 4 << 30
     assert settings.model_copy(update={"arena_bytes": 5 << 20}).arena_capacity_bytes() == 5 << 20
+    machine = Machine(num_cores=2, memory_bytes=100 << 30, shared_memory_bytes=90 << 30)
+    monkeypatch.setattr(Machine, "here", lambda _: machine)
+    assert settings.arena_capacity_bytes() == 4 << 30
+    assert settings.model_copy(update={"arena_limit_bytes": 0}).arena_capacity_bytes() == 50 << 30
     assert settings.arena_file == Path("/dev/shm/torchrelay-sto-1")
 
 

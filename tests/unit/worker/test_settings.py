@@ -1,15 +1,13 @@
-"""The settings of a worker: its roles, its key, its id, its device and the memory there."""
+"""The settings of a worker: its roles, its key, its id and its device."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.control.v1 import types_pb2
 from torchrelay.worker.device import resolve_device
-from torchrelay.worker.main import running_worker
 from torchrelay.worker.settings import WorkerSettings
 
 KEY = "ab" * 32
@@ -78,26 +76,7 @@ def test_invalid_device_is_refused(wanted: str) -> None:
         resolve_device(wanted, 1)
 
 
-@pytest.mark.parametrize(
-    ("num_free_mib", "num_devices", "message"),
-    [
-        ([100], 1, "268 MB are asked for KV and 105 MB of memory on GPU 0 are available"),
-        ([500, 100], 2, "134 MB are asked for KV and 105 MB of memory on GPU 1 are available"),
-        ([], 1, "GPU 0 cannot be used: CUDA error: out of memory"),
-    ],
-)
-async def test_worker_without_gpu_memory_ends_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, num_free_mib: list[int], num_devices: int, message: str
-) -> None:
-    def memory_of(number: int) -> tuple[int, int]:
-        if not num_free_mib:
-            raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
-        return num_free_mib[number] << 20, 80 << 30
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", memory_of)
-    settings = WorkerSettings(node_key=KEY, worker_id="w", device="cuda", devices=num_devices)
-    with pytest.raises(InvalidRequest) as caught:
-        async with running_worker(settings):
-            pass
-    assert caught.value.message == message
+@pytest.mark.parametrize("size", [{"kv_pool_bytes": 1000}, {"token_budget": 15}])
+def test_a_size_is_automatic_or_enough(size: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="must be 0, or at least"):
+        WorkerSettings(node_key=KEY, worker_id="w", **size)  # type: ignore[arg-type]

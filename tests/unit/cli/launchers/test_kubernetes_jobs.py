@@ -73,7 +73,7 @@ def test_pod_is_valid_and_keeps_what_the_operator_wrote(version: str) -> None:
     pod = KubernetesJobs(PROGRAM, POD).pod_of("node-1")
     assert validate(pod, version, strict=True) == version
     (container,) = pod["spec"]["containers"]
-    arguments = "join /etc/torchrelay/join.toml --worker-id node-1 --device cuda:0 --host-id node-1"
+    arguments = "join /etc/torchrelay/join.toml --worker-id node-1 --device cuda --host-id node-1"
     assert container["command"] == ["torchrelay", *arguments.split()]
     assert pod["metadata"]["labels"] == {"team": "a", PLATFORM_LABEL: PROGRAM.jobs_name}
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/etc/torchrelay", "/dev/shm"}

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cli.conftest import Run, refusal
 from torchrelay.cli.home import Home
+from torchrelay.cli.up import command
 from torchrelay.cli.up import run as run_module
 from torchrelay.cli.up.flags import check_device
 from torchrelay.cli.up.plan import UpOptions
@@ -119,6 +120,33 @@ def test_misspelt_config_key_is_refused_before_start(
 def test_foreign_listen_address_has_message(run: Run, tmp_path: Path, host: str) -> None:
     problem = refusal(run("up", "--home", str(tmp_path), "--host", host))
     assert problem.message == f"this machine cannot listen on {host.strip('[]')}"
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (("--device", "cpu"), (1, 1, 0)),
+        (("--device", "auto"), (0, 0, 4)),
+        (("--device", "cuda:1"), (0, 0, 3)),
+        (("--device", "auto", "--devices", "2"), (0, 0, 2)),
+        (("--device", "auto", "--prefill-workers", "1", "--decode-workers", "1"), (1, 1, 0)),
+        (("--device", "auto", "--both-workers", "2"), (0, 0, 2)),
+        (("--device", "auto", "--workers", "0..4"), (0, 0, 4)),
+    ],
+)
+def test_each_gpu_has_one_worker_for_both_roles(
+    options: tuple[str, ...],
+    counts: tuple[int, int, int],
+    run: Run,
+    tmp_path: Path,
+    started: list[UpOptions],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "visible_gpus", lambda: ("0", "1", "2", "3"))
+    assert run("up", "--home", str(tmp_path / "home"), *options).exit_code == 0
+    (up,) = started
+    assert (up.num_prefill_workers, up.num_decode_workers, up.num_both_workers) == counts
+    assert up.gpus == (() if up.device == "cpu" else ("0", "1", "2", "3"))
 
 
 def test_range_of_workers_replaces_the_counts(run: Run, tmp_path: Path, started: list[UpOptions]) -> None:

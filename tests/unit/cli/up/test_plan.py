@@ -250,6 +250,17 @@ def test_quiet_progress_prints_no_hints(home: Home, ports: Ports) -> None:
         assert [hint in told.getvalue() for hint in hints] == [not is_quiet] * len(hints)
 
 
+def test_workers_have_gpus_of_their_own_and_an_arena_without_a_limit(home: Home, ports: Ports) -> None:
+    counts = {"num_prefill_workers": 0, "num_decode_workers": 0, "num_both_workers": 2}
+    options = UpOptions(**counts, device="auto", gpus=("0", "1"))  # type: ignore[arg-type]
+    told = envs(StackPlan(home, options, ports).stack())
+    assert [told[f"worker-{number}"]["TORCHRELAY_DEVICE"] for number in (0, 1)] == ["cuda:0", "cuda:1"]
+    assert told["param-store"]["TORCHRELAY_ARENA_LIMIT_BYTES"] == "0"
+    on_cpu = envs(StackPlan(home, replace(options, device="cpu", gpus=()), ports).stack())
+    assert on_cpu["worker-1"]["TORCHRELAY_DEVICE"] == "cpu"
+    assert "TORCHRELAY_ARENA_LIMIT_BYTES" not in on_cpu["param-store"]
+
+
 def test_workers_of_a_range_start_with_no_wave(home: Home, ports: Ports) -> None:
     options = UpOptions(num_prefill_workers=0, num_decode_workers=0, num_both_workers=2, least_workers=0)
     stack = StackPlan(home, options, ports).stack()

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -166,15 +166,33 @@ def test_own_engine_refuses_several_devices(tmp_path: Path, monkeypatch: pytest.
     check_machine(options, tmp_path / "arena", Machine.here())
 
 
-def test_a_slot_needs_all_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "num_workers", "num_devices", "problem"),
+    [
+        ("cuda", 1, 2, ""),
+        ("auto", 2, 1, ""),
+        ("cpu", 9, 1, ""),
+        ("cuda:1", 1, 2, "cuda:1 to cuda:2 is asked for and this machine has 2"),
+        ("auto", 3, 1, "3 workers need the GPUs 0 to 2, and this machine has 2"),
+        ("cuda:1", 2, 1, "2 workers need the GPUs 1 to 2, and this machine has 2"),
+        ("cuda", 2, 2, "2 workers need the GPUs 0 to 3, and this machine has 2"),
+    ],
+)
+def test_each_slot_needs_its_gpus(
+    device: str, num_workers: int, num_devices: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHRELAY_ENGINE", "vllm")
-    gpus = tmp_path / "gpus"
-    for number in range(2):
-        (gpus / str(number)).mkdir(parents=True)
-    check_machine(UpOptions(device="cuda", num_devices=2), tmp_path / "arena", Machine.here(), gpus)
-    with pytest.raises(CliError) as caught:
-        check_machine(UpOptions(device="cuda:1", num_devices=2), tmp_path / "arena", Machine.here(), gpus)
-    assert str(caught.value) == "cuda:1 to cuda:2 is asked for and this machine has 2"
+    options = UpOptions(
+        device=device,
+        num_prefill_workers=0,
+        num_decode_workers=0,
+        num_both_workers=num_workers,
+        num_devices=num_devices,
+        gpus=("0", "1"),
+    )
+    with pytest.raises(CliError) if problem else nullcontext() as caught:
+        check_machine(options, tmp_path / "arena", Machine.here())
+    assert caught is None or str(caught.value) == problem
 
 
 MIB = 1 << 20

@@ -108,13 +108,19 @@ def test_steps_that_record_or_compile_predict_nothing(model_of: ModelOf) -> None
             replay = super().capture(compute)
 
             def compile_and_replay() -> torch.Tensor:
-                compiled.extend(["kernel"] * (self.num_replayed == 1))
+                if self.num_replayed == 1:
+                    running.append("kernel")
+                    assert instance.is_recording, "watchers would take the step for one that hangs"
+                    before = instance.num_advances
+                    compiled.append(running.pop())
+                    assert not instance.is_recording and instance.num_advances == before + 1
                 return replay()
 
             return compile_and_replay
 
+    running: list[str] = []
     compiled: list[str] = []
-    backends = replace(recording(Compiling()), num_compiled=lambda: len(compiled))
+    backends = replace(recording(Compiling()), num_compiled=lambda: len(compiled), is_compiling=lambda: bool(running))
     instance = model_of(**ONE_LAYER).instance(backends=backends, device=str(DEVICE))
     instance.prefill(group_of(prompt_of(5), sampling=SamplingParams(temperature=0, max_tokens=5)))
     prefill, recorded, compiles, *others = run(instance)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -150,15 +151,17 @@ class LateLink(DeviceLink):
 def test_ranges_are_copied_completely(num_threads: int, is_pinned: bool) -> None:
     """Buffers are filled repeatedly, and never before their last copy is over."""
     source = torch.randint(0, 256, (50_000,), dtype=torch.uint8)
-    link, arrived = LateLink(is_pinned=is_pinned), threading.Semaphore(0)
-    stager = Stager(source, link, pytest.fail, PIECE_BYTES, num_threads)
+    link, arrived = LateLink(is_pinned=is_pinned), queue.SimpleQueue[tuple[int, int, Tensor]]()
+    stager = Stager(source, link, pytest.fail, piece_bytes=PIECE_BYTES, num_threads=num_threads)
     ranges = [(0, 20_000), (20_000, 20_001), (20_001, 20_001), (20_001, 49_999)]
-    targets = [torch.zeros(end - begin, dtype=torch.uint8) for begin, end in ranges]
-    for (begin, _), target in zip(ranges, targets, strict=True):
-        stager.submit(begin, target, arrived.release)
+
+    def put(begin: int, end: int, target: Tensor) -> None:
+        arrived.put((begin, end, target))
+
+    for begin, end in ranges:
+        stager.submit(begin, end - begin, partial(put, begin, end))
     for _ in ranges:
-        assert arrived.acquire(timeout=HANG_S)
-    for (begin, end), target in zip(ranges, targets, strict=True):
+        begin, end, target = arrived.get(timeout=HANG_S)
         assert torch.equal(target, source[begin:end])
     assert link.num_buffers in ([0] if is_pinned else range(2, 2 * num_threads + 1))  # a thread may get no work
     stager.close()
@@ -168,53 +171,63 @@ def test_ranges_are_copied_completely(num_threads: int, is_pinned: bool) -> None
 def test_arrival_is_signalled_after_last_copy_started() -> None:
     source = torch.arange(200, dtype=torch.uint8).repeat(100)
     link, seen = LateLink(), threading.Event()
-    stager = Stager(source, link, pytest.fail, PIECE_BYTES, num_threads=4)
-    target = torch.zeros(20_000, dtype=torch.uint8)
+    stager = Stager(source, link, pytest.fail, piece_bytes=PIECE_BYTES, num_threads=4)
 
-    def check() -> None:
-        assert sum(len(copied) for copied, _ in link.started) == len(target)
+    def check(target: Tensor) -> None:
+        assert sum(len(copied) for copied, _ in link.started) == len(target) == len(source)
         seen.set()
 
-    stager.submit(0, target, check)
+    stager.submit(0, len(source), check)
     assert seen.wait(HANG_S)
     stager.close()
 
 
-def test_failing_copy_is_reported() -> None:
-    class Broken(LateLink):
-        def copy(self, target: Tensor, source: Tensor) -> None:
-            raise RuntimeError("CUDA error: out of memory")
+def never(_: Tensor) -> None:
+    pytest.fail("it has not arrived")
 
+
+class FullLink(LateLink):
+    def space(self, num_bytes: int) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+
+class BrokenLink(LateLink):
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize("link", [FullLink(), BrokenLink()], ids=["no memory", "no copy"])
+def test_failing_copy_is_reported(link: LateLink) -> None:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
-    stager = Stager(torch.zeros(10, dtype=torch.uint8), Broken(), reasons.put, num_threads=1)
-    stager.submit(0, torch.zeros(10, dtype=torch.uint8), pytest.fail)
+    stager = Stager(torch.zeros(10, dtype=torch.uint8), link, reasons.put, num_threads=1)
+    stager.submit(0, 10, never)
     assert reasons.get(timeout=HANG_S) == "the copy to the device failed: CUDA error: out of memory"
     stager.close()
 
 
 def test_close_drops_copies_not_started() -> None:
     """The arena may be unmapped afterwards."""
-    stager = Stager(torch.zeros(10_000_000, dtype=torch.uint8), LateLink(), pytest.fail, PIECE_BYTES, num_threads=1)
-    target = torch.zeros(10_000_000, dtype=torch.uint8)
+    source = torch.zeros(10_000_000, dtype=torch.uint8)
+    stager = Stager(source, LateLink(), pytest.fail, piece_bytes=PIECE_BYTES, num_threads=1)
     for _ in range(20):
-        stager.submit(0, target, lambda: None)
+        stager.submit(0, len(source), lambda there: None)
     stager.close()
     assert len(stager._source) == 0
 
 
 def test_threads_run_from_first_copy_until_close() -> None:
     """An instance that could not be built was never closed."""
-    stager = Stager(torch.zeros(10, dtype=torch.uint8), LateLink(), pytest.fail, PIECE_BYTES, num_threads=2)
+    stager = Stager(torch.zeros(10, dtype=torch.uint8), LateLink(), pytest.fail, piece_bytes=PIECE_BYTES, num_threads=2)
     assert stager._threads == []
     arrived = threading.Semaphore(0)
     for _ in range(2):
-        stager.submit(0, torch.zeros(10, dtype=torch.uint8), arrived.release)
+        stager.submit(0, 10, lambda there: arrived.release())
         assert arrived.acquire(timeout=HANG_S)
     threads = list(stager._threads)
     assert len(threads) == 2 and all(thread.is_alive() for thread in threads)
     stager.close()
     assert not any(thread.is_alive() for thread in threads)
-    stager.submit(0, torch.zeros(10, dtype=torch.uint8), pytest.fail)  # the last segment came too late
+    stager.submit(0, 10, never)  # the last segment came too late
     assert stager._threads == []
 
 
@@ -238,6 +251,48 @@ def test_instance_computes_with_copied_weights(model_of: ModelOf, family: str) -
     data[:] = bytes(len(data))
     instance.prefill(group_of(prompt_of(20), "r/1"))
     assert outputs(run(instance))["r/1", 0] == model.expected(prompt_of(20))
+    instance.close()
+
+
+def test_instance_is_ready_when_the_last_copy_has_ended(model_of: ModelOf) -> None:
+    """The start of the copies opens the segments, so that layers can be computed behind them."""
+    may_end = threading.Event()
+
+    class SlowEvent(LateCopyEvent):
+        def wait(self) -> None:
+            assert may_end.wait(HANG_S)
+            super().wait()
+
+    class SlowLink(LateLink):
+        def event(self) -> CopyEvent:
+            return SlowEvent(self, len(self.started))
+
+        @contextmanager
+        def ordered(self) -> Iterator[None]:
+            self.run_until(len(self.started))
+            yield
+
+    pack = model_of().pack
+    instance = Instance(pack.manifest, pack.view, KvPool(1 << 20), link=SlowLink(is_pinned=True))
+    for segment in range(len(pack.manifest.segments)):
+        instance.segment_ready(segment)
+    wait_until(lambda: not instance.model.is_loading)
+    assert not instance.is_ready
+    may_end.set()
+    wait_until(lambda: instance.is_ready)
+    instance.close()
+
+
+def test_pack_that_the_device_refuses_is_never_ready(model_of: ModelOf) -> None:
+    """Without a prompt, nothing but this question shows the failure."""
+    pack = model_of().pack
+    changed = threading.Event()
+    instance = Instance(pack.manifest, pack.view, KvPool(1 << 20), link=FullLink(), on_segment=changed.set)
+    assert not instance.is_ready
+    instance.segment_ready(0)
+    assert changed.wait(HANG_S)
+    with pytest.raises(LoadFailed, match="the copy to the device failed: CUDA error: out of memory"):
+        _ = instance.is_ready
     instance.close()
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from blake3 import blake3
@@ -169,6 +171,14 @@ def test_pack_that_never_fits_evicts_nothing(tmp_path: Path) -> None:
 def test_default_limit_is_half_of_free_space(tmp_path: Path) -> None:
     free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert 0 < default_limit_bytes(tmp_path / "not/made/yet") <= 0.51 * free_bytes
+
+
+def test_default_limit_holds_the_largest_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was 64 GiB, so packs of more were read from the object store at each cold start."""
+    free_bytes = 2 * 10**12
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
+    limit_bytes = default_limit_bytes(tmp_path)
+    assert select_evictions([], 141 * 10**9, limit_bytes, free_bytes, {}) == []
 
 
 @pytest.fixture

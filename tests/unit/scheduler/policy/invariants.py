@@ -134,7 +134,7 @@ def _check_load(state: State, command: LoadCommand, now: float) -> None:
         worker, instance = state.membership.workers[order.worker_id], state.instances.on_worker(order.worker_id)
         assert worker.slot.phase is InstancePhase.FREE and not worker.is_leaving, order
         assert not state.membership.is_suspect(order.worker_id), order
-        assert command.model.slot_class.fits(worker) and order.roles <= worker.playable_roles, order
+        assert command.model.fits(worker) and order.roles <= worker.playable_roles, order
         assert instance is not None and instance.instance_id == order.instance_id, order
 
 

@@ -227,6 +227,13 @@ def test_arena_counts_for_slots_of_its_host() -> None:
     sizes.store(store)
     sizes.store(replace(store, arena_target_bytes=200 * MB, seen_at=5.0))
     assert sizes.present(SlotClass(1)) == [LARGE] and sizes.since(5.0, SlotClass(1)) == [LARGE, SMALL]
+    sizes.worker(a_worker("a", weights_bytes=100 * MB))  # its GPU holds less than the arena
+    gpu = SlotSize(ONE._replace(weights_bytes=100 * MB), 100 * MB, 64 * MB)
+    assert sizes.present(SlotClass(1)) == [gpu] and sizes.largest_weights_bytes == 100 * MB
+    sizes.store(replace(store, arena_target_bytes=50 * MB, seen_at=6.0))
+    assert sizes.largest_weights_bytes == 50 * MB
+    sizes.worker(a_worker("a"))
+    sizes.store(replace(store, arena_target_bytes=200 * MB, seen_at=7.0))
     sizes.store_gone("host-1", now=9.0)
     assert sizes.largest_weights_bytes == 0 and LARGE in sizes.since(9.0, SlotClass(1))
     assert sizes.present(SlotClass(4)) == [SlotSize(SlotClass(4, OWN_ENGINE), 0, 64 * MB)]

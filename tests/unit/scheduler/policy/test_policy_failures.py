@@ -330,6 +330,21 @@ def test_request_goes_to_slot_with_large_enough_pool() -> None:
     assert placement.decode.worker_id == "b large"
 
 
+def test_model_is_loaded_where_the_gpu_holds_its_weights() -> None:
+    """It was copied to each GPU in turn until that overflowed."""
+    small, large = a_worker("a small", weights_bytes=SHORT.pack_bytes - 1), a_worker("b large", weights_bytes=64 * MB)
+    scene = one_host(small, large)
+    scene.admit(SHORT, "first")
+    scene.pass_time(1.0)
+    assert scene.placed("first").prefill.worker_id == "b large"
+    scene = one_host(small)
+    scene.pass_time(5.0)
+    scene.admit(SHORT, "nowhere")
+    refusal = scene.refused("nowhere")
+    assert refusal.reason is RefusalReason.NO_CAPACITY and not scene.loads()
+    assert refusal.message.endswith(f"{SHORT.pack_bytes:,} bytes; the largest slot holds {SHORT.pack_bytes - 1:,}")
+
+
 def test_unanswered_accepted_load_is_no_failure() -> None:
     """P12: its retry met the load itself as a conflict, and three such refused the model's requests."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))

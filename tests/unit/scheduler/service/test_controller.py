@@ -436,13 +436,14 @@ def test_numbers_match_protocol(kind: type[IntEnum], protocol: Any, prefix: str)
     [
         ({}, True, SlotClass(1, "torchrelay")),  # of an earlier release
         ({"capabilities": {"engine": "vllm"}, "num_devices": 2}, False, SlotClass(2, "vllm")),
+        ({"weights_bytes": 5}, True, SlotClass(1, "torchrelay", 5)),
         ({"capabilities": {"engine": "vllm", "kv_handover": True, "layer_spans": True}}, True, SlotClass(1, "vllm")),
     ],
 )
 def test_worker_report_tells_what_the_engine_can(fields: dict[str, Any], can: bool, slots: SlotClass) -> None:
     worker = worker_from_proto(reports_pb2.WorkerReport(worker_id="w1", **fields), 1.0)
     assert (worker.hands_over, worker.computes_by_layer) == (can, can)
-    assert SlotClass(worker.num_devices, worker.engine) == slots
+    assert worker.slot_class == slots
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import astuple, replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
@@ -15,6 +17,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoi
 
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.engine.core import StepProfile, StepResult
+from torchrelay.worker.metrics.gpu_metrics import export_gpus
 from torchrelay.worker.metrics.load_metrics import export_load
 from torchrelay.worker.metrics.step_metrics import InstanceLabels, StepMetrics
 from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares, bottleneck
@@ -159,6 +162,65 @@ def values(reader: InMemoryMetricReader) -> dict[tuple[str, object], float]:
         for metric in metrics
         for point in metric.data.data_points
     }
+
+
+class FakeNvml:
+    """A GPU that tells all, and a slice that tells only its memory."""
+
+    NVMLError = LookupError
+    nvmlEventTypeXidCriticalError = 8
+
+    def __init__(self, *xids: int) -> None:
+        self.xids = list(xids)
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return {"GPU-1": "whole", "MIG-2": "slice"}[uuid]
+
+    def nvmlEventSetCreate(self) -> str:
+        return "events"
+
+    def nvmlDeviceRegisterEvents(self, handle: str, kinds: int, events: str) -> None:
+        self._check_whole(handle)
+
+    def nvmlEventSetWait_v2(self, events: str, timeout_ms: int) -> SimpleNamespace:
+        if not self.xids:
+            raise LookupError("timeout")
+        return SimpleNamespace(eventData=self.xids.pop())
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
+        return SimpleNamespace(used=3, total=80 if handle == "whole" else 10)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        return self._check_whole(handle) or 350_500
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
+        return SimpleNamespace(gpu=self._check_whole(handle) or 75)
+
+    def _check_whole(self, handle: str) -> int:
+        if handle != "whole":
+            raise LookupError("not supported")
+        return 0
+
+
+def test_gpus_export_what_they_tell(reader: InMemoryMetricReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    export_gpus(["1"])  # without the package
+    assert points(reader, "torchrelay_worker_gpu_memory_bytes") == {}
+    nvml = FakeNvml(79, 31, 31)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    export_gpus([])
+    export_gpus(["elsewhere"])  # the library does not know it
+    assert points(reader, "torchrelay_worker_gpu_memory_bytes") == {}
+    export_gpus(["1", "2"])
+    assert points(reader, "torchrelay_worker_gpu_xids") == {("1", "79"): 1, ("1", "31"): 2}
+    nvml.xids.append(31)
+    assert points(reader, "torchrelay_worker_gpu_xids")["1", "31"] == 3
+    assert points(reader, "torchrelay_worker_gpu_power_watts") == {("1",): 350.5}
+    assert points(reader, "torchrelay_worker_gpu_utilization") == {("1",): 0.75}
+    memory = {("1", "used"): 3, ("1", "total"): 80, ("2", "used"): 3, ("2", "total"): 10}
+    assert points(reader, "torchrelay_worker_gpu_memory_bytes") == memory
 
 
 seconds = st.floats(0, 10)

@@ -19,6 +19,7 @@ from torchrelay.cli.join_file import JoinFile
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.cli.up.plan import with_engines_start
 from torchrelay.common.host.addresses import family_of, join_address, split_address
+from torchrelay.common.host.gpus import gpu_settings
 from torchrelay.common.host.machine import SHARED_MEMORY, shared_digest
 from torchrelay.common.process.environment import service_environment
 from torchrelay.common.process.settings import NODE_ID, PREFIX, ServiceSettings
@@ -39,6 +40,7 @@ class JoinOptions:
     advertise_host: str = ""
     home: Path | None = None
     device: str = "auto"
+    gpus: tuple[str, ...] = ()  # that the workers may use; none if they compute on the CPU
     threads: int = 0
     arena_bytes: int = 0
     kv_pool_bytes: int = 0
@@ -97,6 +99,8 @@ class NodePlan:
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
+        elif self._options.gpus:
+            env["TORCHRELAY_ARENA_LIMIT_BYTES"] = "0"
         return self._service(folder, "param-store", "torchrelay-param-store", credentials, env)
 
     def _store_port(self, folder: NodeFolder) -> int:
@@ -112,16 +116,15 @@ class NodePlan:
         return folder.remote.as_uri() if is_elsewhere else url
 
     def workers(self, folder: NodeFolder, credentials: Sequence[scheduler_pb2.EnrollReply]) -> list[ChildSpec]:
-        return [
-            self._worker(folder, worker_id, own) for worker_id, own in zip(self.worker_ids, credentials, strict=True)
-        ]
+        return [self._worker(folder, number, own) for number, own in enumerate(credentials)]
 
-    def _worker(self, folder: NodeFolder, worker_id: str, credentials: scheduler_pb2.EnrollReply) -> ChildSpec:
+    def _worker(self, folder: NodeFolder, number: int, credentials: scheduler_pb2.EnrollReply) -> ChildSpec:
+        worker_id = self.worker_ids[number]
         env = {
             "TORCHRELAY_WORKER_ID": worker_id,
             "TORCHRELAY_STORE_ADDRESS": join_address(self._host, self._store_port(folder)),
             "TORCHRELAY_STORE_TOKEN": credentials.store_token,
-            "TORCHRELAY_DEVICE": self._options.device,
+            **gpu_settings(self._options.device, self._options.gpus, number),
             "TORCHRELAY_THREADS": str(self._options.threads),
             "TORCHRELAY_CORES_FILE": str(folder.run / "cores"),
         }

@@ -49,7 +49,8 @@ class JobProgram:
 
     def arguments(self, worker_id: str, file: str = "-") -> list[str]:
         """Arguments without --host-id, which the machine decides. ``file``: the join file, by default the input."""
-        arguments = ["join", file, "--worker-id", worker_id, "--device", self.device]
+        device = "cuda" if self.device.startswith("cuda") else self.device  # a job has a GPU of its own
+        arguments = ["join", file, "--worker-id", worker_id, "--device", device]
         sizes = {
             "--threads": self.threads,
             "--arena-mb": self.arena_bytes >> 20,

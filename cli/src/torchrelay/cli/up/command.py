@@ -12,6 +12,7 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up import flags
 from torchrelay.common.host.addresses import REACHED_AT, plain_host
+from torchrelay.common.host.gpus import first_gpu, visible_gpus
 
 EXAMPLE = "Example:  torchrelay up --home /srv/torchrelay --http-port 8080"
 
@@ -23,9 +24,9 @@ def up(
     cluster_host: flags.ClusterHost = "",
     http_port: flags.HttpPort = 0,
     grpc_port: flags.GrpcPort = 0,
-    prefill_workers: flags.PrefillWorkers = 1,
-    decode_workers: flags.DecodeWorkers = 1,
-    both_workers: flags.BothWorkers = 0,
+    prefill_workers: flags.PrefillWorkers = None,
+    decode_workers: flags.DecodeWorkers = None,
+    both_workers: flags.BothWorkers = None,
     workers: flags.Workers = None,
     on: flags.On = "",
     pod: flags.Pod = None,
@@ -49,6 +50,11 @@ def up(
     home folder.
     """
     least_workers: int | None = None
+    gpus = visible_gpus() if device != "cpu" and not on else ()
+    num_gpu_slots = max((len(gpus) - first_gpu(device)) // devices, 1) if gpus else 0
+    prefill_workers, decode_workers, both_workers = _counts(
+        prefill_workers, decode_workers, both_workers, num_gpu_slots
+    )
     if workers is not None:
         if pool_mode is not None:
             raise CliError("--workers and --pool-mode exclude each other", "pass one of them")
@@ -98,6 +104,7 @@ def up(
         threads=threads,
         device=device,
         num_devices=devices,
+        gpus=gpus,
         log_level=log_level.value,
         on=on,
         pod=pod,
@@ -108,6 +115,16 @@ def up(
         scaling=scaling.value if scaling is not None else "",
     )
     asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))
+
+
+def _counts(prefill: int | None, decode: int | None, both: int | None, num_gpu_slots: int) -> tuple[int, int, int]:
+    """The workers for prefill, for decode and for both. By default those for both have all GPUs, because two workers
+    would hold the weights twice and hand KV over through the host; without GPUs there is one for each role.
+    """
+    if num_gpu_slots:
+        is_default = prefill is None and decode is None and both is None
+        return prefill or 0, decode or 0, num_gpu_slots if is_default else both or 0
+    return 1 if prefill is None else prefill, 1 if decode is None else decode, both or 0
 
 
 def _check_remote(engine: str, workers: str | None, cluster_host: str, pod: Path | None, *, tls: bool) -> None:

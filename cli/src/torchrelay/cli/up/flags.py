@@ -78,9 +78,15 @@ HttpPort: TypeAlias = Annotated[
 GrpcPort: TypeAlias = Annotated[
     int, typer.Option(envvar="TORCHRELAY_GRPC_PORT", min=0, max=65535, help="gRPC port; 0: any free one.")
 ]
-PrefillWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for prefill.")]
-DecodeWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for decode.")]
-BothWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for both roles.")]
+PrefillWorkers: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, help="Workers for prefill; default: 1, on GPUs none.", show_default=False)
+]
+DecodeWorkers: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, help="Workers for decode; default: 1, on GPUs none.", show_default=False)
+]
+BothWorkers: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, help="Workers for both roles; default: none, or one per GPU.", show_default=False)
+]
 Workers: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -106,7 +112,7 @@ Remote: TypeAlias = Annotated[
     typer.Option(envvar="TORCHRELAY_REMOTE_URL", help="Pack store: a folder or s3://BUCKET/PREFIX; default: in home."),
 ]
 ArenaMb: TypeAlias = Annotated[int, typer.Option(min=0, help="Memory for parameters, in MiB; 0: chosen automatically.")]
-KvPoolMb: TypeAlias = Annotated[int, typer.Option(min=0, help="KV memory per worker, in MiB; 0: the default.")]
+KvPoolMb: TypeAlias = Annotated[int, typer.Option(min=0, help="KV memory per worker, in MiB; 0: chosen automatically.")]
 IdleTimeoutS: TypeAlias = Annotated[
     float,
     typer.Option(envvar="TORCHRELAY_IDLE_TIMEOUT_S", min=0, help="Idle seconds before scaling to 0; 0: computed."),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.plan import OWN_ENGINE, UpOptions, worker_engine
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.host.gpus import first_gpu
 from torchrelay.common.host.machine import Machine, check_arena, check_kv_pools, check_threads
+from torchrelay.common.quantities import format_count
 
 MIN_ARENA_BYTES = 16 << 20
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
 _WSL_GPU = Path("/dev/dxg")
 _HINTS = {
     "threads": "pass fewer with --threads, or 0 for one per core",
@@ -20,10 +21,11 @@ _HINTS = {
 }
 
 
-def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path = _NVIDIA) -> None:
+def check_machine(options: UpOptions, arena: Path, machine: Machine) -> None:
     """Raises ``CliError`` for options that this machine cannot fulfil. ``arena``: the arena's file."""
-    if options.device.startswith("cuda") and not options.on:
-        _check_gpu(options.device, options.num_devices, gpus)
+    num_workers = options.num_prefill_workers + options.num_decode_workers + options.num_both_workers
+    if not options.on:
+        check_gpus(options.device, options.gpus, num_workers, options.num_devices)
     if options.num_devices > 1 and worker_engine() == OWN_ENGINE:
         raise CliError(
             f"the engine {OWN_ENGINE} computes a model on one device, and --devices is {options.num_devices}",
@@ -34,7 +36,6 @@ def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path 
             f"an arena of {options.arena_bytes >> 20} MiB holds no model",
             f"pass at least {MIN_ARENA_BYTES >> 20} with --arena-mb, or 0 to have it chosen",
         )
-    num_workers = options.num_prefill_workers + options.num_decode_workers + options.num_both_workers
     try:
         if not options.on:
             check_threads(options.threads, machine)
@@ -45,14 +46,19 @@ def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path 
         raise CliError(error.message, _HINTS[error.field or ""]) from error
 
 
-def _check_gpu(device: str, num_devices: int, gpus: Path) -> None:
-    """Counts the GPUs that the driver lists, because importing torch takes seconds. Each worker checks again."""
-    num_gpus = len(os.listdir(gpus)) if gpus.is_dir() else 0
-    last = int(device.partition(":")[2] or 0) + num_devices - 1
-    if last >= num_gpus and not _WSL_GPU.exists():
+def check_gpus(device: str, gpus: Sequence[str], num_workers: int, num_devices: int = 1) -> None:
+    """Raises ``CliError`` if there are fewer visible GPUs than the workers need. Each worker checks its own again."""
+    if device == "cpu" or (device == "auto" and not gpus) or _WSL_GPU.exists():
+        return
+    first, available = first_gpu(device), f"has {len(gpus)}" if gpus else "has none"
+    last = first + num_devices - 1
+    if last >= len(gpus):
         asked = device if num_devices == 1 else f"{device} to cuda:{last}"
-        available = f"has {num_gpus}" if num_gpus else "has none"
         raise CliError(f"{asked} is asked for and this machine {available}", "pass --device cpu or --device auto")
+    last += (num_workers - 1) * num_devices
+    if last >= len(gpus):
+        asked = f"{format_count(num_workers, 'worker')} need the GPUs {first} to {last}"
+        raise CliError(f"{asked}, and this machine {available}", "start fewer workers: each has GPUs of its own")
 
 
 def _allocated_bytes(path: Path) -> int:

@@ -25,6 +25,7 @@ from torchrelay.cli.up.remote_store import remote_url
 from torchrelay.cli.up.stream_sizes import stream_sizes
 from torchrelay.common.host.addresses import REACHED_AT, join_address
 from torchrelay.common.host.disk import free_bytes
+from torchrelay.common.host.gpus import gpu_settings
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
 from torchrelay.common.identity.join_token import join_token
 from torchrelay.common.identity.keys import broker_password, derive_node_key, framed_mac
@@ -75,6 +76,7 @@ class UpOptions:
     threads: int = 0
     device: str = "cpu"
     num_devices: int = 1  # of each worker, from ``device`` on
+    gpus: tuple[str, ...] = ()  # that the workers here may use; none if they compute on the CPU
     log_level: str = "info"
     least_workers: int | None = None  # the others start when they are needed; None: all start with `up`
     pool_mode: str = ""  # empty: as the settings file says
@@ -308,6 +310,8 @@ class StackPlan:
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
+        elif self._options.gpus:
+            env["TORCHRELAY_ARENA_LIMIT_BYTES"] = "0"
         return self._service("param-store", "torchrelay-param-store", env, STORE_ID, STORE_ID)
 
     def _scheduler(self) -> ChildSpec:
@@ -343,22 +347,23 @@ class StackPlan:
         return PoolDriver(self._scheduler_address, self._tls, token, launcher)
 
     def _workers(self) -> list[ChildSpec]:
-        return [self._worker(name, roles) for name, roles in worker_roles(self._options)]
+        return [self._worker(number, *worker) for number, worker in enumerate(worker_roles(self._options))]
 
-    def _worker(self, name: str, roles: str) -> ChildSpec:
+    def _worker(self, number: int, name: str, roles: str) -> ChildSpec:
+        options = self._options
         env = {
             "TORCHRELAY_WORKER_ID": name,
             "TORCHRELAY_HOST_ID": HOST_ID,
             "TORCHRELAY_ROLES": roles,
             "TORCHRELAY_STORE_ADDRESS": self._store_address,
             "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.WORKER),
-            "TORCHRELAY_DEVICE": self._options.device,
-            "TORCHRELAY_DEVICES": str(self._options.num_devices),
-            "TORCHRELAY_THREADS": str(self._options.threads),
+            **gpu_settings(options.device, options.gpus, number, options.num_devices),
+            "TORCHRELAY_DEVICES": str(options.num_devices),
+            "TORCHRELAY_THREADS": str(options.threads),
             "TORCHRELAY_CORES_FILE": str(self._home.run / "cores"),
         }
-        if self._options.kv_pool_bytes:
-            env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
+        if options.kv_pool_bytes:
+            env["TORCHRELAY_KV_POOL_BYTES"] = str(options.kv_pool_bytes)
         return with_engines_start(self._service(name, "torchrelay-worker", env, name, name))
 
     def _gateway(self) -> ChildSpec:

@@ -18,7 +18,7 @@ from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.batching.validation import check_output, check_sampled_tokens, check_tokens
-from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
+from torchrelay.engine.core import GroupSpec, KvBlock, LoadFailed, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.execution.stepper import Stepper
@@ -140,8 +140,12 @@ class Instance:
 
     @property
     def is_ready(self) -> bool:
-        """(any thread) Whether no segment is still to come."""
-        return not self.model.is_loading
+        """(any thread) Whether no segment is still to come, or on its way to the device. Raises ``LoadFailed`` if the
+        device has refused one.
+        """
+        if self.model.weights.are_settled and not self.model.weights.gate.all_open:
+            raise LoadFailed(self.model.weights.gate.failure)
+        return self.model.weights.are_settled
 
     @property
     def num_segments_ready(self) -> int:
@@ -269,13 +273,13 @@ class Instance:
 
     @property
     def is_recording(self) -> bool:
-        """(any thread) Whether the running step records kernels to replay, which takes longer than its work would."""
-        return self.model.graphs is not None and self.model.graphs.is_recording
+        """(any thread) Whether the running step compiles or records kernels, which takes longer than its work would."""
+        return self.model.is_preparing
 
     @property
     def num_advances(self) -> int:
-        """(any thread) Calls of layers that have begun, and recordings that have ended."""
-        return self._num_layer_calls + (self.model.graphs.num_recorded if self.model.graphs is not None else 0)
+        """(any thread) Calls of layers that have begun, and compilations and recordings that have ended."""
+        return self._num_layer_calls + self.model.num_prepared
 
     # Memory
 

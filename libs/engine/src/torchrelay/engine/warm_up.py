@@ -34,6 +34,7 @@ def warm_up(pool: KvPool) -> None:
     """
     if pool.device.type == "cuda":
         torch.cuda.set_device(pool.device)  # per thread: kernels are launched on it
+    torch.set_float32_matmul_precision("highest")  # TF32 would round the weights of fp32 packs, and change tokens
     pool.fault_in()
     for dtype in DTYPE_BYTES:
         manifest = zeros_manifest(dtype)

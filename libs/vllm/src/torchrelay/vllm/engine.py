@@ -9,6 +9,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the second accepts no processor of logits such as ours
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch

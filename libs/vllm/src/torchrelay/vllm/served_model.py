@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 import time
@@ -11,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 from vllm import EngineArgs
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
@@ -41,6 +43,8 @@ from torchrelay.worker.slot.engine import EngineHooks
 
 log = get_logger(__name__)
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
+# Of the memory of a GPU: vLLM compares it with what is free, though ``kv_cache_memory_bytes`` decides what it takes.
+_GPU_SHARE = 0.01
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -149,7 +153,8 @@ class VllmModel:
             kv_cache_memory_bytes=settings.kv_pool_bytes // self._group.num_devices,
             enable_prefix_caching=settings.prefix_cache,
             max_num_batched_tokens=max(settings.token_budget, 512),
-            enforce_eager=settings.device == "cpu",  # compilation takes a minute on a CPU
+            enforce_eager=settings.device == "cpu" or not settings.vllm_graphs,  # compilation takes a minute
+            gpu_memory_utilization=EngineArgs.gpu_memory_utilization if settings.device == "cpu" else _GPU_SHARE,
             async_scheduling=False,
             enable_lora=bool(settings.max_adapter_rank),
             max_lora_rank=settings.max_adapter_rank or 1,
@@ -165,6 +170,9 @@ class VllmModel:
         if vllm is not None:
             vllm.engine_core.shutdown()
         end_group()
+        del vllm
+        gc.collect()  # its parts refer to each other
+        torch.cuda.empty_cache()  # does nothing without a GPU
         self._group.close()
 
     # Requests

@@ -24,7 +24,8 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.process.watchdog import end_process
 from torchrelay.control.v1 import worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
-from torchrelay.worker.device import check_kv_memory, resolve_device
+from torchrelay.worker.device import gpus_of, locked, resolve_device, with_sizes
+from torchrelay.worker.metrics.gpu_metrics import export_gpus
 from torchrelay.worker.reporter import Reporter
 from torchrelay.worker.servicer import CALLERS, WorkerServicer
 from torchrelay.worker.settings import WorkerSettings
@@ -52,10 +53,13 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
     settings = settings.model_copy(update={"device": device})
     machine = Machine.here()
     check_threads(settings.threads, machine)
-    check_kv_memory(settings, machine)
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), machine.num_cores))
     tls = settings.tls
     async with AsyncExitStack() as stack:
+        gpus = gpus_of(settings)
+        stack.enter_context(locked(gpus))
+        export_gpus([gpu.uuid for gpu in gpus])
+        settings, weights_bytes = with_sizes(settings, gpus, machine)
         nats = await connect_at_start(settings.nats_url, settings.worker_id)
         stack.push_async_callback(nats.close)
         # Usage registers have their own connection: when JetStream cannot store them, NATS stops reading from it.
@@ -63,7 +67,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         stack.push_async_callback(usage_nats.close)
         store_channel = open_channel(settings.store_address, tls, settings.store_token, Caller.STORE)
         channel = await stack.enter_async_context(store_channel)
-        worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls)
+        worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls, weights_bytes)
         worker.engine.start()
         await worker.engine.call(worker.served_by.start)
         worker.holder.start()

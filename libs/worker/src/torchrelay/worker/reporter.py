@@ -37,6 +37,7 @@ class Reporter:
             slot=worker.slot.report(),
             kv_pool_bytes=settings.kv_pool_bytes,
             kv_free_bytes=int(settings.kv_pool_bytes * self._free_kv_share()),
+            weights_bytes=worker.weights_bytes,
             num_running=self._num_running(),
             prefill_tokens_per_s=step_metrics.prefill_tokens_per_s,
             step_s=step_metrics.step_s,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.control.v1 import types_pb2
 
+_MIN_SIZES = {"kv_pool_bytes": 1 << 20, "token_budget": 16}
 ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
 
 
@@ -37,12 +38,30 @@ class WorkerSettings(ServiceSettings):
     devices: int = Field(
         1, ge=1, le=64, description="Devices that compute each model of this slot together: needs the engine vllm."
     )
-    kv_pool_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes of the KV page pool, faulted in at the start.")
+    kv_pool_bytes: int = Field(
+        0,
+        description="Bytes of the KV page pool, taken at the start, of all devices of the slot together; 0: 256 MiB on"
+        " a CPU, a quarter of the free memory of a GPU.",
+    )
+    unsent_kv_bytes: int = Field(
+        0,
+        ge=0,
+        description="Host memory for KV that waits for decode workers; 0: as much as the KV pool, at most 2 GiB.",
+    )
     threads: int = Field(0, ge=0, description="Compute threads; 0: one per core, within the container's CPU limit.")
     cores_file: Path | None = Field(
         None, description="File through which the workers of a host share its cores while several of them compute."
     )
-    token_budget: int = Field(512, ge=16, description="Maximum tokens in one engine step.")
+    token_budget: int = Field(
+        0,
+        description="Maximum tokens in one engine step; 0: 512 on a CPU, 2,048 on a GPU, 8,192 on one from Hopper on"
+        " with 70 GiB or more.",
+    )
+    vllm_graphs: bool = Field(
+        False,
+        description="Let vLLM compile each model for a GPU and record its steps when it is loaded: faster steps, after"
+        " a load that takes a minute longer.",
+    )
     kv_block_tokens: int = Field(
         512, ge=16, description="Tokens of one KV block, which is transferred as one chunk; best at least token_budget."
     )
@@ -81,6 +100,14 @@ class WorkerSettings(ServiceSettings):
         if not names or any(name not in ROLES for name in names):
             raise ValueError(f"must be a comma-separated list of {', '.join(ROLES)}, not {value!r}")
         return ",".join(dict.fromkeys(names))
+
+    @field_validator("kv_pool_bytes", "token_budget")
+    @classmethod
+    def _automatic_or_enough(cls, value: int, info: ValidationInfo) -> int:
+        least = _MIN_SIZES[info.field_name or ""]
+        if value and value < least:
+            raise ValueError(f"must be 0, or at least {least}")
+        return value
 
     @property
     def role_names(self) -> list[str]:

@@ -19,6 +19,7 @@ from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.liveness import Liveness
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.process.watchdog import end_process
 from torchrelay.control.v1 import generation_pb2, types_pb2
 from torchrelay.engine.core import LoadFailed, StepResult
 from torchrelay.transfer.buffers import Buffer
@@ -29,6 +30,7 @@ from torchrelay.transfer.transport.tls import transport_for
 from torchrelay.worker.attempts.hosted_adapters import READ_TIMEOUT_S, HostedAdapters
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer, read_file
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
+from torchrelay.worker.device import device_fault
 from torchrelay.worker.metrics.step_metrics import StepMetrics
 from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
@@ -55,9 +57,15 @@ class Worker:
     """The shared state of the servicers and roles of this process. All methods run on the event loop."""
 
     def __init__(
-        self, settings: WorkerSettings, nats: Client, store: ParamStoreAsyncStub, tls: Tls | None = None
+        self,
+        settings: WorkerSettings,
+        nats: Client,
+        store: ParamStoreAsyncStub,
+        tls: Tls | None = None,
+        weights_bytes: int = 0,
     ) -> None:
-        self.settings = settings
+        """``weights_bytes``: what the slot's GPUs hold; 0: it computes in the host's arena."""
+        self.settings, self.weights_bytes = settings, weights_bytes
         self.tls = tls
         self.transport: Transport = transport_for(tls)
         self.incarnation = new_id("inc")
@@ -160,6 +168,9 @@ class Worker:
             log.error("load_failed", instance_id=hosted.instance_id, exc_info=True)
         finally:
             error = error or self._fault
+            if error and (fault := device_fault(self.settings.device)):
+                log.error("gpu_failed", fault=fault, error=error)
+                end_process()  # only a new process can compute on it
             code = generation_pb2.RunError.CODE_LOAD_FAILED if error else generation_pb2.RunError.CODE_WRONG_INSTANCE
             self._fail_attempts(code, error or "the instance was unloaded")
             self.adapters.clear()

@@ -15,8 +15,6 @@ from torchrelay.param_store.disk.disk_cache import default_limit_bytes
 from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder
 from torchrelay.transfer.arena.arena_file import capacity_left_at
 
-_DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
-
 
 class StoreSettings(ServiceSettings):
     """Settings of a store, of which each host has one. Every field is also a flag and an environment variable."""
@@ -51,7 +49,10 @@ class StoreSettings(ServiceSettings):
         None, description="The arena's file in shared memory; by default /dev/shm/torchrelay-STORE_ID."
     )
     arena_bytes: int = Field(
-        0, ge=0, description="Maximum size of the arena; 0: half of the free memory, at most 4 GiB."
+        0, ge=0, description="Maximum size of the arena; 0: half of the free memory, at most arena_limit_bytes."
+    )
+    arena_limit_bytes: int = Field(
+        4 << 30, ge=0, description="Limit of an arena whose size is chosen; 0: none, as for workers on GPUs."
     )
     arena_step_bytes: int = Field(
         256 << 20, ge=1 << 20, description="Bytes of the arena prefaulted per step, in the background."
@@ -128,4 +129,5 @@ class StoreSettings(ServiceSettings):
         # A crashed store's arena occupies part of the memory; with another size it would be discarded.
         if left := capacity_left_at(self.arena_file):
             return left
-        return min((machine.memory_bytes or 0) // 2, machine.shared_memory_bytes or 0, _DEFAULT_ARENA_LIMIT_BYTES)
+        size = min((machine.memory_bytes or 0) // 2, machine.shared_memory_bytes or 0)
+        return min(size, self.arena_limit_bytes or size)

@@ -56,7 +56,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def __init__(self, worker: RoleContext) -> None:
         super().__init__(worker)
         self._kv_senders: dict[str, KvSender] = {}
-        self._budget = ByteBudget(worker.settings.kv_pool_bytes)
+        self._budget = ByteBudget(worker.settings.unsent_kv_bytes)
         self._measured: set[str] = set()  # attempts whose first token has been delivered
         self._recalled = RecalledPrompts(worker, self._budget)
         self._receivers: dict[str, PromptReceiver] = {}  # by group id

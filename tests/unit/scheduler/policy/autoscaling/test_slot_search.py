@@ -42,15 +42,19 @@ def some_stores(random: Random) -> list[StoreStatus]:
 
 def some_workers(random: Random, is_alike: bool) -> list[WorkerStatus]:
     """Workers of a few kinds, if not all alike."""
-    pools = (64 * MB, 512 * MB)
-    kinds = [(random.choice(ROLES), random.choice([None, *Role]), random.choice(pools)) for _ in range(3)]
+    pools, gpus = (64 * MB, 512 * MB), (0, MODEL.pack_bytes - 1, MODEL.pack_bytes)
+    kinds = [
+        (random.choice(ROLES), random.choice([None, *Role]), random.choice(pools), random.choice(gpus))
+        for _ in range(3)
+    ]
 
     def worker(name: str) -> WorkerStatus:
         host_id, size = f"h{random.randrange(12)}", random.choice(SIZES)
         if is_alike:
             return a_worker(name, host_id, num_devices=size)
-        roles, preferred, pool = random.choice(kinds)
-        return a_worker(name, host_id, roles, num_devices=size, preferred_role=preferred, kv_pool_bytes=pool)
+        roles, preferred, pool, weights = random.choice(kinds)
+        more = {"preferred_role": preferred, "kv_pool_bytes": pool, "weights_bytes": weights}
+        return a_worker(name, host_id, roles, num_devices=size, **more)
 
     names = [f"w{number}" for number in range(random.randrange(30))]
     return [worker(name) for name in random.sample(names, len(names))]
@@ -72,7 +76,7 @@ def scanned(
             worker.hands_over,
         )
         for worker in workers
-        if model.slot_class.fits(worker)
+        if model.fits(worker)
         and (roles := worker.roles_for(kv_bytes))
         and (store := stores.get(worker.host_id)) is not None
         and store.has_space_for(model.pack_id, model.pack_bytes)

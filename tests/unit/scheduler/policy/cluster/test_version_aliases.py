@@ -289,7 +289,7 @@ ANY, OWN, VLLM, PAIR = SlotClass(), SlotClass(1, "torchrelay"), SlotClass(1, "vl
 )
 def test_slots_of_a_tenant_restrict_no_other_tenant(classes: dict[str, SlotClass], expected: SlotClass) -> None:
     aliases = VersionAliases()
-    for name, (num_devices, engine) in classes.items():
+    for name, (num_devices, engine, _) in classes.items():
         model = replace(a_model(name), version_id="v", num_devices=num_devices, engine=engine)
         aliases.note(model, 60.0, 0.1, now=1.0)
     assert aliases.slot_class(now=2.0) == expected

@@ -62,7 +62,7 @@ class ResidentModel:
         self.backend = backends.attention(page_tokens)
         self._kinds, kinds = layer_kinds(config, pool.device)
         self.graphs: DecodeGraphs | None = None
-        self._num_compiled = backends.num_compiled
+        self._num_compiled, self._is_compiling = backends.num_compiled, backends.is_compiling
         if config.encoder is not None:
             self.transformer: Decoder | Encoder = Encoder(config, config.encoder, self.weights)
         else:
@@ -109,8 +109,13 @@ class ResidentModel:
 
     @property
     def num_prepared(self) -> int:
-        """Kernels that were compiled and steps that were recorded."""
+        """(any thread) Kernels that were compiled and steps that were recorded."""
         return self._num_compiled() + (self.graphs.num_recorded if self.graphs is not None else 0)
+
+    @property
+    def is_preparing(self) -> bool:
+        """(any thread) Whether a kernel is being compiled or a step recorded."""
+        return self._is_compiling() or (self.graphs is not None and self.graphs.is_recording)
 
     def close(self) -> None:
         """Releases the pack's memory."""

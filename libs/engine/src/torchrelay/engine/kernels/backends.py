@@ -40,6 +40,7 @@ class Backends:
     whole_layers: WholeLayers | None = None  # several layers in one call
     capturer: Capturer | None = None  # records decode steps
     num_compiled: Callable[[], int] = lambda: 0  # kernels, at their first use
+    is_compiling: Callable[[], bool] = lambda: False  # a kernel, now
 
 
 def backends_for(device: torch.device, attention: str | None = None) -> Backends:
@@ -49,7 +50,13 @@ def backends_for(device: torch.device, attention: str | None = None) -> Backends
         from torchrelay.engine.kernels.triton.compilations import COMPILATIONS
         from torchrelay.engine.kernels.triton.ops import TritonOps
 
-        return Backends(backend, TritonOps(), capturer=CudaCapturer(), num_compiled=lambda: COMPILATIONS.num)
+        return Backends(
+            backend,
+            TritonOps(),
+            capturer=CudaCapturer(),
+            num_compiled=lambda: COMPILATIONS.num,
+            is_compiling=lambda: COMPILATIONS.is_running,
+        )
     library = kernels() if device.type == "cpu" else None
     if library is None:
         return Backends(backend)

@@ -44,7 +44,8 @@ class PackWeights:
         self._layers: list[LayerWeights | None] = [None] * config.num_layers
         self._head: Matrix | None = None  # only if it was replaced
         self._link = link
-        self._stager = None if link is None else Stager(self._bytes, link, self.gate.fail)
+        self._stager = None if link is None else Stager(self._bytes, link, self.gate.fail, self._await_copies)
+        self._are_copied = link is None
         self._submitted: set[int] = set()
         self._events: dict[int, CopyEvent] = {}  # of segments that the computing thread has not joined yet
 
@@ -53,12 +54,11 @@ class PackWeights:
         if self._bytes is None or self.gate.is_open(segment) or segment in self._submitted:
             return
         span = self._manifest.segments[segment]
-        if self._stager is None or self._link is None:
+        if self._stager is None:
             self._take(segment, self._bytes[span.begin : span.end])
             return
         self._submitted.add(segment)
-        there = self._link.space(span.end - span.begin)
-        self._stager.submit(span.begin, there, lambda: self._take(segment, there))
+        self._stager.submit(span.begin, span.end - span.begin, lambda there: self._take(segment, there))
 
     def _take(self, segment: int, there: Tensor) -> None:
         """Uses the bytes in ``there``, which are complete for any thread that joins the event recorded here."""
@@ -73,6 +73,18 @@ class PackWeights:
         if self._link is not None:
             self._events[segment] = self._link.event()
         self.gate.open(segment)
+
+    def _await_copies(self) -> None:
+        """(staging thread) Waits, once the copies of all segments have started, for the last of them."""
+        if self._link is not None and self.gate.all_open:
+            self._link.event().wait()
+            self._are_copied = True
+            self.gate.on_change()
+
+    @property
+    def are_settled(self) -> bool:
+        """(any thread) Whether the device has the bytes of every segment, or never will."""
+        return self.gate.all_settled and (self._are_copied or bool(self.gate.failure))
 
     def _require(self, segment: int) -> None:
         self.gate.require(segment)

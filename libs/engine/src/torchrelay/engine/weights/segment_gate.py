@@ -17,7 +17,7 @@ class SegmentGate:
     def __init__(self, num_segments: int) -> None:
         self._open = [False] * num_segments
         self._num_open = 0
-        self._failure: str | None = None
+        self.failure = ""  # why no more segments will open
         self._lock = threading.Lock()
         self.on_change: Callable[[], None] = lambda: None
 
@@ -32,7 +32,7 @@ class SegmentGate:
     @property
     def all_settled(self) -> bool:
         """Whether each segment is open or never will be."""
-        return self.all_open or self._failure is not None
+        return self.all_open or bool(self.failure)
 
     def is_open(self, segment: int) -> bool:
         return self._open[segment]
@@ -48,11 +48,11 @@ class SegmentGate:
 
     def fail(self, reason: str) -> None:
         """(any thread) Declares that the segments that are not open never will be."""
-        self._failure = reason
+        self.failure = reason
         self.on_change()
 
     def require(self, segment: int) -> None:
         """Raises ``LoadFailed`` if the segment is not open."""
         if not self._open[segment]:
-            reason = self._failure or "it is still to come"
+            reason = self.failure or "it is still to come"
             raise LoadFailed(f"segment {segment} of the weights did not arrive: {reason}")

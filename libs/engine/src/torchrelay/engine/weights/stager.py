@@ -4,7 +4,7 @@ The arena is a mapped file, not pinned: a GPU would read it through one small bo
 threads copy it piece by piece into pinned buffers, which the GPU drains while the threads fill the next ones. Pinning
 the arena takes longer than that copy; only memory that is already pinned is copied in place.
 
-    submit --pieces--> threads: arena -> pinned buffer --link's stream--> device, then ``arrived``
+    submit --pieces--> threads: arena -> pinned buffer --link's stream--> device, then ``arrived`` and ``started``
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class _RangeCopy:
     """A range being copied."""
 
     begin: int
-    target: Tensor
-    arrived: Callable[[], None]
+    num_bytes: int
+    arrived: Callable[[Tensor], None]
     num_left: int
+    target: Tensor | None = None  # on the device, taken for the first piece
 
 
 class Stager:
@@ -47,11 +48,14 @@ class Stager:
         source: Tensor,
         link: DeviceLink,
         fail: Callable[[str], None],
+        started: Callable[[], None] = lambda: None,
         piece_bytes: int = PIECE_BYTES,
         num_threads: int = NUM_THREADS,
     ) -> None:
-        """``fail`` is called with the reason, on one of the threads, when no more copies will be made."""
-        self._source, self._link, self._fail = source, link, fail
+        """``started`` is called on one of the threads after each range, which may wait there for copies. ``fail`` is
+        called there with the reason when no more copies will be made.
+        """
+        self._source, self._link, self._fail, self._started = source, link, fail, started
         self._piece_bytes = piece_bytes
         self._pieces: queue.SimpleQueue[tuple[_RangeCopy, int] | None] = queue.SimpleQueue()
         self._order = threading.Lock()  # the last copy of a range is started last
@@ -59,15 +63,15 @@ class Stager:
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
 
-    def submit(self, begin: int, target: Tensor, arrived: Callable[[], None]) -> None:
-        """(any thread) Copies the source from ``begin`` on into all of ``target``, uint8 on the device.
+    def submit(self, begin: int, num_bytes: int, arrived: Callable[[Tensor], None]) -> None:
+        """(any thread) Copies ``num_bytes`` of the source from ``begin`` on to the device.
 
-        ``arrived`` is called, in the order of the copies, once all of them have started: work that it starts on the
-        device, and any thread that joins an event recorded in it, finds the bytes there.
+        ``arrived`` is called with the bytes there, in the order of the copies, once all of them have started: work that
+        it starts on the device, and any thread that joins an event recorded in it, finds them complete.
         """
         self._start()
-        offsets = range(0, max(len(target), 1), self._piece_bytes)
-        copy = _RangeCopy(begin, target, arrived, len(offsets))
+        offsets = range(0, max(num_bytes, 1), self._piece_bytes)
+        copy = _RangeCopy(begin, num_bytes, arrived, len(offsets))
         for offset in offsets:
             self._pieces.put((copy, offset))
 
@@ -102,17 +106,20 @@ class Stager:
             self._fail(f"the copy to the device failed: {error}")
 
     def _send(self, pinned_buffers: _PinnedBuffers, copy: _RangeCopy, offset: int) -> None:
-        target = copy.target[offset : offset + self._piece_bytes]
-        begin = copy.begin + offset
-        piece = self._source[begin : begin + len(target)]
+        begin, end = copy.begin + offset, copy.begin + min(offset + self._piece_bytes, copy.num_bytes)
+        piece = self._source[begin:end]
         ready = piece if self._link.is_pinned(piece) else pinned_buffers.fill(piece)
         with self._order:
-            self._link.copy(target, ready)
+            if copy.target is None:  # here, because a device that is busy or full makes this slow
+                copy.target = self._link.space(copy.num_bytes)
+            self._link.copy(copy.target[offset : offset + len(piece)], ready)
             pinned_buffers.sent(self._link.event())
             copy.num_left -= 1
-            if not copy.num_left:
-                with self._link.ordered():
-                    copy.arrived()
+            if copy.num_left:
+                return
+            with self._link.ordered():
+                copy.arrived(copy.target)
+        self._started()
 
 
 class _PinnedBuffers:

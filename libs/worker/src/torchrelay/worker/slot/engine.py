@@ -47,7 +47,10 @@ class ServedModel(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """(any thread) Whether steps compute whole batches: the weights are here and the engine has started."""
+        """(any thread) Whether steps compute whole batches: the device has the weights and the engine has started.
+
+        Raises ``LoadFailed`` if it never will.
+        """
 
     def close(self) -> None:
         """Releases the memory of the model, so that its mapping can be closed."""

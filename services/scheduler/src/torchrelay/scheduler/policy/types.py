@@ -115,6 +115,7 @@ class SlotClass(NamedTuple):
 
     num_devices: int = 1
     engine: str = ""  # of a model: empty if it runs with any
+    weights_bytes: int = 0  # of a slot: that its GPUs hold; 0: it computes in the host's arena
 
     def fits(self, slot: SlotClass | WorkerStatus) -> bool:
         """Whether instances of a model of this class run in the slot."""
@@ -142,6 +143,10 @@ class Model:
     @cached_property
     def slot_class(self) -> SlotClass:
         return SlotClass(self.num_devices, self.engine)
+
+    def fits(self, slot: SlotClass | WorkerStatus) -> bool:
+        """Whether instances run in the slot, and its GPUs hold the weights."""
+        return self.slot_class.fits(slot) and not 0 < slot.weights_bytes < self.pack_bytes
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,7 @@ class WorkerStatus:
     preferred_role: Role | None = None  # played if there is a choice
     slot: SlotStatus = field(default_factory=SlotStatus)
     kv_pool_bytes: int = 0
+    weights_bytes: int = 0  # that the GPUs of its slot hold; 0: it computes in the host's arena
     num_running: int = 0
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0  # median decode step; 0: not measured yet
@@ -189,6 +195,10 @@ class WorkerStatus:
     engine: str = OWN_ENGINE
     hands_over: bool = True  # its engine's KV to other workers, and takes theirs; without this it plays both roles
     computes_by_layer: bool = True  # while it loads, and continues prompts that others began
+
+    @property
+    def slot_class(self) -> SlotClass:
+        return SlotClass(self.num_devices, self.engine, self.weights_bytes)
 
     def roles_for(self, kv_bytes: int) -> Roles:
         """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""

@@ -126,7 +126,7 @@ def _nearest(demand: Demand, view: View) -> Tier:
     tiers = []
     for instance in view.idle:
         worker, store = workers.get(instance.worker_id), view.membership.stores_by_host.get(instance.host_id)
-        if worker is not None and store is not None and demand.model.slot_class.fits(worker):
+        if worker is not None and store is not None and demand.model.fits(worker):
             tiers.append(tier_of(pack_id, store, is_held))
     return min(tiers, default=Tier.PEER)
 

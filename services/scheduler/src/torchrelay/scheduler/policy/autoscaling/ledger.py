@@ -114,7 +114,7 @@ class Ledger:
         worker = membership.workers.get(instance.worker_id)
         if worker is None or worker.is_leaving or worker.worker_id in membership.suspects:
             return frozenset()
-        if not model.slot_class.fits(worker):
+        if not model.fits(worker):
             return frozenset()
         if any(instance.instance_id not in self._idle_ids for instance in without):
             fits = self._has_space(model, worker.host_id, without)

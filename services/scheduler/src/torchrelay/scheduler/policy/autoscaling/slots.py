@@ -55,7 +55,7 @@ class FreeSlots:
 
     def for_roles(self, model: Model, avoid: frozenset[str], kv_bytes: int, missing: Counter[Role]) -> list[FreeSlot]:
         """The slots among which ``assign`` chooses. Pairs go to one host if possible, so all slots are candidates."""
-        kinds = [kind for kind, _ in self._free.kinds(model.slot_class)]
+        kinds = [kind for kind, _ in self._free.kinds(model)]
         may_pair = len(+missing) == len(ROLES) and not _are_whole(kinds, kv_bytes)
         return self.of(model, avoid, kv_bytes, None if may_pair else missing.total())
 
@@ -77,11 +77,11 @@ class FreeSlots:
             for worker_id in filter(self._is_free, self._free.on_host(host_id)):
                 kind = SlotKind.of(self._free[worker_id])
                 roles = kind.roles_for(kv_bytes)
-                if roles and model.slot_class.fits(kind.slot_class):
+                if roles and model.fits(kind.slot_class):
                     add(worker_id, host_id, tier, kind, roles)
         far = Tier.REMOTE if all(tier is Tier.DISK for tier in near.values()) else Tier.PEER
         has_space: dict[str, bool] = dict.fromkeys(near, False)  # by host
-        for kind, worker_ids in self._free.kinds(model.slot_class):
+        for kind, worker_ids in self._free.kinds(model):
             roles, num_left = kind.roles_for(kv_bytes), most
             if not roles or num_left == 0:
                 continue

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.types import BOTH, DECODES, Role, Roles, SlotClass, WorkerStatus
+from torchrelay.scheduler.policy.types import BOTH, DECODES, Model, Role, Roles, SlotClass, WorkerStatus
 
 
 class SlotKind(NamedTuple):
@@ -21,8 +21,7 @@ class SlotKind(NamedTuple):
     @classmethod
     def of(cls, worker: WorkerStatus) -> SlotKind:
         roles, preferred_role = worker.playable_roles, worker.preferred_role
-        slot_class = SlotClass(worker.num_devices, worker.engine)
-        return cls(slot_class, roles, preferred_role, worker.kv_pool_bytes, worker.hands_over)
+        return cls(worker.slot_class, roles, preferred_role, worker.kv_pool_bytes, worker.hands_over)
 
     def roles_for(self, kv_bytes: int) -> Roles:
         """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""
@@ -74,6 +73,6 @@ class FreeWorkers(Mapping[str, WorkerStatus]):
     def on_host(self, host_id: str) -> Collection[str]:
         return self._on_host.get(host_id, ())
 
-    def kinds(self, wanted: SlotClass) -> list[tuple[SlotKind, Sequence[str]]]:
-        """The kinds in which a model of this class runs, each with its workers in the order of their ids."""
-        return [(kind, ids) for kind, ids in self._of_kind.items() if wanted.fits(kind.slot_class)]
+    def kinds(self, model: Model) -> list[tuple[SlotKind, Sequence[str]]]:
+        """The kinds in which the model runs, each with its workers in the order of their ids."""
+        return [(kind, ids) for kind, ids in self._of_kind.items() if model.fits(kind.slot_class)]

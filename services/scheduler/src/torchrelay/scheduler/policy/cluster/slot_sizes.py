@@ -13,7 +13,7 @@ _REMEMBERED_S = 600.0
 
 class SlotSize(NamedTuple):
     slot_class: SlotClass
-    weights_bytes: int = 0  # the host's arena, where the worker computes in place; 0: no store on the host answers
+    weights_bytes: int = 0  # the host's arena, or less if the slot's GPUs hold less; 0: no store on the host answers
     kv_pool_bytes: int = 0  # 0: the slot does not decode
 
 
@@ -36,7 +36,7 @@ class SlotSizes:
     def worker(self, worker: WorkerStatus) -> None:
         """Records a present worker and its slot."""
         pool_bytes = worker.kv_pool_bytes if Role.DECODE in worker.playable_roles else 0
-        slot = _Slot(worker.host_id, SlotClass(worker.num_devices, worker.engine), pool_bytes)
+        slot = _Slot(worker.host_id, worker.slot_class, pool_bytes)
         if self._slots.get(worker.worker_id) != slot:
             self.worker_gone(worker.worker_id, worker.seen_at)
             self._slots[worker.worker_id] = slot
@@ -72,7 +72,9 @@ class SlotSizes:
             self._remove(size, now)
 
     def _size(self, slot: _Slot) -> SlotSize:
-        return SlotSize(slot.slot_class, self._arenas.get(slot.host_id, 0), slot.kv_pool_bytes)
+        arena_bytes, slot_class = self._arenas.get(slot.host_id, 0), slot.slot_class
+        weights_bytes = min(arena_bytes, slot_class.weights_bytes or arena_bytes)
+        return SlotSize(slot_class, weights_bytes, slot.kv_pool_bytes)
 
     def _add(self, size: SlotSize) -> None:
         self._present[size] += 1

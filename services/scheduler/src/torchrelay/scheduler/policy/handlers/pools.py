@@ -50,7 +50,7 @@ def request_waits(state: State, model: Model, now: float) -> None:
     pools, known = [Pool(model.num_devices, role) for role in (None, *ROLES)], state.pool_targets
     if known.get(pools[0], PoolTarget()).num_wanted or not state.queues.num_waiting(model.version_id):
         return
-    if not _is_on(state, now) or not _has_engine(state, model, now):
+    if not _is_on(state, now) or not _suits_slots(state, model, now):
         return
     shortages = ((model.name, 1),)  # without a slot in use no role is played
     raised = {pool: pool_target(known.get(pool, PoolTarget()), shortages, state.config) for pool in pools}
@@ -72,10 +72,10 @@ def _is_on(state: State, now: float) -> bool:
     return state.config.pool_mode is not PoolMode.OFF and now - state.started_at >= state.config.settle_s
 
 
-def _has_engine(state: State, model: Model, now: float) -> bool:
-    """Whether the slots of the model's pool have its engine, as far as any slots were seen lately."""
+def _suits_slots(state: State, model: Model, now: float) -> bool:
+    """Whether slots of the model's pool have its engine and memory for it, as far as any were seen lately."""
     seen = state.membership.sizes.since(now - _SEEN_S, SlotClass(model.num_devices))
-    return not seen or any(model.slot_class.fits(size.slot_class) for size in seen)
+    return not seen or any(model.fits(size.slot_class) for size in seen)
 
 
 def _record(state: State, pool: Pool, now: float) -> None:
@@ -120,7 +120,7 @@ def _shortages(state: State, version_ids: Iterable[str], now: float) -> Mapping[
     shortages = defaultdict[Pool, list[tuple[str, int]]](list)
     for version_id in version_ids:
         model = state.versions.model(version_id)
-        if model is None or not _has_engine(state, model, now):
+        if model is None or not _suits_slots(state, model, now):
             continue
         demand = demands.demand_of(state, model, now)
         missing = _missing_roles(state, demand)

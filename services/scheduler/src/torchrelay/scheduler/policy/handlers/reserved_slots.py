@@ -72,14 +72,14 @@ class _Slots:
     def holders(self, model: Model) -> Iterator[str]:
         """Other models whose minimum instances are in slots that the model could use."""
         for slot_class, holders in self._holders.items():
-            if model.slot_class.fits(slot_class):
+            if model.fits(slot_class):
                 yield from (name for version_id, name in holders if version_id != model.version_id)
 
     def are_held(self, model: Model, kv_bytes: int) -> bool:
         """Whether requests with ``kv_bytes`` of KV could be served, but only with the slots of minimum instances. The
         slots of the model's own instances serve them, whatever space their hosts have.
         """
-        fitting = [kind for kind in self._space_bytes if model.slot_class.fits(kind.slot_class)]
+        fitting = [kind for kind in self._space_bytes if model.fits(kind.slot_class)]
         able = [kind for kind in fitting if self._have_space(self._space_bytes[kind], model)]
         if _play_both(able, kv_bytes) or next(self.holders(model), None) is None:
             return False

@@ -1,0 +1,95 @@
+"""The state of a slot's GPUs by NVIDIA's management library, as exported metrics. Never run on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from opentelemetry import metrics
+
+from torchrelay.common.process.telemetry import get_logger, observe_values
+
+log = get_logger(__name__)
+_Values = dict[tuple[str, ...], float]
+
+
+def export_gpus(uuids: Sequence[str], meter: metrics.Meter | None = None) -> None:
+    """Registers gauges for these GPUs, if the package nvidia-ml-py is installed and its library answers."""
+    if not uuids:
+        return
+    try:
+        nvml: Any = import_module("pynvml")
+    except ImportError:
+        log.info("gpus_not_measured", why="the package nvidia-ml-py is not installed")
+        return
+    try:
+        gpus = GpuFigures(nvml, uuids)
+    except nvml.NVMLError as error:
+        log.warning("gpus_not_measured", why=str(error))
+        return
+    meter, name = meter or metrics.get_meter("torchrelay.worker"), "torchrelay_worker_gpu"
+    observe_values(meter, f"{name}_memory_bytes", "Memory of a GPU, used and in total.", ("gpu", "state"), gpus.memory)
+    observe_values(meter, f"{name}_power_watts", "Power that a GPU draws.", ("gpu",), gpus.power_watts)
+    observe_values(meter, f"{name}_utilization", "Share of time with a kernel running.", ("gpu",), gpus.utilization)
+    observe_values(meter, f"{name}_xids", "Faults (XID) of a GPU since the start.", ("gpu", "xid"), gpus.xids)
+
+
+class GpuFigures:
+    """The figures of some GPUs. A GPU lacks those that it does not tell, as a slice (MIG) its power."""
+
+    def __init__(self, nvml: Any, uuids: Sequence[str]) -> None:
+        """``nvml``: the module ``pynvml``. Raises its ``NVMLError``."""
+        nvml.nvmlInit()
+        self._nvml = nvml
+        self._handles = {uuid: self._handle(uuid) for uuid in uuids}
+        self._xids: _Values = {}
+        self._events = {uuid: self._watched(handle) for uuid, handle in self._handles.items()}
+
+    def _handle(self, uuid: str) -> Any:
+        try:
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except self._nvml.NVMLError:
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+
+    def _watched(self, handle: Any) -> Any:
+        """A set of the GPU's events that tells its faults; None if it tells none."""
+        try:
+            events = self._nvml.nvmlEventSetCreate()
+            self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
+        except self._nvml.NVMLError:
+            return None
+        return events
+
+    def _of_each(self, ask: Callable[[Any], _Values]) -> _Values:
+        values: _Values = {}
+        for uuid, handle in self._handles.items():
+            try:
+                values |= {(uuid, *key): value for key, value in ask(handle).items()}
+            except self._nvml.NVMLError:
+                continue  # it does not tell this
+        return values
+
+    def memory(self) -> _Values:
+        def ask(handle: Any) -> _Values:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            return {("used",): memory.used, ("total",): memory.total}
+
+        return self._of_each(ask)
+
+    def power_watts(self) -> _Values:
+        return self._of_each(lambda handle: {(): self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000})
+
+    def utilization(self) -> _Values:
+        return self._of_each(lambda handle: {(): self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100})
+
+    def xids(self) -> _Values:
+        for uuid, events in self._events.items():
+            while events is not None:
+                try:
+                    event = self._nvml.nvmlEventSetWait_v2(events, 0)
+                except self._nvml.NVMLError:
+                    break  # there is no further event
+                key = uuid, str(event.eventData)
+                self._xids[key] = self._xids.get(key, 0) + 1
+        return dict(self._xids)
