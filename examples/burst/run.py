@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_source import Folder
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
 
@@ -85,7 +86,7 @@ def burst(waits_for_loads: bool) -> list[Call]:
             admin.call("POST", "/v1/tenants", json={"name": "acme"})
             key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "burst"})["key"]
             with GatewayClient(endpoints["http"], key) as client:
-                model = ModelUpload(client, MODEL_FOLDER, "glossary", lambda *_: None).run({})["id"]
+                model = ModelUpload(client, Folder(MODEL_FOLDER), "glossary", lambda *_: None).run({})["id"]
                 begin_us = time.time_ns() // 1000
 
                 def ask(number: int) -> str:

@@ -30,6 +30,7 @@ import torch
 
 from examples.smollm2.download import FOLDER, GGUF
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_source import Folder
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.gguf.conversion import plan_conversion
 from torchrelay.cli.home import Home
@@ -189,7 +190,7 @@ def platform(folder: Path, *options: str) -> Iterator[Platform]:
                 admin.call("POST", "/v1/tenants", json={"name": "acme"})
                 key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "check"})["key"]
                 with GatewayClient(url, key) as client:
-                    model = ModelUpload(client, folder, "smollm2", lambda *_: None).run({})["id"]
+                    model = ModelUpload(client, Folder(folder), "smollm2", lambda *_: None).run({})["id"]
                 yield Platform(home, admin, f"{url}/v1/completions", key, model)
         finally:
             process.terminate()

@@ -27,6 +27,7 @@ from tests.support.platform import Platform, running_platform
 from tests.support.raw_http import head
 from tests.support.wait import HANG_S, wait_until
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_source import Folder
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.gateway.http.server import http_server
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -126,7 +127,7 @@ def test_grpc_call_streams_through_the_same_port(ingress: Ingress) -> None:
 def test_model_is_uploaded_through_it(ingress: Ingress, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ingress.ca))
     with GatewayClient(f"https://localhost:{ingress.port}", ingress.key) as client:
-        assert ModelUpload(client, MODEL, "again", lambda *_: None).run({})["id"] == "acme/again"
+        assert ModelUpload(client, Folder(MODEL), "again", lambda *_: None).run({})["id"] == "acme/again"
 
 
 def answer_of(sock: ssl.SSLSocket, limit_s: float) -> bytes:

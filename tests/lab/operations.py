@@ -16,6 +16,7 @@ from tests.lab.cluster import TARGETS, Cluster
 from tests.support.callers import every_token
 from tests.support.http import http
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_source import Folder
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.common.identity.callers import SCHEDULER_NODE
 from torchrelay.common.net.rpc.channels import with_token
@@ -54,7 +55,7 @@ class Operator:
     def publish(self, folder: Path, name: str = "", **settings: str) -> Published:
         """Uploads a checkpoint through the gateway; its pack is then in the remote store of ``source``."""
         with self._cluster.control.inside(), GatewayClient(self._cluster.http, self.key) as client:
-            model = ModelUpload(client, folder, name or folder.name, lambda *_: None).run(settings)
+            model = ModelUpload(client, Folder(folder), name or folder.name, lambda *_: None).run(settings)
         with self._store("source") as store:
             version = store.Describe(pb.DescribeRequest(version_id=model["version"]), timeout=_WAIT_S).version
         return Published(model["id"], version.pack_id, version.pack_bytes)

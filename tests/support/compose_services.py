@@ -30,6 +30,7 @@ from tests.support.deploy import (
 from tests.support.wait import wait_until
 from tests.unit.gateway.postgres_server import postgres_server
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_source import Folder
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.common.net.redis_users import redis_users
 
@@ -180,7 +181,9 @@ def assert_answers(containers: Mapping[str, Container], folder: Path) -> None:
             admin.call("POST", "/v1/tenants", json={"name": "acme"})
             key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "test"})["key"]
         with GatewayClient(url, key) as client:
-            model = ModelUpload(client, REPO / "examples/glossary/model", "glossary", lambda *_: None).run({})["id"]
+            model = ModelUpload(client, Folder(REPO / "examples/glossary/model"), "glossary", lambda *_: None).run({})[
+                "id"
+            ]
             question = [{"role": "user", "content": "What is a relay?"}]
             answer = client.call("POST", "/v1/chat/completions", json={"model": model, "messages": question})
         assert answer["choices"][0]["message"]["content"]

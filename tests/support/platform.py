@@ -21,6 +21,7 @@ import grpc
 from tests.support.scheduler import watch
 from tests.support.wait import HANG_S
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_source import Folder
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
@@ -59,7 +60,7 @@ class Platform:
     def upload(self, key: str, folder: Path, name: str, **settings: Any) -> str:
         """Publishes a model folder and returns the model's full name."""
         with GatewayClient(self.http, key) as client:
-            model: str = ModelUpload(client, folder, name, lambda *_: None).run(settings)["id"]
+            model: str = ModelUpload(client, Folder(folder), name, lambda *_: None).run(settings)["id"]
             return model
 
     def cli(self, *words: str) -> str:

@@ -160,8 +160,8 @@ class _Answering(BaseHTTPRequestHandler):
             case "DELETE", ["uploads", "upl-1"]:
                 self.gateway.declared = {}
                 self._send(204, b"")
-            case "PUT", ["uploads", "upl-1", "files", name]:
-                self._put(name)
+            case "PUT", ["uploads", "upl-1", "files", *name]:
+                self._put("/".join(name))
             case "POST", ["uploads", "upl-1", "commit"]:
                 self._commit()
             case "POST", ["chat", "completions"]:
@@ -189,8 +189,12 @@ class _Answering(BaseHTTPRequestHandler):
             self.close_connection = True
             return None  # no answer: as a gateway that dies
         received += self.rfile.read(length)
-        self._json(next(state for state in self.gateway.file_states() if state["path"] == name))
-        return None
+        state = next(state for state in self.gateway.file_states() if state["path"] == name)
+        if len(received) == state["size"] and not state["complete"]:
+            digest = hashlib.sha256(received).hexdigest()
+            received.clear()
+            return self._error(422, f"{name}: its SHA-256 is {digest}; send the file again", "upload_refused")
+        return self._json(state)
 
     def _commit(self) -> None:
         last: Any = {"model": MODEL | ({"notes": self.gateway.notes} if self.gateway.notes else {})}

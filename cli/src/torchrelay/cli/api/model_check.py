@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-from torchrelay.cli.api.model_folder import adapter_paths, model_paths
+from torchrelay.cli.api.model_files import adapter_paths, model_paths
+from torchrelay.cli.api.model_source import ModelSource
 from torchrelay.cli.errors import CliError
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.errors import UnsupportedModel
@@ -37,23 +37,24 @@ def check_name(name: str) -> None:
             )
 
 
-def check_folder(folder: Path, *, is_adapter: bool = False, to_int8: bool = False, engine: str = "") -> str:
+def check_model(source: ModelSource, *, is_adapter: bool = False, to_int8: bool = False, engine: str = "") -> str:
     """Reads the config and each header, but no weights; returns the engine that the weights need, "" if any will do.
     ``to_int8``: they are to be quantized. ``engine``: the one that the user has chosen, if any.
 
     Raises ``CliError``.
     """
-    paths = adapter_paths(folder) if is_adapter else model_paths(folder)
-    needed = "" if is_adapter else _needed_engine(folder / "config.json", to_int8, engine.partition(":")[0])
+    paths = adapter_paths(source) if is_adapter else model_paths(source)
+    needed = "" if is_adapter else _needed_engine(source, to_int8, engine.partition(":")[0])
     for path in paths:
-        if path.suffix == ".safetensors":
-            _check_header(path)
+        if path.endswith(".safetensors") and source.sha256(path) is None:  # else it is as complete as on the hub
+            _check_header(source, path)
     return needed
 
 
-def _needed_engine(path: Path, to_int8: bool, engine: str) -> str:
+def _needed_engine(source: ModelSource, to_int8: bool, engine: str) -> str:
+    path = f"{source}/config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(source.read("config.json"))
     except ValueError as error:
         raise CliError(f"{path} is not valid JSON: {error}", "copy it again from its source") from error
     if not isinstance(config, dict):
@@ -84,14 +85,15 @@ def _is_for_vllm(config: dict[str, Any], engine: str, refused_field: str) -> boo
     return True
 
 
-def _check_header(path: Path) -> None:
+def _check_header(source: ModelSource, path: str) -> None:
     """A safetensors file begins with the length of its header (little endian), which says where each tensor ends."""
-    with path.open("rb") as file:
-        prefix = file.read(_LENGTH_BYTES)
-        length, num_left = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
-        header = file.read(min(length, _MAX_HEADER_BYTES))
+    prefix, num_left = source.read(path, _LENGTH_BYTES), source.sizes[path] - _LENGTH_BYTES
+    length = int.from_bytes(prefix, "little")
+    header = source.read(path, _LENGTH_BYTES + min(length, _MAX_HEADER_BYTES))[_LENGTH_BYTES:]
     if (prefix + header).startswith(_LFS_POINTER):
-        raise CliError(f"{path} is a Git-LFS pointer, not the weights", f"fetch them: git -C {path.parent} lfs pull")
+        raise CliError(
+            f"{source}/{path} is a Git-LFS pointer, not the weights", f"fetch them: git -C {source} lfs pull"
+        )
     if not prefix:
         fault = "it is empty"
     elif len(prefix) < _LENGTH_BYTES:
@@ -104,7 +106,7 @@ def _check_header(path: Path) -> None:
         fault = f"its tensors take {num_weights:,} bytes, but {num_left - length:,} follow the header"
     else:
         return
-    raise CliError(f"{path} is not a complete safetensors file: {fault}", "download it again")
+    raise CliError(f"{source}/{path} is not a complete safetensors file: {fault}", "download it again")
 
 
 def _weight_bytes(header: bytes) -> int | None:

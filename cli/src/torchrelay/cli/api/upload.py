@@ -1,4 +1,4 @@
-"""Uploads of model folders: declare, send what is missing, commit; resumes after a broken connection."""
+"""Uploads of models: declare, send what is missing, commit; resumes after a broken connection."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.model_folder import LocalFile, ProgressCallback, model_files
+from torchrelay.cli.api.model_files import ModelFile, model_files
+from torchrelay.cli.api.model_source import ModelSource, ProgressCallback
 from torchrelay.cli.errors import ApiError, CliError, Unreachable, api_error
 
-READ_BYTES = 1 << 20
 MAX_FAILED_TRIES = 5
 ENDING_CODES = ("upload_refused", "quota_exceeded")  # errors of a commit after which the upload has ended
+
+
+def user_cache() -> Path:
+    """The folder of this program in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrelay"
 
 
 class UploadJournal:
@@ -28,8 +33,7 @@ class UploadJournal:
 
     @classmethod
     def of_user(cls) -> UploadJournal:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cls(cache / "torchrelay" / "uploads")
+        return cls(user_cache() / "uploads")
 
     def find(self, fingerprint: str) -> str | None:
         """The id of an unfinished upload of exactly these files."""
@@ -50,19 +54,18 @@ class UploadJournal:
 
 
 class ModelUpload:
-    """The upload of a folder; with a ``journal`` it resumes where an earlier run stopped."""
+    """The upload of a model; with a ``journal`` it resumes where an earlier run stopped."""
 
     def __init__(
         self,
         client: GatewayClient,
-        folder: Path,
+        source: ModelSource,
         model: str,
         progress: ProgressCallback,
         journal: UploadJournal | None = None,
     ) -> None:
-        self._client, self._folder, self._model = client, folder, model
+        self._client, self._source, self._model = client, source, model
         self._progress, self._journal = progress, journal
-        self._num_sent = self._num_bytes = 0  # what the gateway has received of all files, and their size
 
     def run(self, settings: dict[str, Any], needed_engine: str = "") -> dict[str, Any]:
         """Hashes, sends and commits; returns the published model. Raises ``CliError``, also for Ctrl-C.
@@ -71,34 +74,25 @@ class ModelUpload:
         weights need (``needed_engine``), is refused before anything is sent. What is interrupted stays open at the
         gateway, to be resumed; what is refused has ended there.
         """
-        files = model_files(self._folder, self._progress, is_adapter="base" in settings)
+        files = model_files(self._source, self._progress, is_adapter="base" in settings)
         fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
         chosen = settings.get("engine")
         upload = self._begin(fingerprint, files, needed_engine if chosen in (None, "auto") else str(chosen))
         states = {str(state["path"]): state for state in upload["files"]}
-        self._num_sent = sum(int(state["received"]) for state in states.values())
-        self._num_bytes = sum(file.size for file in files)
-        self._progress("upload", self._num_sent, self._num_bytes)
         upload_id = str(upload["id"])
         try:
             for file in files:
                 self._send(upload_id, file, states[file.path])
-            model = self._commit(upload_id, settings)
-        except ApiError as error:
-            if error.code in ENDING_CODES:
-                self._forget(fingerprint)
-            raise
+            return self._commit(upload_id, settings, fingerprint)
         except KeyboardInterrupt:
             hint = f"run the same command again to resume, or free what was sent: torchrelay uploads abort {upload_id}"
             raise CliError("interrupted", hint) from None
-        self._forget(fingerprint)
-        return model
 
     def _forget(self, fingerprint: str) -> None:
         if self._journal is not None:
             self._journal.forget(fingerprint)
 
-    def _begin(self, fingerprint: str, files: list[LocalFile], engine: str) -> dict[str, Any]:
+    def _begin(self, fingerprint: str, files: list[ModelFile], engine: str) -> dict[str, Any]:
         if self._journal is not None and (known := self._journal.find(fingerprint)):
             try:
                 return self._client.call("GET", f"/v1/uploads/{known}")
@@ -112,12 +106,12 @@ class ModelUpload:
             self._journal.record(fingerprint, str(upload["id"]))
         return upload
 
-    def _send(self, upload_id: str, file: LocalFile, state: dict[str, Any]) -> None:
+    def _send(self, upload_id: str, file: ModelFile, state: dict[str, Any]) -> None:
         """Sends until the gateway has the whole file; after an interruption asks how much arrived."""
-        num_failures, before = 0, self._num_sent - int(state["received"])
+        self._progress(file.path, int(state["received"]), file.size)
+        num_failures = 0
         while not state["complete"]:
             offset = int(state["received"])
-            self._num_sent = before + offset
             try:
                 state = self._put(upload_id, file, offset)
             except (Unreachable, ApiError) as error:
@@ -129,36 +123,39 @@ class ModelUpload:
                 if int(state["received"]) > offset:
                     num_failures = 0
 
-    def _state(self, upload_id: str, file: LocalFile, known: dict[str, Any]) -> dict[str, Any]:
+    def _state(self, upload_id: str, file: ModelFile, known: dict[str, Any]) -> dict[str, Any]:
         try:
             upload = self._client.call("GET", f"/v1/uploads/{upload_id}")
         except Unreachable:
             return known
         return next((state for state in upload["files"] if state["path"] == file.path), known)
 
-    def _put(self, upload_id: str, file: LocalFile, offset: int) -> dict[str, Any]:
+    def _put(self, upload_id: str, file: ModelFile, offset: int) -> dict[str, Any]:
         def body() -> Iterator[bytes]:
-            with (self._folder / file.path).open("rb") as source:
-                source.seek(offset)
-                left = file.size - offset
-                while left and (block := source.read(min(READ_BYTES, left))):
-                    yield block
-                    left -= len(block)
-                    self._num_sent += len(block)
-                    self._progress("upload", self._num_sent, self._num_bytes)
+            sent = offset
+            for block in self._source.blocks(file.path, offset):
+                if sent == file.size:  # the file has grown since
+                    return
+                yield block[: file.size - sent]
+                sent = min(sent + len(block), file.size)
+                self._progress(file.path, sent, file.size)
 
         headers = {"Upload-Offset": str(offset), "Content-Length": str(file.size - offset)}
         path = f"/v1/uploads/{upload_id}/files/{file.path}"
         return self._client.call("PUT", path, content=body(), headers=headers)
 
-    def _commit(self, upload_id: str, settings: dict[str, Any]) -> dict[str, Any]:
+    def _commit(self, upload_id: str, settings: dict[str, Any], fingerprint: str) -> dict[str, Any]:
         path, headers = f"/v1/uploads/{upload_id}/commit", {"Accept": "application/x-ndjson"}
         with self._client.stream("POST", path, json=settings, headers=headers) as lines:
             for line in lines:
                 event = json.loads(line)
                 if "error" in event:
-                    raise api_error(line, 422)
+                    error = api_error(line, 422)
+                    if error.code in ENDING_CODES:
+                        self._forget(fingerprint)
+                    raise error
                 if "model" in event:
+                    self._forget(fingerprint)
                     model: dict[str, Any] = event["model"]
                     return model
                 self._progress(str(event["stage"]), int(event["done"]), int(event["total"]))

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from torchrelay.cli.api.chat_stream import Answer, stream_chat
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_source import Folder
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
 from torchrelay.cli.views.timeline import explanation
@@ -154,7 +155,7 @@ def tour(home: Home) -> None:
 
 def talk(client: GatewayClient, admin: GatewayClient, grpc_address: str, key: str) -> None:
     step("3. Upload a tiny model that explains Torchrelay's terms")
-    model = ModelUpload(client, MODEL_FOLDER, "glossary", lambda *_: None).run({"idle_timeout_s": IDLE_S})["id"]
+    model = ModelUpload(client, Folder(MODEL_FOLDER), "glossary", lambda *_: None).run({"idle_timeout_s": IDLE_S})["id"]
     console.print(f"  published {model}")
     step("4. Ask three questions over REST; the first one has to load the model")
     first, *others = QUESTIONS

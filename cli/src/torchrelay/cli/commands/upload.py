@@ -1,16 +1,17 @@
-"""`torchrelay upload`: upload and publish a model folder, or a GGUF file."""
+"""`torchrelay upload`: upload and publish a model folder, a model of the hub, or a GGUF file."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.progress
 import typer
+from rich.table import Column
 from rich.text import Text
 
 from torchrelay.cli.api.access import (
@@ -24,21 +25,26 @@ from torchrelay.cli.api.access import (
     tenant_access,
 )
 from torchrelay.cli.api.client import given, near_name
-from torchrelay.cli.api.model_check import check_folder, check_name
-from torchrelay.cli.api.model_folder import has_chat_template, left_out
+from torchrelay.cli.api.model_check import check_model, check_name
+from torchrelay.cli.api.model_files import has_chat_template, left_out
+from torchrelay.cli.api.model_source import Folder, ModelSource
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
+from torchrelay.cli.hub.name import HubName, hub_name
 from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_bytes
 
 if TYPE_CHECKING:
     from torchrelay.cli.gguf.conversion import Conversion
 
-EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
+EXAMPLE = """Example:  torchrelay upload Qwen/Qwen3-0.6B --name qwen3
+
+Or:       torchrelay upload ./Qwen3-0.6B --name qwen3
+
+Then:     torchrelay chat qwen3"""
 _STAGES = {
     "convert": "Converting",
     "hash": "Hashing",
-    "upload": "Uploading",
     "wait": "Waiting",
     "validate": "Checking",
     "pack": "Packing",
@@ -50,22 +56,23 @@ class Quantization(StrEnum):
     INT8 = "int8"
 
 
-class StageBars:
-    """A progress bar per stage, in order of appearance."""
+class ProgressLines:
+    """A line for each stage and each file: the last line moves, and the lines before it stay as they ended."""
 
     def __init__(self, progress: rich.progress.Progress) -> None:
-        self._progress = progress
-        self._bars: dict[str, rich.progress.TaskID] = {}
+        self._progress, self._stage = progress, ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage not in self._bars:
-            for bar in self._bars.values():
-                self._progress.stop_task(bar)
-            name = _STAGES.get(stage, stage.capitalize())
-            # A resumed upload starts at what is already there, so that the rate is right.
-            begin = done if stage == "upload" else 0
-            self._bars[stage] = self._progress.add_task(name, total=max(total, 1), completed=begin)
-        self._progress.update(self._bars[stage], completed=done, total=max(total, 1))
+        if stage != self._stage:
+            for task in self._progress.tasks:
+                self._progress.stop_task(task.id)
+                self._progress.console.print(self._progress.make_tasks_table([task]))
+                self._progress.remove_task(task.id)
+            self._stage = stage
+            # A resumed file starts at what is already there, so that the rate is right.
+            begin = 0 if stage in _STAGES else done
+            self._progress.add_task(_STAGES.get(stage, stage), total=max(total, 1), completed=begin)
+        self._progress.update(self._progress.task_ids[0], completed=done if total else 1, total=max(total, 1))
 
 
 class RateColumn(rich.progress.TransferSpeedColumn):
@@ -79,11 +86,15 @@ def upload(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR|GGUF", help="Hugging Face folder (config, tokenizer, safetensors), or a GGUF file."
+            metavar="DIR|GGUF|OWNER/NAME",
+            help="Hugging Face folder (config, tokenizer, safetensors), GGUF file, or name on the Hugging Face hub.",
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(help="Name of the model; the folder's by default. With the admin key: TENANT/NAME.")
+        str | None, typer.Option(help="Name of the model; the source's by default. With the admin key: TENANT/NAME.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a model of the hub; its default branch by default.")
     ] = None,
     quantize: Annotated[
         Quantization | None,
@@ -99,7 +110,11 @@ def upload(
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Upload a model folder and publish it under a name.
+    """Upload a model and publish it under a name.
+
+    What exists here is a folder or a file; otherwise OWNER/NAME is a model of the Hugging Face hub, which this machine
+    reads at one commit and sends on as it arrives, and OWNER/NAME:Q4_K_M its GGUF file of that quantization. The token
+    is that of `hf auth login` or HF_TOKEN; HF_ENDPOINT names a mirror. hf:// in front always means the hub.
 
     A GGUF file is converted on this machine first: weights in bf16, tokenizer and chat template. A LoRA adapter becomes
     a model of its own name with --base, and runs on the instances of its base.
@@ -112,22 +127,30 @@ def upload(
     settings = given(
         idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine, base=base, quantize=quantize
     )
-    full_name = _model_name(access, source, name)
+    hub = hub_name(source, revision)
+    full_name = _model_name(access, source, hub, name)
     check_name(full_name)
     if base is not None and quantize is not None:
         raise CliError("--quantize is for models; an adapter keeps its dtype", "leave one of --base and --quantize out")
-    conversion = _conversion(source)
-    needed = "" if quantize is None else "torchrelay"
-    if conversion is None:
-        needed = check_folder(source, is_adapter=base is not None, to_int8=quantize is not None, engine=engine or "")
+    files, gguf = _opened(source, hub)
+    conversion, needed = None, "" if quantize is None else "torchrelay"
+    if not gguf:
+        needed = check_model(files, is_adapter=base is not None, to_int8=quantize is not None, engine=engine or "")
+    elif hub is None:
+        conversion = _conversion(source)
     if needed and engine is not None and engine.partition(":")[0] not in ("auto", needed):
         raise CliError(f"the weights need the engine {needed}, not {engine}", f"use --engine {needed}, or none")
-    before = _version_before(access, full_name)  # also checks the key, before minutes of conversion
-    with _model_folder(source, conversion) as folder:
-        model = _run(access, folder, full_name, settings, needed)
-        own_notes = left_out(source, is_adapter=base is not None) if conversion is None else conversion.notes
+    before = _version_before(access, full_name)  # also checks the key, before minutes of download and conversion
+    with ExitStack() as stack:
+        if gguf and conversion is None:
+            with _progress() as progress:
+                copy = stack.enter_context(files.local_file(gguf, ProgressLines(progress)))
+            conversion = _conversion(copy)
+        ready = files if conversion is None else stack.enter_context(_converted(conversion))
+        model = _run(access, ready, full_name, settings, needed)
+        own_notes = left_out(files, is_adapter=base is not None) if conversion is None else conversion.notes
         notes = own_notes + model.get("notes", [])
-        may_chat = base is not None or has_chat_template(folder)
+        may_chat = base is not None or has_chat_template(ready)
     kind = f"adapter of {model['parent']}" if model.get("parent") else f"{model['architecture']}, {model['dtype']}"
     facts = f"{kind}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
@@ -140,28 +163,35 @@ def upload(
         console.err().print("[dim]the model has no chat template: call /v1/completions or /v1/embeddings[/]")
 
 
-def _conversion(source: Path) -> Conversion | None:
-    """The conversion of a GGUF file; None: ``source`` is a folder. Raises ``CliError``, also if no space is left."""
-    if source.suffix.lower() != ".gguf" or not source.is_file():
-        return None
+def _opened(source: Path, hub: HubName | None) -> tuple[ModelSource, str]:
+    """The source of the files, and the GGUF file in it that is to be converted, or ""."""
+    if hub is None:
+        is_gguf = source.suffix.lower() == ".gguf" and source.is_file()
+        return (Folder(source.parent), source.name) if is_gguf else (Folder(source), "")
+    from torchrelay.cli.hub.repository import HubRepository  # huggingface_hub takes a while to import
+
+    repository = HubRepository(hub)
+    console.err().print(Text(f"{repository} at commit {repository.commit}"))
+    return repository, repository.gguf_file(hub.quantization) if hub.quantization else ""
+
+
+def _conversion(gguf: Path) -> Conversion:
+    """The conversion of a GGUF file. Raises ``CliError``, also if no space is left."""
     from torchrelay.cli.gguf.conversion import plan_conversion  # NumPy takes a while to import
 
-    conversion = plan_conversion(source)
+    conversion = plan_conversion(gguf)
     conversion.check_space(Path(tempfile.gettempdir()))
     return conversion
 
 
 @contextmanager
-def _model_folder(source: Path, conversion: Conversion | None) -> Iterator[Path]:
-    """The folder to upload: ``source``, or a temporary one with what it is converted to."""
-    if conversion is None:
-        yield source
-        return
+def _converted(conversion: Conversion) -> Iterator[Folder]:
+    """A temporary folder with what a GGUF file is converted to."""
     with tempfile.TemporaryDirectory(prefix="torchrelay-upload-") as name:
-        folder = Path(name)
-        with _progress_bars() as progress:
-            conversion.write(folder, StageBars(progress))
-        check_folder(folder)
+        with _progress() as progress:
+            conversion.write(Path(name), ProgressLines(progress))
+        folder = Folder(Path(name))
+        check_model(folder)
         yield folder
 
 
@@ -189,30 +219,31 @@ def _version_before(access: Access, name: str) -> str | None:
     return version
 
 
-def _progress_bars() -> rich.progress.Progress:
+def _progress() -> rich.progress.Progress:
+    name = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     columns = (
-        rich.progress.TextColumn("{task.description:<10}"),
-        rich.progress.BarColumn(),
-        rich.progress.TaskProgressColumn(),
-        rich.progress.DownloadColumn(),
-        RateColumn(),
+        rich.progress.TextColumn("{task.description}", markup=False, table_column=name),
+        rich.progress.BarColumn(16),
+        rich.progress.DownloadColumn(table_column=Column(min_width=15, justify="right")),
+        RateColumn(Column(min_width=10, justify="right")),
         rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
-    return rich.progress.Progress(*columns, console=console.err())
+    output = console.err()
+    return rich.progress.Progress(*columns, console=output, expand=output.is_terminal)
 
 
-def _run(access: Access, folder: Path, name: str, settings: dict[str, Any], needed_engine: str) -> dict[str, Any]:
+def _run(access: Access, files: ModelSource, name: str, settings: dict[str, Any], needed_engine: str) -> dict[str, Any]:
     try:
-        with _progress_bars() as progress, access.client() as client:
-            upload = ModelUpload(client, folder, name, StageBars(progress), UploadJournal.of_user())
+        with _progress() as progress, access.client() as client:
+            upload = ModelUpload(client, files, name, ProgressLines(progress), UploadJournal.of_user())
             return upload.run(settings, needed_engine)
     except KeyboardInterrupt:
         raise CliError("interrupted", "nothing was sent yet") from None
 
 
-def _model_name(access: Access, source: Path, name: str | None) -> str:
-    path = source.resolve()
-    chosen = name or (path.stem if path.suffix.lower() == ".gguf" else path.name).lower()
+def _model_name(access: Access, source: Path, hub: HubName | None, name: str | None) -> str:
+    path = source.resolve() if hub is None else Path(hub.repo)
+    chosen = name or (path.stem if path.suffix.lower() == ".gguf" and hub is None else path.name).lower()
     if access.is_admin and "/" not in chosen:
         raise CliError(
             "with the admin key, the name must include the tenant",

@@ -12,8 +12,9 @@ from tests.support.int8_checkpoints import int8_checkpoint
 from tests.unit.cli.conftest import CONFIG, Run
 from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.model_check import check_folder, check_name, is_model_name
-from torchrelay.cli.api.model_folder import adapter_paths, has_chat_template, left_out, model_paths
+from torchrelay.cli.api.model_check import check_model, check_name, is_model_name
+from torchrelay.cli.api.model_files import adapter_paths, has_chat_template, left_out, model_paths
+from torchrelay.cli.api.model_source import Folder
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.home import Home
@@ -37,7 +38,7 @@ def test_model_may_include_tenant() -> None:
 
 
 def test_valid_model_folder_passes(model_folder: Path) -> None:
-    check_folder(model_folder)
+    check_model(Folder(model_folder))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_valid_model_folder_passes(model_folder: Path) -> None:
 def test_unsupported_config_is_refused(model_folder: Path, config: str, said: str) -> None:
     (model_folder / "config.json").write_bytes(config.encode(errors="surrogateescape"))
     with pytest.raises(CliError, match=said):
-        check_folder(model_folder)
+        check_model(Folder(model_folder))
 
 
 @pytest.mark.parametrize(
@@ -75,19 +76,17 @@ def test_unsupported_config_is_refused(model_folder: Path, config: str, said: st
 def test_truncated_or_foreign_weights_are_refused(model_folder: Path, content: bytes, said: str) -> None:
     (model_folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CliError, match=said):
-        check_folder(model_folder)
+        check_model(Folder(model_folder))
 
 
 def test_missing_folder_or_nested_model_is_hinted(model_folder: Path) -> None:
     def refusal(folder: Path) -> tuple[str, str]:
         with pytest.raises(CliError) as refused:
-            check_folder(folder)
+            check_model(Folder(folder))
         return refused.value.message, refused.value.hint
 
     above, needed = model_folder.parent, "give the folder of a Hugging Face model"
     assert refusal(above / "Tyni") == (f"{above / 'Tyni'} does not exist", needed)
-    download = "; to download a model first: hf download acme/tiny --local-dir DIR"
-    assert refusal(Path("acme/tiny")) == ("acme/tiny does not exist", needed + download)
     config = model_folder / "config.json"
     assert refusal(config) == (f"{config} is not a folder", needed)
     beneath = f"{model_folder} has one: torchrelay upload {model_folder} --name NAME"
@@ -115,31 +114,33 @@ def test_upload_of_invalid_folder_sends_no_request(
 
 def test_folder_to_be_quantized_is_checked_before_it_is_sent(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
-    assert (check_folder(folder), check_folder(folder, to_int8=True)) == ("", "torchrelay")
+    assert (check_model(Folder(folder)), check_model(Folder(folder), to_int8=True)) == ("", "torchrelay")
     with pytest.raises(CliError, match=r"config\.json: quantization_config: the weights are quantized already"):
-        check_folder(int8_checkpoint(folder), to_int8=True)
+        check_model(Folder(int8_checkpoint(folder)), to_int8=True)
     with pytest.raises(CliError, match=r"config\.json: quantization_config .* is not supported") as refused:
-        check_folder(make_encoder(tmp_path / "encoder"), to_int8=True)
+        check_model(Folder(make_encoder(tmp_path / "encoder")), to_int8=True)
     assert refused.value.hint == "the field is quantization_config; upload without --quantize"
 
 
 def test_upload_sends_model_files_only(gateway: FakeGateway, model_folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     with GatewayClient(gateway.url, TENANT_KEY) as client:
-        model = ModelUpload(client, model_folder, "tiny", lambda *step: seen.append(step)).run({"max_instances": 2})
+        model = ModelUpload(client, Folder(model_folder), "tiny", lambda *step: seen.append(step)).run(
+            {"max_instances": 2}
+        )
     assert model["id"] == "acme/tiny"
     assert set(gateway.received) == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert all(bytes(sent) == (model_folder / path).read_bytes() for path, sent in gateway.received.items())
     assert gateway.asked[-1][2] == {"max_instances": 2}
-    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["hash", "upload", "validate", "pack"]
-    total = sum(len(sent) for sent in gateway.received.values())
-    assert [step for step in seen if step[0] == "upload"][-1] == ("upload", total, total)
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["hash", *sorted(gateway.received), "validate", "pack"]
+    for path, sent in gateway.received.items():
+        assert [step for step in seen if step[0] == path][-1] == (path, len(sent), len(sent))
 
 
 def test_upload_resumes_after_broken_connection(gateway: FakeGateway, model_folder: Path) -> None:
     gateway.cut_after = 1_000_000
     with GatewayClient(gateway.url, TENANT_KEY) as client:
-        ModelUpload(client, model_folder, "tiny", lambda *_: None).run({})
+        ModelUpload(client, Folder(model_folder), "tiny", lambda *_: None).run({})
     puts = [path for method, path, _ in gateway.asked if method == "PUT" and path.endswith("model.safetensors")]
     assert len(puts) == 2
     assert bytes(gateway.received["model.safetensors"]) == (model_folder / "model.safetensors").read_bytes()
@@ -154,14 +155,14 @@ def test_next_run_resumes_interrupted_upload(gateway: FakeGateway, model_folder:
 
     with GatewayClient(gateway.url, TENANT_KEY) as client:
         with pytest.raises(CliError, match="interrupted") as caught:
-            ModelUpload(client, model_folder, "tiny", interrupt, memory).run({})
+            ModelUpload(client, Folder(model_folder), "tiny", interrupt, memory).run({})
         assert "to resume" in caught.value.hint
         assert "torchrelay uploads abort upl-1" in caught.value.hint
         gateway.asked = []
-        ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+        ModelUpload(client, Folder(model_folder), "tiny", lambda *_: None, memory).run({})
         assert [method for method, _, _ in gateway.asked] == ["GET", "POST"]  # what is there, then the commit
         gateway.asked = []
-        ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+        ModelUpload(client, Folder(model_folder), "tiny", lambda *_: None, memory).run({})
         assert gateway.asked[0][:2] == ("POST", "/v1/uploads")  # that one was ended
 
 
@@ -170,9 +171,9 @@ def test_refused_upload_is_not_resumed(gateway: FakeGateway, model_folder: Path,
     gateway.refuse_commit = True
     with GatewayClient(gateway.url, TENANT_KEY) as client:
         with pytest.raises(ApiError, match="no such architecture"):
-            ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+            ModelUpload(client, Folder(model_folder), "tiny", lambda *_: None, memory).run({})
         gateway.refuse_commit, gateway.asked = False, []
-        ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+        ModelUpload(client, Folder(model_folder), "tiny", lambda *_: None, memory).run({})
     assert gateway.asked[0][:2] == ("POST", "/v1/uploads")
 
 
@@ -185,7 +186,7 @@ def test_upload_refuses_other_folder_before_sending(
 ) -> None:
     (model_folder / missing).unlink()
     with GatewayClient(gateway.url, TENANT_KEY) as client, pytest.raises(CliError, match=said) as caught:
-        ModelUpload(client, model_folder, "tiny", lambda *_: None).run({})
+        ModelUpload(client, Folder(model_folder), "tiny", lambda *_: None).run({})
     assert caught.value.hint
     assert gateway.asked == []
 
@@ -199,10 +200,10 @@ def test_cli_and_store_agree_on_model_files(tmp_path: Path) -> None:
     rag = "additional_chat_templates/rag.jinja"
     for name in (*names, rag, "README.md", "pytorch_model.bin", "consolidated.safetensors"):
         (tmp_path / name).touch()
-    assert left_out(tmp_path, is_adapter=False) == [
+    assert left_out(Folder(tmp_path), is_adapter=False) == [
         f"the upload leaves out {rag}: the platform selects no template by name"
     ]
-    assert {path.relative_to(tmp_path).as_posix() for path in model_paths(tmp_path)} == set(names)
+    assert set(model_paths(Folder(tmp_path))) == set(names)
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
 
 
@@ -210,18 +211,18 @@ def test_cli_and_store_agree_on_the_files_of_an_adapter(tmp_path: Path) -> None:
     names = ["adapter_config.json", "adapter_model.safetensors"]
     for name in (*names, "README.md", "tokenizer.json"):
         (tmp_path / name).touch()
-    assert [path.name for path in adapter_paths(tmp_path)] == names
+    assert adapter_paths(Folder(tmp_path)) == names
     reason = "an adapter has the tokenizer and the chat template of its base"
-    assert left_out(tmp_path, is_adapter=True) == [f"the upload leaves out tokenizer.json: {reason}"]
+    assert left_out(Folder(tmp_path), is_adapter=True) == [f"the upload leaves out tokenizer.json: {reason}"]
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
     for wrong in (names[:1], [*names, "tokenizer.json"]):
         with pytest.raises(UploadRefused):
             check_declared([DeclaredFile(name, 10, "0" * 64) for name in wrong], 0, 1 << 40)
     with pytest.raises(CliError, match="is a LoRA adapter"):
-        model_paths(tmp_path)
+        model_paths(Folder(tmp_path))
     (tmp_path / names[1]).unlink()
     with pytest.raises(CliError, match=r"has no adapter_model\.safetensors"):
-        adapter_paths(tmp_path)
+        adapter_paths(Folder(tmp_path))
 
 
 def test_index_decides_which_weights_are_sent(model_folder: Path) -> None:
@@ -230,12 +231,12 @@ def test_index_decides_which_weights_are_sent(model_folder: Path) -> None:
     index = model_folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "part-a.safetensors"}}))
     sent = {"config.json", "generation_config.json", "tokenizer.json", "part-a.safetensors", index.name}
-    assert {path.name for path in model_paths(model_folder)} == sent
+    assert set(model_paths(Folder(model_folder))) == sent
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in sent], 0, 1 << 40)
     (model_folder / "model.safetensors").touch()
-    assert {path.name for path in model_paths(model_folder)} == sent
+    assert set(model_paths(Folder(model_folder))) == sent
     index.write_text(json.dumps({"weight_map": {"a": "merged.safetensors"}}))  # into the single file, which is sent
-    assert {path.name for path in model_paths(model_folder)} == sent - {"part-a.safetensors"} | {"model.safetensors"}
+    assert set(model_paths(Folder(model_folder))) == sent - {"part-a.safetensors"} | {"model.safetensors"}
     (model_folder / "model.safetensors").unlink()
     for text, said in {
         '{"weight_map": {"a": "../part-b.safetensors"}}': "has no ../part-b.safetensors, which",
@@ -245,22 +246,22 @@ def test_index_decides_which_weights_are_sent(model_folder: Path) -> None:
     }.items():
         index.write_text(text)
         with pytest.raises(CliError, match=said):
-            model_paths(model_folder)
+            model_paths(Folder(model_folder))
 
 
 @pytest.mark.parametrize("name", ["x.gguf.part1of2", "x.GGUF.aa", "x.gguf-split-a"])
 def test_a_part_of_a_gguf_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(CliError, match=r"(?i)is a part of the GGUF file x\.gguf$") as caught:
-        model_paths(tmp_path / name)
+        model_paths(Folder(tmp_path / name))
     assert "join all its parts" in caught.value.hint
 
 
 def test_chat_templates_are_found_in_either_file(tmp_path: Path) -> None:
-    assert not has_chat_template(tmp_path)
+    assert not has_chat_template(Folder(tmp_path))
     for config, found in (("{", False), ("[]", False), ("{}", False), ('{"chat_template": "x"}', True)):
         (tmp_path / "tokenizer_config.json").write_text(config)
-        assert has_chat_template(tmp_path) is found
+        assert has_chat_template(Folder(tmp_path)) is found
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").touch()
-    assert has_chat_template(tmp_path)
+    assert has_chat_template(Folder(tmp_path))
