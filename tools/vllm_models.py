@@ -72,7 +72,7 @@ def keys_of_transformers(architectures: set[str]) -> Iterator[str]:
 
 
 def models_document() -> dict[str, Any]:
-    """What the installed vLLM knows."""
+    """The file's content for the installed vLLM."""
     root, text = Path(vllm.__file__).parent, registry._TEXT_GENERATION_MODELS
     keys = set(keys_of_transformers(set(text)))
     paths = {root / reader for reader in READERS}

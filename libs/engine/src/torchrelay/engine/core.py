@@ -78,7 +78,7 @@ class GroupAdapterReader(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the adapter in memory."""
+        """The bytes of the adapter in memory."""
 
     def read_part(self) -> bool:
         """(engine's thread) Reads the next part; returns whether there are more. Raises ``TorchrelayError``."""

@@ -95,7 +95,7 @@ def adapted_matrices(config: ModelConfig, document: Mapping[str, Any], names: se
 def opaque_matrices(
     document: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[int, dict[str, tuple[int, int]]]]:
-    """Of each projection that the tensors of an adapter change, its rank, and the names of A and B with their shapes.
+    """The rank of each projection that the tensors of an adapter change, and the names of A and B with their shapes.
 
     Only the engine of the base model knows whether it has these projections. Raises as ``adapted_matrices``.
     """

@@ -132,7 +132,7 @@ class ModelConfig:
         return "" if self.int8 is None else "torchrelay"
 
     def weights_dtype(self, dtype: str) -> str:
-        """What linear layers' weights are, in a model of ``dtype``."""
+        """The dtype of linear layers' weights, as users see it, in a model of ``dtype``."""
         if self.vllm is not None:
             return self.vllm.stored
         return dtype if self.int8 is None else "I8"

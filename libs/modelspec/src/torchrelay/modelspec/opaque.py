@@ -29,7 +29,7 @@ _FP8: Final = "F8_E4M3"
 
 @dataclass(frozen=True, slots=True)
 class KnownModels:
-    """What a version of vLLM knows."""
+    """The architectures and keys that a version of vLLM knows."""
 
     version: str
     text: frozenset[str]  # architectures that generate from text alone
@@ -63,7 +63,7 @@ class OpaqueModel:
     encoder = None
 
     def weights_dtype(self, dtype: str) -> str:
-        """What linear layers' weights are, in a model of ``dtype``."""
+        """The dtype of linear layers' weights, as users see it, in a model of ``dtype``."""
         return self.stored or dtype
 
 
