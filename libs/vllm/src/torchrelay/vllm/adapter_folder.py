@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from weakref import finalize
 
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.host.machine import SHARED_MEMORY
-
-if TYPE_CHECKING:
-    from torchrelay.vllm.served_model import VllmModel
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _numbers: Final = count(1)  # vLLM tells adapters apart by them
@@ -47,8 +46,11 @@ class Folder:
 class VllmAdapterReader:
     """Hands the files of an adapter to vLLM, once it has started."""
 
-    def __init__(self, model: VllmModel, adapter_id: str, document: bytes, weights: bytes) -> None:
-        self._model = model
+    def __init__(
+        self, started: Callable[[], LLMEngine | None], adapter_id: str, document: bytes, weights: bytes
+    ) -> None:
+        """``started``: vLLM, or None before it has started."""
+        self._started = started
         self._folder = Folder(document, weights)
         request = LoRARequest(adapter_id, next(_numbers), str(self._folder.path))
         self._adapter = VllmAdapter(adapter_id, len(weights), request, self._folder)
@@ -59,7 +61,7 @@ class VllmAdapterReader:
 
     def read_part(self) -> bool:
         """Raises ``InvalidRequest`` with vLLM's reason where it refuses the adapter."""
-        vllm = self._model.vllm
+        vllm = self._started()
         if vllm is None:
             return True
         try:

@@ -88,7 +88,7 @@ class VllmModel:
         self._group = group
         group.watch(self._pack.fail)
         group.open(slab)
-        self.vllm: LLMEngine | None = None  # None: it has not started
+        self._vllm: LLMEngine | None = None
         self._is_broken = self._is_ended = False
         self._choices = SlotChoices()
         self._cancels: deque[tuple[str, int | None]] = deque()
@@ -110,7 +110,7 @@ class VllmModel:
 
     @property
     def is_ready(self) -> bool:
-        return self.vllm is not None
+        return self._vllm is not None
 
     def _build(self) -> LLMEngine:
         """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
@@ -164,7 +164,7 @@ class VllmModel:
         )
 
     def close(self) -> None:
-        vllm, self.vllm = self.vllm, None
+        vllm, self._vllm = self._vllm, None
         self._is_broken = True
         self._group.begin_close()
         if vllm is not None:
@@ -196,13 +196,13 @@ class VllmModel:
         for spec in group.choices:
             choice = Choice(group, spec)
             self._choices[choice.request_id] = choice
-            if self.vllm is not None:
-                self._submit(self.vllm, choice)
+            if self._vllm is not None:
+                self._submit(self._vllm, choice)
 
     def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> VllmAdapterReader:
         if not self._settings.max_adapter_rank:
             raise InvalidRequest("slots of vLLM serve adapters up to max_adapter_rank, which is 0 here", field="model")
-        return VllmAdapterReader(self, adapter_id, document, weights)
+        return VllmAdapterReader(lambda: self._vllm, adapter_id, document, weights)
 
     def _groups(self) -> Iterator[GroupSpec]:
         return (choice.group for choice in self._choices.values())
@@ -221,8 +221,8 @@ class VllmModel:
         ]
         for request_id in ended:
             del self._choices[request_id]
-        if ended and self.vllm is not None:
-            self.vllm.abort_request(ended)
+        if ended and self._vllm is not None:
+            self._vllm.abort_request(ended)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
         self._cancels.append((group_id, choice))
@@ -230,16 +230,16 @@ class VllmModel:
     # Steps
 
     def has_work(self) -> bool:
-        return not self._is_broken and (self.vllm is None or bool(self._choices))
+        return not self._is_broken and (self._vllm is None or bool(self._choices))
 
     def max_sleep_s(self) -> float | None:
         return 0.0 if self.has_work() else None
 
     def step(self) -> StepResult:
-        if self.vllm is None:
-            self.vllm = self._build()
+        if self._vllm is None:
+            self._vllm = self._build()
             for choice in self._choices.values():
-                self._submit(self.vllm, choice)
+                self._submit(self._vllm, choice)
             self._hooks.wake()
             return EMPTY_STEP
         while self._cancels:
@@ -248,7 +248,7 @@ class VllmModel:
         if not self._choices:
             return StepResult((), (), 0, 0, 0.0, expired=expired)
         began_s = time.monotonic()
-        outputs = self.vllm.step()
+        outputs = self._vllm.step()
         result = self._result(outputs, time.monotonic() - began_s, expired)
         self._advance()
         return result
@@ -287,8 +287,8 @@ class VllmModel:
                     ended.append(output.request_id)
         for choice in self._choices.values():
             choice.discard()
-        if ended and self.vllm is not None:
-            self.vllm.abort_request(ended)
+        if ended and self._vllm is not None:
+            self._vllm.abort_request(ended)
         self._work = StepWork(num_prefilled, num_prefill_attended, num_decoding, num_decode_attended)
         return StepResult(
             tuple(tokens), tuple(prefilled), num_prefilled, num_decoding, step_s, self._work, expired=expired
@@ -301,14 +301,14 @@ class VllmModel:
 
     @property
     def num_pages(self) -> int:
-        return 0 if self.vllm is None else int(self.vllm.vllm_config.cache_config.num_gpu_blocks or 0)
+        return 0 if self._vllm is None else int(self._vllm.vllm_config.cache_config.num_gpu_blocks or 0)
 
     @property
     def num_free_pages(self) -> int:
         """An estimate by the tokens of running choices; common prefixes count for each."""
-        if self.vllm is None:
+        if self._vllm is None:
             return 0
-        size = self.vllm.vllm_config.cache_config.block_size
+        size = self._vllm.vllm_config.cache_config.block_size
         used = sum(-(-(len(choice.prompt) + len(choice.new)) // size) for choice in self._choices.values())
         return max(self.num_pages - int(used), 0)
 
@@ -318,10 +318,10 @@ class VllmModel:
 
     @property
     def is_recording(self) -> bool:
-        return self.vllm is None
+        return self._vllm is None
 
     @property
     def num_advances(self) -> int:
         # A step of vLLM tells nothing until it ends. On a GPU a thread that waits for ever may compute.
-        tells_by_cpu = self.vllm is None or self._settings.device == "cpu"
+        tells_by_cpu = self._vllm is None or self._settings.device == "cpu"
         return self._advances + (self._computed.tenths + self._group.computed_tenths if tells_by_cpu else 0)
