@@ -72,9 +72,12 @@ async def test_slots_without_a_rank_refuse_adapters_by_the_setting(tmp_path: Pat
         base = await publish(store, checkpoint)
         adapter = await publish(store, make_adapter(tmp_path / "adapter", reference), base.version_id)
     remote = tmp_path / "published" / "remote"
+    stale = SHARED_MEMORY / "torchrelay-adapter-of-a-killed-worker"
+    stale.mkdir()
     async with running_testbed(
         tmp_path, remote, base, nats_url, apart=False, engine="vllm", kv_pool_bytes=8 << 20
     ) as scene:
+        assert not stale.exists()
         refused = await scene.send(adapted(scene, PROMPTS[0], adapter))
         await refused.finished()
         assert "serve adapters up to max_adapter_rank, which is 0 here" in refused.error().message

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -18,6 +21,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.host.machine import SHARED_MEMORY
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX: Final = "torchrelay-adapter-"
 _numbers: Final = count(1)  # vLLM tells adapters apart by them
 
 
@@ -34,13 +38,32 @@ class VllmAdapter:
 
 
 class Folder:
-    """A folder with the files of an adapter, removed with this object."""
+    """A folder in shared memory with the files of an adapter, locked and later removed by this object."""
 
     def __init__(self, document: bytes, weights: bytes) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="torchrelay-adapter-", dir=SHARED_MEMORY))
-        finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=SHARED_MEMORY))
+        descriptor = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        finalize(self, _remove, self.path, descriptor)
         (self.path / _CONFIG).write_bytes(document)
         (self.path / _WEIGHTS).write_bytes(weights)
+
+
+def _remove(path: Path, descriptor: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(descriptor)
+
+
+def remove_stale_folders() -> None:
+    """Removes folders that workers of this host have left behind, because they were killed."""
+    for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a worker has it
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 class VllmAdapterReader:
@@ -49,7 +72,7 @@ class VllmAdapterReader:
     def __init__(
         self, started: Callable[[], LLMEngine | None], adapter_id: str, document: bytes, weights: bytes
     ) -> None:
-        """``started``: vLLM, or None before it has started."""
+        """``started`` gives vLLM, or None before it has started; it raises ``Conflict`` after its end."""
         self._started = started
         self._folder = Folder(document, weights)
         request = LoRARequest(adapter_id, next(_numbers), str(self._folder.path))
@@ -60,7 +83,7 @@ class VllmAdapterReader:
         return self._adapter.num_bytes
 
     def read_part(self) -> bool:
-        """Raises ``InvalidRequest`` with vLLM's reason where it refuses the adapter."""
+        """Raises ``InvalidRequest`` with vLLM's reason where it refuses the adapter, and ``Conflict``."""
         vllm = self._started()
         if vllm is None:
             return True

@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.vllm.adapter_folder import remove_stale_folders
 from torchrelay.vllm.device_group import DeviceGroup
 from torchrelay.vllm.served_model import VllmModel
 from torchrelay.worker.settings import WorkerSettings
@@ -33,6 +34,7 @@ class VllmEngine(Engine):
 
     def start(self) -> None:
         """Starts the processes of the further devices; the import of this module has warmed this process up."""
+        remove_stale_folders()
         num_threads = max(torch.get_num_threads() // self._settings.devices, 1)
         torch.set_num_threads(num_threads)
         self._group.start(num_threads)

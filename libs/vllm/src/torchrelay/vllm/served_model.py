@@ -202,7 +202,12 @@ class VllmModel:
     def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> VllmAdapterReader:
         if not self._settings.max_adapter_rank:
             raise InvalidRequest("slots of vLLM serve adapters up to max_adapter_rank, which is 0 here", field="model")
-        return VllmAdapterReader(lambda: self._vllm, adapter_id, document, weights)
+        return VllmAdapterReader(self._started, adapter_id, document, weights)
+
+    def _started(self) -> LLMEngine | None:
+        if self._is_broken:
+            raise Conflict("the instance was unloaded")
+        return self._vllm
 
     def _groups(self) -> Iterator[GroupSpec]:
         return (choice.group for choice in self._choices.values())
