@@ -36,8 +36,20 @@ REFUSED = re.compile(
     r".*(auto_map|class|code|custom|file|module|name|path|peft|processor|quantiz|remote|speculat|tokenizer|weights"
     r"|compression|draft|backbone).*|dtype_str|[a-z]+_config"
 )
-ALLOWED = ("text_config", "dual_chunk_attention_config", "linear_attn_config", "layers_block_type", "ffn_config")
-ALLOWED += ("attn_config", "norm_topk_prob", "num_codebooks", "model_type", "architectures", "torch_dtype", "dtype")
+ALLOWED = frozenset(
+    (
+        *("text_config", "dual_chunk_attention_config", "linear_attn_config", "attn_config", "ffn_config"),
+        *(
+            "layers_block_type",
+            "norm_topk_prob",
+            "num_codebooks",
+            "model_type",
+            "architectures",
+            "torch_dtype",
+            "dtype",
+        ),
+    )
+)
 
 
 def keys_of_source(tree: ast.AST) -> Iterator[str]:
@@ -87,7 +99,7 @@ def models_document() -> dict[str, Any]:
         "version": vllm.__version__.partition("+")[0],
         "text": sorted(text),
         "multimodal": sorted(registry._MULTIMODAL_MODELS),
-        "config_keys": sorted(known | set(ALLOWED)),
+        "config_keys": sorted(known | ALLOWED),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +32,7 @@ def adapted(scene: RolesTestbed, prompt: list[int], adapter: param_store_pb2.Ver
 
 async def test_adapters_answer_as_peft_beside_their_base(tmp_path: Path, nats_url: str) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "glm4", num_attention_heads=4, hidden_size=128)
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
+    reference: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
     folders = [make_adapter(tmp_path / f"a{seed}", reference, targets=ATTENTION, seed=seed) for seed in range(2)]
     folders.append(make_adapter(tmp_path / "wide", reference, targets=ATTENTION, rank=32))
     async with running_store(tmp_path / "published") as store:
