@@ -117,13 +117,32 @@ def test_a_gpu_has_one_worker(gpus: Gpus) -> None:
         pass
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda:0"])
-def test_driver_that_torch_cannot_use_is_named(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver with one GPU."""
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC\n")
     monkeypatch.setattr(host_gpus, "DRIVER", tmp_path)
     monkeypatch.setattr(host_gpus, "DRIVER_NODE", tmp_path / "version")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("driver")
+def test_each_slice_of_a_gpu_has_a_worker(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where CUDA tells the UUID of the whole GPU for each."""
+    gpus.free_bytes, settings = [20 * GIB], settings_of(device="cuda:0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-11")
+    with locked(gpus_of(settings)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-22")
+        second = gpus_of(settings)
+        assert second[0].uuid == "22"
+        with locked(second):
+            pass
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("device", ["auto", "cuda:0"])
+def test_driver_that_torch_cannot_use_is_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequest) as caught:
         resolve_device(device, 0)
     assert caught.value.message.startswith("this machine has GPUs with NVIDIA's driver 535.129.03, and torch ")

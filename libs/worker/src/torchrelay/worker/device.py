@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.host.gpus import driver_version, first_gpu, visible_gpus
+from torchrelay.common.host.gpus import driver_version, first_gpu, slice_uuid, visible_gpus
 from torchrelay.common.host.machine import Machine, check_kv_pools
 from torchrelay.common.quantities import format_bytes
 from torchrelay.worker.settings import WorkerSettings
@@ -101,7 +101,8 @@ def _gpu(number: int) -> Gpu:
         facts = torch.cuda.get_device_properties(number)
     except RuntimeError as error:  # for example: no memory for the context of this process
         raise InvalidRequest(f"GPU {number} cannot be used: {_reason(error)}", field="device") from error
-    return Gpu(number, facts.name, str(facts.uuid), (facts.major, facts.minor), total_bytes, free_bytes)
+    uuid = slice_uuid(number) or str(facts.uuid)  # CUDA may tell that of the whole GPU
+    return Gpu(number, facts.name, uuid, (facts.major, facts.minor), total_bytes, free_bytes)
 
 
 @contextmanager

@@ -26,6 +26,12 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]
     return tuple(takewhile(lambda name: name.startswith(("GPU-", _SLICE)) or name.isdecimal(), stripped))
 
 
+def slice_uuid(number: int) -> str:
+    """The UUID of a visible slice; empty for a whole GPU."""
+    name = dict(enumerate(visible_gpus())).get(number, "")
+    return name.removeprefix(_SLICE) if name.startswith(_SLICE) else ""
+
+
 def driver_version() -> str:
     """The driver's version, as the first line of its file tells it; empty if it tells none."""
     words = (DRIVER / "version").read_text().partition("\n")[0].split()
