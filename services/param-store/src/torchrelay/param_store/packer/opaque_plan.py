@@ -13,6 +13,10 @@ from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTens
 from torchrelay.param_store.packer.pack_plan import common_dtype
 from torchrelay.transfer.pack_layout import PackLayout
 
+_NOTE: Final = (
+    "only the engine vllm computes this architecture: an instance answers once all of it is loaded, and its prompts and"
+    " answers do not move to other instances"
+)
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
 
 
@@ -35,7 +39,7 @@ def plan_opaque(
     weights = [stored for stored in ordered if stored.dtype in DTYPE_BYTES]
     if not weights:
         raise PackRefused(checkpoint.file, f"no tensor has one of the dtypes {', '.join(DTYPE_BYTES)}")
-    notes = list(checkpoint.notes)
+    notes = [*checkpoint.notes, _NOTE]
     if left_out := sorted(checkpoint.tensors.keys() - {stored.name for stored in ordered}):
         notes.append(f"tensors of other dtypes than {', '.join(known)} were left out: {listed(left_out)}")
     if unread := unread_keys(document):
