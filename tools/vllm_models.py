@@ -3,7 +3,8 @@
     tests/vllm/.venv/bin/python tools/vllm_models.py
 
 A key counts as read if a config class of transformers for one of the models of text has it, or if vLLM's code for these
-models, or its code that reads configs, takes it from a config. Left out are keys that name other files, models or code.
+models, or its code that reads configs, takes it from a config. Left out are keys that name other files, models or code,
+and what a config has that is no field of it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import vllm
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.model_executor.models import registry
+from vllm.model_executor.models import registry, supports_lora
 
 OUTPUT = Path(__file__).resolve().parents[1] / "libs/modelspec/src/torchrelay/modelspec/vllm_models.json"
 READERS = (
@@ -30,26 +33,14 @@ READERS = (
     "transformers_utils/model_arch_config_convertor.py",
     "config/model.py",
 )
-CONFIGS = re.compile(r"(hf_|text_|hf_text_|rope_|yarn_)?(config|parameters|scaling)")
+OWN_CONFIGS = "transformers_utils/configs"
+CONFIGS = re.compile(r"(hf_|text_|hf_text_|rope_|yarn_)?(config|parameters|scaling)|kwargs")
 KEY = re.compile(r"[a-z][A-Za-z0-9_]{1,63}")
-REFUSED = re.compile(
-    r".*(auto_map|class|code|custom|file|module|name|path|peft|processor|quantiz|remote|speculat|tokenizer|weights"
-    r"|compression|draft|backbone).*|dtype_str|[a-z]+_config"
+REFUSED_WORDS = frozenset(
+    "backbone class code compression custom draft file map module modules name path peft plan processor quantization "
+    "quantize quantized remote speculative speculators tokenizer weights".split()
 )
-ALLOWED = frozenset(
-    (
-        *("text_config", "dual_chunk_attention_config", "linear_attn_config", "attn_config", "ffn_config"),
-        *(
-            "layers_block_type",
-            "norm_topk_prob",
-            "num_codebooks",
-            "model_type",
-            "architectures",
-            "torch_dtype",
-            "dtype",
-        ),
-    )
-)
+ALLOWED = frozenset(("text_config", "model_type", "architectures", "torch_dtype", "dtype"))
 
 
 def keys_of_source(tree: ast.AST) -> Iterator[str]:
@@ -81,6 +72,24 @@ def keys_of_transformers(architectures: set[str]) -> Iterator[str]:
             yield from getattr(each, "__annotations__", ())
             yield from getattr(each, "attribute_map", ())
         yield from inspect.signature(kind.__init__).parameters
+        yield from keys_of_source(ast.parse(Path(inspect.getfile(kind)).read_text()))
+
+
+def keys_of_own_configs(tree: ast.AST) -> Iterator[str]:
+    """The arguments and fields of vLLM's config classes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name="__init__", args=arguments):
+                yield from (each.arg for each in (*arguments.args, *arguments.kwonlyargs))
+            case ast.AnnAssign(target=ast.Name(id=key)):
+                yield key
+
+
+def architectures_with_adapters() -> Iterator[str]:
+    for name in registry._TEXT_GENERATION_MODELS:
+        kind = registry.ModelRegistry._try_load_model_cls(name)
+        if kind is None or supports_lora(kind):  # None: it cannot be imported here, and vLLM decides
+            yield name
 
 
 def models_document() -> dict[str, Any]:
@@ -94,10 +103,15 @@ def models_document() -> dict[str, Any]:
         paths.update(path.rglob("*.py") if path.is_dir() else {path.with_suffix(".py")})
     for path in paths:
         keys.update(keys_of_source(ast.parse(path.read_text())))
-    known = {key for key in keys if KEY.fullmatch(key) and not REFUSED.fullmatch(key)}
+    for path in (root / OWN_CONFIGS).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        keys.update(keys_of_source(tree), keys_of_own_configs(tree))
+    methods = {*dir(PreTrainedConfig), *dir(dict), "self"} - {field.name for field in fields(PreTrainedConfig)}
+    known = {key for key in keys - methods if KEY.fullmatch(key) and REFUSED_WORDS.isdisjoint(key.split("_"))}
     return {
         "version": vllm.__version__.partition("+")[0],
         "text": sorted(text),
+        "adapters": sorted(architectures_with_adapters()),
         "multimodal": sorted(registry._MULTIMODAL_MODELS),
         "config_keys": sorted(known | ALLOWED),
     }

@@ -7,6 +7,7 @@ that it names (``tools/vllm_models.py`` writes it).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,7 +23,12 @@ from torchrelay.modelspec.vllm_quantization import FIELD, VllmQuantization, laye
 
 VLLM: Final = "vllm"
 _MAX_NUMBER: Final = 2**31 - 1
-_MAX_TEXT: Final = 256  # characters of a value
+_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+MAX_CONTEXT_TOKENS: Final = 1 << 20  # vLLM makes tables of this length
+_DEFAULT_CONTEXT_TOKENS: Final = 2048  # of a config that names none
+# Beneath a key that vLLM reads all keys count, but these, which name files, models or code.
+_NESTED: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
+_REFUSED: Final = re.compile(r"auto_map|attribute_map|.*_name_or_path|trust_remote_code|(quantization|compression)_config")
 _MXFP4: Final = "mxfp4"
 _FP8: Final = "F8_E4M3"
 
@@ -33,6 +39,7 @@ class KnownModels:
 
     version: str
     text: frozenset[str]  # architectures that generate from text alone
+    adapters: frozenset[str]  # those of them that may have LoRA adapters
     multimodal: frozenset[str]
     config_keys: frozenset[str]  # of config.json, at any depth
 
@@ -40,7 +47,7 @@ class KnownModels:
 @cache
 def known_models() -> KnownModels:
     document = json.loads((files(__package__) / "vllm_models.json").read_text())
-    groups = (frozenset(document[group]) for group in ("text", "multimodal", "config_keys"))
+    groups = (frozenset(document[group]) for group in ("text", "adapters", "multimodal", "config_keys"))
     return KnownModels(document["version"], *groups)
 
 
@@ -75,11 +82,13 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
     quantization, stored, dtypes = _quantization(text.get(FIELD))
     return OpaqueModel(
         hidden_size=hidden,
-        num_layers=_number(text, "num_hidden_layers", "n_layer", "n_layers", at_most=MAX_LAYERS),
+        num_layers=_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", at_most=MAX_LAYERS),
         num_kv_heads=_number(text, "num_key_value_heads", "num_kv_heads", default=heads),
         head_dim=_number(text, "head_dim", default=max(hidden // heads, 1)),
-        vocab_size=_number(text, "vocab_size"),
-        max_context_tokens=_number(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+        vocab_size=_number(text, "vocab_size", "padded_vocab_size"),
+        max_context_tokens=min(
+            _number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS), MAX_CONTEXT_TOKENS
+        ),
         quantization=quantization,
         stored=stored,
         dtypes=dtypes,
@@ -106,22 +115,28 @@ def read_model(config: Mapping[str, Any], *, is_opaque: bool) -> ModelConfig | O
 
 
 def served_document(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json that vLLM reads, at any depth, except for its quantization."""
-    return {key: value for key, value in _plain(config).items() if key != FIELD}
+    """The part of a config.json that vLLM receives: what it reads, except for the quantization, and a context of at
+    most ``MAX_CONTEXT_TOKENS``.
+    """
+    document = {key: _plain(value) for key, value in config.items() if key in known_models().config_keys}
+    if isinstance(text := config.get("text_config"), Mapping):
+        document["text_config"] = served_document(text)
+    for key in _CONTEXT_KEYS:
+        if isinstance(value := document.get(key), int):
+            document[key] = min(value, MAX_CONTEXT_TOKENS)
+    return document
 
 
 def unread_keys(config: Mapping[str, Any]) -> list[str]:
-    """The keys of config.json, without those of objects in it, that vLLM does not receive."""
-    return sorted(config.keys() - _plain(config).keys() - {FIELD})
+    """The keys of config.json that vLLM does not receive, without those of objects in it."""
+    return sorted(config.keys() - known_models().config_keys - {FIELD})
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        known = known_models().config_keys
-        return {key: _plain(each) for key, each in value.items() if key in known or key.isdecimal()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return value[:_MAX_TEXT] if isinstance(value, str) else value
+        items = value.items()
+        return {key: _plain(each) for key, each in items if _NESTED.fullmatch(key) and not _REFUSED.fullmatch(key)}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _number(config: Mapping[str, Any], *keys: str, default: int | None = None, at_most: int = _MAX_NUMBER) -> int:

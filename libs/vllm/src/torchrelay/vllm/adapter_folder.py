@@ -17,7 +17,7 @@ from weakref import finalize
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.errors import InvalidRequest, Overloaded
 from torchrelay.common.host.machine import SHARED_MEMORY
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -73,26 +73,32 @@ class VllmAdapterReader:
         self, started: Callable[[], LLMEngine | None], adapter_id: str, document: bytes, weights: bytes
     ) -> None:
         """``started`` gives vLLM, or None before it has started; it raises ``Conflict`` after its end."""
-        self._started = started
-        self._folder = Folder(document, weights)
-        request = LoRARequest(adapter_id, next(_numbers), str(self._folder.path))
-        self._adapter = VllmAdapter(adapter_id, len(weights), request, self._folder)
+        self._started, self._adapter_id = started, adapter_id
+        self._document, self._weights = document, weights
+        self._adapter: VllmAdapter | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self._adapter.num_bytes
+        return len(self._weights)
 
     def read_part(self) -> bool:
-        """Raises ``InvalidRequest`` with vLLM's reason where it refuses the adapter, and ``Conflict``."""
+        """Raises ``InvalidRequest`` with vLLM's reason where it refuses the adapter, ``Overloaded`` without room for its files, and ``Conflict``."""
         vllm = self._started()
         if vllm is None:
             return True
         try:
-            vllm.add_lora(self._adapter.request)
+            folder = Folder(self._document, self._weights)
+        except OSError as error:
+            raise Overloaded(f"{SHARED_MEMORY} does not take the adapter: {error.strerror}", field="model") from error
+        request = LoRARequest(self._adapter_id, next(_numbers), str(folder.path))
+        try:
+            vllm.add_lora(request)
         except Exception as error:  # vLLM documents none
             reason = str(error).partition("\n")[0]
             raise InvalidRequest(f"vLLM does not serve this adapter: {reason}", field="model") from error
+        self._adapter = VllmAdapter(self._adapter_id, self.num_bytes, request, folder)
         return False
 
     def read(self) -> VllmAdapter:
+        assert self._adapter is not None
         return self._adapter

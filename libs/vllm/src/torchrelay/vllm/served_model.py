@@ -26,7 +26,7 @@ from torchrelay.engine.batching.validation import check_lengths, check_tokens
 from torchrelay.engine.core import EMPTY_STEP, GroupSpec, LoadFailed, NewToken, StepResult
 from torchrelay.engine.kv.layout import KvShape
 from torchrelay.modelspec.config import ModelConfig
-from torchrelay.modelspec.opaque import OpaqueModel, read_model
+from torchrelay.modelspec.opaque import OpaqueModel, known_models, read_model
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.vllm.adapter_folder import VllmAdapter, VllmAdapterReader
 from torchrelay.vllm.arriving_pack import ArrivingPack
@@ -120,6 +120,8 @@ class VllmModel:
                 Path(folder, "config.json").write_text(json.dumps(model_document(self._manifest)))
                 times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
+                if (vocab_size := config.model_config.get_vocab_size()) < self._model.vocab_size:
+                    raise LoadFailed(f"it has a vocabulary of {vocab_size} tokens, not {self._model.vocab_size}")
                 times_s.append(time.monotonic())
                 vllm = LLMEngine(config, GroupExecutor, log_stats=False, multiprocess_mode=False)
                 times_s.append(time.monotonic())
@@ -156,7 +158,7 @@ class VllmModel:
             enforce_eager=settings.device == "cpu" or not settings.vllm_graphs,  # compilation takes a minute
             gpu_memory_utilization=EngineArgs.gpu_memory_utilization if settings.device == "cpu" else _GPU_SHARE,
             async_scheduling=False,
-            enable_lora=bool(settings.max_adapter_rank),
+            enable_lora=self._takes_adapters,
             max_lora_rank=settings.max_adapter_rank or 1,
             max_loras=settings.max_adapters,
             distributed_executor_backend=GroupExecutor,
@@ -202,7 +204,14 @@ class VllmModel:
     def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> VllmAdapterReader:
         if not self._settings.max_adapter_rank:
             raise InvalidRequest("slots of vLLM serve adapters up to max_adapter_rank, which is 0 here", field="model")
+        if not self._takes_adapters:
+            architecture = self._manifest.architecture
+            raise InvalidRequest(f"vLLM serves no adapters of the architecture {architecture}", field="model")
         return VllmAdapterReader(self._started, adapter_id, document, weights)
+
+    @property
+    def _takes_adapters(self) -> bool:
+        return bool(self._settings.max_adapter_rank) and self._manifest.architecture in known_models().adapters
 
     def _started(self) -> LLMEngine | None:
         if self._is_broken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -13,6 +13,9 @@ from torchrelay.control.v1 import types_pb2
 
 _MIN_SIZES = {"kv_pool_bytes": 1 << 20, "token_budget": 16}
 ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
+
+
+ADAPTER_RANKS = (0, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM sets memory aside for
 
 
 class WorkerSettings(ServiceSettings):
@@ -71,10 +74,11 @@ class WorkerSettings(ServiceSettings):
         " kernels read fastest: faster steps, for private memory of the weights' size. Skipped where less than twice"
         " that is available.",
     )
-    max_adapter_rank: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] = Field(
+    max_adapter_rank: int = Field(
         0,
         description="Maximum rank of LoRA adapters in a slot of vLLM, which sets memory aside for them and then serves"
-        " only architectures that may have any; 0: none. Torchrelay's engine takes every rank.",
+        " adapters of the architectures that may have any: 8, 16, 32, 64, 128, 256, 320 or 512; 0: none. Torchrelay's"
+        " engine takes every rank.",
     )
     max_adapters: int = Field(4, ge=1, le=64, description="Adapters in one step of vLLM; requests of others wait.")
     prefix_cache: bool = Field(True, description="Compute a common prefix of one tenant's prompts only once.")
@@ -92,6 +96,13 @@ class WorkerSettings(ServiceSettings):
     kv_timeout_s: float = Field(
         30.0, gt=0, description="Fail an attempt when its KV transfer makes no progress for this long."
     )
+
+    @field_validator("max_adapter_rank")
+    @classmethod
+    def _rank_of_vllm(cls, value: int) -> int:
+        if value not in ADAPTER_RANKS:
+            raise ValueError(f"must be one of {', '.join(map(str, ADAPTER_RANKS))}, not {value}")
+        return value
 
     @field_validator("roles")
     @classmethod

@@ -117,7 +117,7 @@ def main() -> None:
     try:
         if job["base_config"] is not None:
             num_matrices = check_adapter(
-                Path(job["folder"]), job["base_config"], job["base_dtype"], is_opaque=job["base_is_opaque"]
+                Path(job["folder"]), job["base_config"], job["base_dtype"], is_opaque=job.get("base_is_opaque", False)
             )
             emit(checked={"num_matrices": num_matrices})
         else:
