@@ -260,10 +260,14 @@ async def test_worker_ends_when_its_gpu_computes_nothing_any_more(
 ) -> None:
     """Only a new process can compute on it. The worker failed every later load."""
     ends: list[str] = []
+
+    async def fault(device: str, num_devices: int) -> str:
+        return f"{device} fell off the bus"
+
     async with loading(tmp_path, model, nats_url) as (scene, pack):
         pack.let_all()
         await scene.prefill.until_ready()
-        monkeypatch.setattr(worker_module, "device_fault", lambda device: f"{device} fell off the bus")
+        monkeypatch.setattr(worker_module, "device_fault", fault)
         monkeypatch.setattr(worker_module, "end_process", lambda: ends.append("ended"))
         await scene.prefill.unload(drain_s=0)
         await scene.prefill.until_free()

@@ -333,7 +333,7 @@ def test_workers_that_join_have_gpus_of_their_own(run: Run, tmp_path: Path, monk
     node = NodePlan(FILE, started[0], ServiceSettings())
     told = [spec.env for spec in node.workers(node.folder(), [CREDENTIALS] * 2)]
     names = ("TORCHRELAY_DEVICE", "CUDA_VISIBLE_DEVICES")
-    assert [[each[name] for name in names] for each in told] == [["cuda:0", "MIG-1"], ["cuda:0", "MIG-2"]]
+    assert [[each[name] for name in names] for each in told] == [["auto", "MIG-1"], ["auto", "MIG-2"]]
     assert node.store(node.folder(), CREDENTIALS).env["TORCHRELAY_ARENA_LIMIT_BYTES"] == "0"
 
 

@@ -41,13 +41,15 @@ _UNNAMED = {"key_id", "name", "request_id", "upload_id"}
 
 
 class CliError(Exception):
-    """``message`` says what is wrong, ``hint`` what to do about it. Printed without a traceback."""
+    """``message`` says what is wrong, ``hint`` what to do about it. Printed without a traceback. ``refuses_file``: a
+    file of the model is refused as it is, so that a copy of it is of no use.
+    """
 
     exit_code = 1
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", *, refuses_file: bool = False) -> None:
         super().__init__(message)
-        self.message, self.hint = message, hint
+        self.message, self.hint, self.refuses_file = message, hint, refuses_file
 
 
 class Unreachable(CliError):
@@ -60,7 +62,7 @@ class ApiError(CliError):
     """
 
     def __init__(self, message: str, hint: str = "", *, status: int, code: str = "", field: str = "") -> None:
-        super().__init__(message, hint)
+        super().__init__(message, hint, refuses_file=code == "upload_refused")
         self.status, self.code, self.field = status, code, field
         if status in (400, 422) and field in _OPTIONS:
             self.exit_code = 2  # as for an option that this program refuses itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +181,16 @@ def test_tensors_are_compared_with_metadata_before_anything_is_written(
     with pytest.raises(CliError, match=said):
         converted(path, tmp_path / "converted")
     assert list((tmp_path / "converted").iterdir()) == []
+
+
+def test_conversion_is_planned_from_the_begin_of_a_file(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "hf", "llama")
+    path = write_gguf(tmp_path / "model.gguf", checkpoint, rope_freqs=np.ones(8, np.float32))
+    num_bytes, begin = path.stat().st_size, min(tensor.offset for tensor in read_header(path).tensors.values())
+    os.truncate(path, begin)
+    assert plan_conversion(path, num_bytes).num_bytes > 0
+    with pytest.raises(CliError, match="reach beyond the file"):
+        plan_conversion(path)
 
 
 def test_missing_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 
+from tests.support import hub_server
 from tests.support.checkpoints import make_checkpoint
 from tests.support.hub_server import TOKEN, HubServer, running_hub
 from tests.unit.cli.conftest import CONFIG, Run, refusal
 from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from tests.unit.cli.gguf.gguf_files import write_gguf
+from torchrelay.cli.commands import upload
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.hub import repository
@@ -64,6 +69,12 @@ def tenant_key(home: Home) -> None:
         ("a/b/c", None, None),
         ("/a/b", None, None),
         ("../b", None, None),
+        ("./a/b", None, None),
+        ("~/b", None, None),
+        ("a/b/", None, None),
+        ("a/b@main/", None, None),
+        ("here/other", "main", HubName("here/other", "", "main")),
+        ("hf://here/other", None, HubName("here/other", "", None)),
     ],
 )
 def test_what_exists_here_is_no_name_of_the_hub(
@@ -71,7 +82,20 @@ def test_what_exists_here_is_no_name_of_the_hub(
 ) -> None:
     (tmp_path / "here/model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert hub_name(Path(source), revision) == name
+    assert hub_name(source, revision) == name
+
+
+def test_mistyped_path_is_not_sent_to_the_hub(
+    run: Run, gateway: FakeGateway, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Acme").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hub.publish(REPO, FILES)
+    refused = refusal(run("upload", REPO))
+    assert refused.message == f"{REPO} does not exist, and Acme is a folder here"
+    assert "a path that exists" in refused.hint and f"hf://{REPO}" in refused.hint
+    assert "does not exist" in refusal(run("upload", f"./{REPO}")).message
+    assert hub.asked == []
 
 
 def test_model_is_read_at_one_commit_and_sent(run: Run, gateway: FakeGateway, hub: HubServer) -> None:
@@ -130,6 +154,23 @@ def test_ranges_are_bounded_and_may_be_ignored(hub: HubServer, monkeypatch: pyte
     assert b"".join(files.blocks("model.safetensors", 7)) == WEIGHTS[7:]
 
 
+def test_what_a_server_sends_beyond_a_range_is_not_read(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repository, "_MAX_RANGE_BYTES", 2_000_000)
+    monkeypatch.setattr(repository, "MAX_FAILED_TRIES", 0)
+    hub.publish(REPO, FILES)
+    hub.ignores_ranges, hub.cut_at = True, 3_000_000  # a client that reads on to there sees a broken connection
+    assert b"".join(HubRepository(HubName(REPO, "", None)).blocks("model.safetensors")) == WEIGHTS
+
+
+def test_document_above_the_limit_of_the_platform_is_not_read(
+    run: Run, gateway: FakeGateway, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_server, "_LARGE", (".json", ".safetensors"))  # listed with a SHA-256
+    hub.publish(REPO, FILES | {"config.json": b" " * (4 << 20) + FILES["config.json"]})
+    assert f"{REPO}/config.json has 4,194," in refusal(run("upload", REPO)).message
+    assert not any("/resolve/" in path for _, path, _ in hub.asked)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("config.json", "SHA-1 in Git"), ("model.safetensors", "SHA-256")])
 def test_damaged_file_is_refused_by_name(run: Run, gateway: FakeGateway, hub: HubServer, name: str, kind: str) -> None:
     hub.publish(REPO, FILES)
@@ -164,6 +205,10 @@ def test_gguf_file_is_chosen_by_quantization(
     hub.damaged.add("tiny.q8_0.gguf")
     assert "tiny.q8_0.gguf: its SHA-256 is" in refusal(run("upload", f"{REPO}:Q8_0")).message
     assert not list(cache.iterdir())
+    gateway.refuse_commit = True
+    hub.damaged.clear()
+    assert refusal(run("upload", f"{REPO}:Q8_0")).refuses_file
+    assert not list(cache.iterdir()), "the copy of a refused model is removed"
     for source, message, hint in (
         (":Q4_K_S", "2 GGUF files with Q4_K_S", "name one: UD-Q4_K_S/tiny-UD-Q4_K_S.gguf, tiny-Q4_K_S.gguf"),
         (":Q4_K", "no GGUF files with Q4_K ", "tiny-Q4_K_M.gguf"),
@@ -173,6 +218,27 @@ def test_gguf_file_is_chosen_by_quantization(
         refused = refusal(run("upload", REPO + source))
         assert message in refused.message and hint in refused.hint
     assert HubRepository(HubName(REPO, "", None)).gguf_file("ud-q4_k_s") == "UD-Q4_K_S/tiny-UD-Q4_K_S.gguf"
+
+
+def test_gguf_file_is_refused_before_it_is_downloaded(
+    run: Run, gateway: FakeGateway, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, cache = make_checkpoint(tmp_path / "hf", "llama"), tmp_path / "cache/torchrelay/hub"
+    content = write_gguf(tmp_path / "x.gguf", checkpoint, "Q8_0", general__architecture="mamba").read_bytes()
+    hub.publish(REPO, {"tiny.Q8_0.gguf": content + bytes(16 << 20)})
+    monkeypatch.setattr(upload, "MAX_HEADER_BYTES", len(content))
+    hub.cut_at, hub.stays_cut = len(content) + (8 << 20), True  # a client that reads on sees a broken connection
+    assert "general.architecture" in refusal(run("upload", f"{REPO}:Q8_0")).message
+    assert not list(cache.iterdir())
+    free = SimpleNamespace(free=16 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: free)
+        refused = refusal(run("upload", f"{REPO}:Q8_0"))
+    assert f"{REPO}/tiny.Q8_0.gguf: {cache} has " in refused.message and "and the file needs" in refused.message
+    (copy,) = cache.iterdir()
+    with copy.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert refusal(run("upload", f"{REPO}:Q8_0")).message == f"another upload uses {copy}"
 
 
 def test_refusals_say_what_to_do(

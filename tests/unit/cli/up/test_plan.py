@@ -254,7 +254,11 @@ def test_workers_have_gpus_of_their_own_and_an_arena_without_a_limit(home: Home,
     counts = {"num_prefill_workers": 0, "num_decode_workers": 0, "num_both_workers": 2}
     options = UpOptions(**counts, device="auto", gpus=("0", "1"))  # type: ignore[arg-type]
     told = envs(StackPlan(home, options, ports).stack())
-    assert [told[f"worker-{number}"]["TORCHRELAY_DEVICE"] for number in (0, 1)] == ["cuda:0", "cuda:1"]
+    names = ("TORCHRELAY_DEVICE", "CUDA_VISIBLE_DEVICES")
+    assert [told["worker-0"][name] for name in names] == ["auto", "0"]
+    assert [told["worker-1"][name] for name in names] == ["auto", "1"]
+    by_number = envs(StackPlan(home, replace(options, device="cuda:0"), ports).stack())
+    assert [by_number[f"worker-{number}"]["TORCHRELAY_DEVICE"] for number in (0, 1)] == ["cuda:0", "cuda:1"]
     assert told["param-store"]["TORCHRELAY_ARENA_LIMIT_BYTES"] == "0"
     on_cpu = envs(StackPlan(home, replace(options, device="cpu", gpus=()), ports).stack())
     assert on_cpu["worker-1"]["TORCHRELAY_DEVICE"] == "cpu"

@@ -15,6 +15,7 @@ import pytest
 from tests.support.brokers import free_port, nats_server, running
 from tests.support.small_disk import small_disk
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.up import machine_check
 from torchrelay.cli.up.broker_programs import redis_program
 from torchrelay.cli.up.disk import (
     FULL_BYTES,
@@ -27,7 +28,7 @@ from torchrelay.cli.up.disk import (
     log_limit_bytes,
 )
 from torchrelay.cli.up.external_servers import check_external_servers, external_servers
-from torchrelay.cli.up.machine_check import check_machine
+from torchrelay.cli.up.machine_check import check_gpus, check_machine
 from torchrelay.cli.up.plan import UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.stream_sizes import stream_sizes
@@ -193,6 +194,15 @@ def test_each_slot_needs_its_gpus(
     with pytest.raises(CliError) if problem else nullcontext() as caught:
         check_machine(options, tmp_path / "arena", Machine.here())
     assert caught is None or str(caught.value) == problem
+
+
+def test_wsl_has_the_gpus_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cannot be counted."""
+    monkeypatch.setattr(machine_check, "WSL_NODE", tmp_path)
+    check_gpus("cuda:1", ("0",), 1)
+    check_gpus("auto", ("0",), 1)
+    with pytest.raises(CliError, match="2 workers need the GPUs 0 to 1, and this machine has 1"):
+        check_gpus("auto", ("0",), 2)
 
 
 MIB = 1 << 20

@@ -9,6 +9,8 @@ import pytest
 from torchrelay.common.host import gpus
 from torchrelay.common.host.gpus import gpu_settings, visible_gpus
 
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+
 SLICES = "MIG-11,MIG-22"
 
 
@@ -30,9 +32,23 @@ def test_gpus_are_those_that_cuda_shows(
         (tmp_path / "driver" / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
     monkeypatch.setattr(gpus, "DRIVER", tmp_path / "driver")
     monkeypatch.setattr(gpus, "DRIVER_NODE", tmp_path / "nvidiactl")
-    assert visible_gpus(variables) == ()  # a container without GPUs
+    monkeypatch.setattr(gpus, "CONTAINER_FILES", [tmp_path / "container"])
+    assert visible_gpus(variables) == expected  # the first use of a GPU makes the node
+    assert visible_gpus(variables | POD) == ()  # a container without GPUs
+    (tmp_path / "container").touch()
+    assert visible_gpus(variables) == ()
     (tmp_path / "nvidiactl").touch()
-    assert visible_gpus(variables) == expected
+    assert visible_gpus(variables) == visible_gpus(variables | POD) == expected
+
+
+def test_wsl_has_one_gpu_unless_variables_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(gpus, "WSL_NODE", tmp_path / "dxg")
+    assert visible_gpus({}) == ()
+    (tmp_path / "dxg").touch()
+    assert visible_gpus({}) == ("0",)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == ("0", "1")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
 
 
 def test_each_worker_gets_gpus_of_its_own() -> None:
@@ -44,6 +60,9 @@ def test_each_worker_gets_gpus_of_its_own() -> None:
 
     assert given("auto", "") == [("auto", None)] * 2
     assert given("cpu", "0,1") == [("cpu", None)] * 2
-    assert given("auto", "0,1") == given("cuda", "0,1") == [("cuda:0", None), ("cuda:1", None)]
+    assert given("cuda", "0,1") == [("cuda:0", None), ("cuda:1", None)]
+    assert given("auto", "0,1") == [("auto", "0"), ("auto", "1")]
+    assert given("auto", "0,1,2,3", 2) == [("auto", "0,1"), ("auto", "2,3")]
     assert given("cuda:1", "0,1,2,3,4", 2) == [("cuda:1", None), ("cuda:3", None)]
-    assert given("auto", SLICES) == [("cuda:0", "MIG-11"), ("cuda:0", "MIG-22")]
+    assert given("cuda", SLICES) == [("cuda:0", "MIG-11"), ("cuda:0", "MIG-22")]
+    assert given("auto", SLICES) == [("auto", "MIG-11"), ("auto", "MIG-22")]

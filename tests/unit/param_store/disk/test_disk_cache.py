@@ -174,7 +174,7 @@ def test_default_limit_is_half_of_free_space(tmp_path: Path) -> None:
 
 
 def test_default_limit_holds_the_largest_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was 64 GiB, so packs of more were read from the object store at each cold start."""
+    """A larger pack would be read from the object store at each cold start."""
     free_bytes = 2 * 10**12
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free_bytes))
     limit_bytes = default_limit_bytes(tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from torchrelay.cli.errors import CliError
 
 READ_BYTES = 1 << 20
+_MAX_DOCUMENT_BYTES = 4 << 20  # of config, index and tokenizer_config; the param-store accepts no more
 NEED_FOLDER = "give the folder of a Hugging Face model"
 ProgressCallback = Callable[[str, int, int], None]  # a stage or a file, bytes done, bytes in total
 
@@ -35,15 +36,24 @@ class ModelSource(ABC):
         """The bytes of a file from ``offset`` on."""
 
     @abstractmethod
-    def local_file(self, path: str, progress: ProgressCallback) -> AbstractContextManager[Path]:
-        """A file of this machine with the bytes of ``path``."""
+    def local_file(
+        self, path: str, progress: ProgressCallback, check: Callable[[Path], object], num_checked_bytes: int
+    ) -> AbstractContextManager[Path]:
+        """A file of this machine with the bytes of ``path``. While a download is incomplete and has
+        ``num_checked_bytes``, ``check`` gets it and may refuse it.
+        """
 
     @abstractmethod
     def advice(self) -> str:
         """A hint for a source without config.json."""
 
-    def read(self, path: str, limit: int = 1 << 62) -> bytes:
-        """The first ``limit`` bytes of a file."""
+    def read(self, path: str, limit: int | None = None) -> bytes:
+        """The first ``limit`` bytes of a file, or a whole document. Raises ``CliError`` for one that is too large."""
+        if limit is None:
+            limit = self.sizes[path]
+            if limit > _MAX_DOCUMENT_BYTES:
+                fault = f"{limit:,} bytes; at most {_MAX_DOCUMENT_BYTES:,} are read"
+                raise CliError(f"{self}/{path} has {fault}", "nothing was sent")
         content = bytearray()
         for block in self.blocks(path):
             content += block
@@ -81,7 +91,9 @@ class Folder(ModelSource):
             while block := file.read(READ_BYTES):
                 yield block
 
-    def local_file(self, path: str, progress: ProgressCallback) -> AbstractContextManager[Path]:
+    def local_file(
+        self, path: str, progress: ProgressCallback, check: Callable[[Path], object], num_checked_bytes: int
+    ) -> AbstractContextManager[Path]:
         return nullcontext(self._path / path)
 
     def advice(self) -> str:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,7 @@ from torchrelay.cli.api.model_files import has_chat_template, left_out
 from torchrelay.cli.api.model_source import Folder, ModelSource
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
+from torchrelay.cli.gguf.header import MAX_HEADER_BYTES
 from torchrelay.cli.hub.name import HubName, hub_name
 from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_bytes
@@ -84,7 +86,7 @@ class RateColumn(rich.progress.TransferSpeedColumn):
 
 def upload(
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
             metavar="DIR|GGUF|OWNER/NAME",
             help="Hugging Face folder (config, tokenizer, safetensors), GGUF file, or name on the Hugging Face hub.",
@@ -114,7 +116,8 @@ def upload(
 
     What exists here is a folder or a file; otherwise OWNER/NAME is a model of the Hugging Face hub, which this machine
     reads at one commit and sends on as it arrives, and OWNER/NAME:Q4_K_M its GGUF file of that quantization. The token
-    is that of `hf auth login` or HF_TOKEN; HF_ENDPOINT names a mirror. hf:// in front always means the hub.
+    is that of `hf auth login` or HF_TOKEN; HF_ENDPOINT names a mirror, which then gets the token. hf:// in front always
+    means the hub, and ./ a path.
 
     A GGUF file is converted on this machine first: weights in bf16, tokenizer and chat template. A LoRA adapter becomes
     a model of its own name with --base, and runs on the instances of its base.
@@ -128,23 +131,26 @@ def upload(
         idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine, base=base, quantize=quantize
     )
     hub = hub_name(source, revision)
-    full_name = _model_name(access, source, hub, name)
+    path = Path(source)
+    full_name = _model_name(access, path, hub, name)
     check_name(full_name)
     if base is not None and quantize is not None:
         raise CliError("--quantize is for models; an adapter keeps its dtype", "leave one of --base and --quantize out")
-    files, gguf = _opened(source, hub)
+    files, gguf = _opened(path, hub)
     conversion, needed = None, "" if quantize is None else "torchrelay"
     if not gguf:
         needed = check_model(files, is_adapter=base is not None, to_int8=quantize is not None, engine=engine or "")
     elif hub is None:
-        conversion = _conversion(source)
+        conversion = _conversion(path)
     if needed and engine is not None and engine.partition(":")[0] not in ("auto", needed):
         raise CliError(f"the weights need the engine {needed}, not {engine}", f"use --engine {needed}, or none")
     before = _version_before(access, full_name)  # also checks the key, before minutes of download and conversion
     with ExitStack() as stack:
         if gguf and conversion is None:
+            check = partial(_conversion, num_bytes=files.sizes[gguf])
             with _progress() as progress:
-                copy = stack.enter_context(files.local_file(gguf, ProgressLines(progress)))
+                lines = ProgressLines(progress)
+                copy = stack.enter_context(files.local_file(gguf, lines, check, MAX_HEADER_BYTES))
             conversion = _conversion(copy)
         ready = files if conversion is None else stack.enter_context(_converted(conversion))
         model = _run(access, ready, full_name, settings, needed)
@@ -175,11 +181,13 @@ def _opened(source: Path, hub: HubName | None) -> tuple[ModelSource, str]:
     return repository, repository.gguf_file(hub.quantization) if hub.quantization else ""
 
 
-def _conversion(gguf: Path) -> Conversion:
-    """The conversion of a GGUF file. Raises ``CliError``, also if no space is left."""
+def _conversion(gguf: Path, num_bytes: int | None = None) -> Conversion:
+    """The conversion of a GGUF file, which may lack its end if ``num_bytes``, its whole size, is given. Raises
+    ``CliError``, also if no space is left.
+    """
     from torchrelay.cli.gguf.conversion import plan_conversion  # NumPy takes a while to import
 
-    conversion = plan_conversion(gguf)
+    conversion = plan_conversion(gguf, num_bytes)
     conversion.check_space(Path(tempfile.gettempdir()))
     return conversion
 

@@ -62,17 +62,20 @@ class Conversion:
         _write_weights(folder / "model.safetensors", self.header, self.weights, progress)
 
 
-def plan_conversion(path: Path) -> Conversion:
-    """Reads the header and compares its tensors with the model that its metadata describe.
+def plan_conversion(path: Path, num_bytes: int | None = None) -> Conversion:
+    """Reads the header and compares its tensors with the model that its metadata describe. ``num_bytes``: the size that
+    the file will have, if ``path`` has only its first ``MAX_HEADER_BYTES`` or more so far; RoPE's factors may lack.
 
     Raises ``CliError`` with the file and the field for a file that is invalid, or a model that is not served.
     """
-    header = read_header(path)
+    header = read_header(path, num_bytes)
     family = family_of(header)
     if header.metadata.get("split.count", 1) not in (0, 1):
         parts = f"the file is a part of {quoted(header.metadata['split.count'])}; merge them with llama-gguf-split"
         raise refusal(path, "split.count", parts)
     factors = header.tensors.get(ROPE_FACTORS)
+    if factors and factors.offset + factors.num_bytes > path.stat().st_size:
+        factors = None
     config = config_of(header, family, fp32_values(header, factors) if factors else None)
     files = {"config.json": config} | tokenizer_files(header)
     weights = weights_of(header, family, config["num_attention_heads"], config["num_key_value_heads"])

@@ -66,9 +66,11 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
 
-def read_header(path: Path) -> GgufHeader:
-    """Reads and checks the header; reads no weights. Raises ``CliError`` with the file and the field."""
-    size = path.stat().st_size
+def read_header(path: Path, num_bytes: int | None = None) -> GgufHeader:
+    """Reads and checks the header; reads no weights. ``num_bytes``: the size that the file will have, if ``path`` has
+    only its first ``MAX_HEADER_BYTES`` or more so far. Raises ``CliError`` with the file and the field.
+    """
+    size = path.stat().st_size if num_bytes is None else num_bytes
     if not size:
         raise refusal(path, "magic", "the file is empty", "download it again")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:

@@ -11,7 +11,7 @@ _MAX_QUOTED = 80
 
 def refusal(path: Path, field: str, fault: str, hint: str = "nothing was sent") -> CliError:
     """The error that names the file, the field, and what is wrong with it."""
-    return CliError(f"{path}: {field}: {fault}", hint)
+    return CliError(f"{path}: {field}: {fault}", hint, refuses_file=True)
 
 
 def quoted(value: object) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from torchrelay.cli.errors import CliError
 
-# A path has lost one of the two slashes of "hf://".
-_NAME = re.compile(r"(hf:/+)?([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]+))?", re.ASCII)
+_NAME = re.compile(r"(hf://)?([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?(?:@([\w./-]*[\w.-]))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +22,20 @@ class HubName:
     revision: str | None
 
 
-def hub_name(source: Path, revision: str | None) -> HubName | None:
+def hub_name(source: str, revision: str | None) -> HubName | None:
     """The model that ``source`` names on the hub, None if it is a path: what exists here is a path, unless ``hf://``
-    precedes it or a ``revision`` is given. Raises ``CliError``.
+    precedes it or a ``revision`` is given; what begins with ".", "/" or "~" or ends with "/" is always a path.
+
+    Raises ``CliError``, also for what does not exist in a folder that does: it is as likely a mistyped path as a name.
     """
-    match = _NAME.fullmatch(str(source))
-    if revision is None and (match is None or (match[1] is None and source.exists())):
-        return None
+    match = _NAME.fullmatch(source)
+    if revision is None and (match is None or match[1] is None):
+        if match is None or Path(source).exists():
+            return None
+        owner = source.partition("/")[0]
+        if Path(owner).is_dir():
+            hint = f"give a path that exists, or hf://{source} for the model of the hub"
+            raise CliError(f"{source} does not exist, and {owner} is a folder here", hint)
     if match is None:
         raise CliError(f"{source} is not a name on the hub", "--revision is for OWNER/NAME or OWNER/NAME:QUANTIZATION")
     if revision is not None and match[4] is not None:

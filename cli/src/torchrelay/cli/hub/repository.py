@@ -2,15 +2,18 @@
 
 The hub's API lists the files with their digests, and `/OWNER/NAME/resolve/COMMIT/FILE` has their bytes, in ranges. A
 large file is listed with its SHA-256, which is declared to the platform and compared there with what arrives, bytes of
-earlier runs included. A small file is listed with Git's SHA-1, which is compared here. The token goes to the hub alone.
+earlier runs included. A small file is listed with Git's SHA-1, which is compared here. The token goes to the hub alone,
+or to that mirror.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import re
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -31,10 +34,11 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public name
     http_stream_backoff,
 )
 
-from torchrelay.cli.api.model_source import READ_BYTES, ModelSource, ProgressCallback
+from torchrelay.cli.api.model_source import ModelSource, ProgressCallback
 from torchrelay.cli.api.upload import user_cache
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.hub.name import HubName
+from torchrelay.common.quantities import format_bytes
 
 MAX_FAILED_TRIES = 5
 _MAX_RANGE_BYTES = 16 << 30  # content delivery networks serve no more than a few tens of gigabytes at once
@@ -80,26 +84,49 @@ class HubRepository(ModelSource):
         return iter([self._document(path)[offset:]])
 
     @contextmanager
-    def local_file(self, path: str, progress: ProgressCallback) -> Iterator[Path]:
+    def local_file(
+        self, path: str, progress: ProgressCallback, check: Callable[[Path], object], num_checked_bytes: int
+    ) -> Iterator[Path]:
         """A copy in the user's cache, where the next run continues an interrupted download; removed if the block ends
-        without an error.
+        without an error, or the file is refused. Locked, so that a second run does not write into it.
         """
-        folder, digest = user_cache() / "hub", hashlib.sha256()
+        folder = user_cache() / "hub"
         folder.mkdir(parents=True, exist_ok=True)
         copy = folder / f"{self.commit}-{path}".replace("/", "-")
         with copy.open("ab+") as file:
-            file.seek(0)
-            while block := file.read(READ_BYTES):
-                digest.update(block)
-            for block in self.blocks(path, file.tell()):
-                file.write(block)
-                digest.update(block)
-                progress(path, file.tell(), self._sizes[path])
-        if digest.hexdigest() != self.sha256(path):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CliError(f"another upload uses {copy}", "run the same command again after it") from error
+            try:
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256")
+                self._check_space(path, folder, self._sizes[path] - file.tell())
+                is_checked = False
+                for block in self.blocks(path, file.tell()):
+                    if not is_checked and file.tell() >= num_checked_bytes:
+                        file.flush()
+                        check(copy)
+                        is_checked = True
+                    file.write(block)
+                    digest.update(block)
+                    progress(path, file.tell(), self._sizes[path])
+                file.flush()
+                if digest.hexdigest() != self.sha256(path):
+                    raise self._damaged(path, "SHA-256", digest.hexdigest(), self.sha256(path))
+                yield copy
+            except CliError as error:
+                if error.refuses_file:
+                    copy.unlink()
+                raise
             copy.unlink()
-            raise self._damaged(path, "SHA-256", digest.hexdigest(), self.sha256(path))
-        yield copy
-        copy.unlink()
+
+    def _check_space(self, path: str, folder: Path, num_bytes: int) -> None:
+        free = shutil.disk_usage(folder).free
+        if free < num_bytes:
+            fault = f"{folder} has {format_bytes(free)} free, and the file needs {format_bytes(num_bytes)}"
+            hint = "free some, or set XDG_CACHE_HOME to a folder with more space"
+            raise CliError(f"{self._repo}/{path}: {fault}", hint)
 
     def advice(self) -> str:
         files = self._gguf_files()
@@ -139,7 +166,7 @@ class HubRepository(ModelSource):
 
     def _damaged(self, path: str, kind: str, own: str, listed: str | None) -> CliError:
         fault = f"its {kind} is {own}, and {constants.ENDPOINT} lists {listed}"
-        return CliError(f"{self._repo}/{path}: {fault}", "run the same command again")
+        return CliError(f"{self._repo}/{path}: {fault}", "run the same command again", refuses_file=True)
 
     def _received(self, path: str, offset: int) -> Iterator[bytes]:
         """Continues at the byte where a connection broke."""
@@ -169,6 +196,8 @@ class HubRepository(ModelSource):
                 if wanted := block[max(offset - position, 0) : max(end - position, 0)]:
                     yield wanted
                 position += len(block)
+                if position > end:  # at `end` the body's end is awaited, so that the connection can be used again
+                    return
             if position < end:
                 raise httpx2.RemoteProtocolError(f"{path} ended after {position:,} bytes")
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.plan import OWN_ENGINE, UpOptions, worker_engine
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.host.gpus import first_gpu
+from torchrelay.common.host.gpus import WSL_NODE, first_gpu
 from torchrelay.common.host.machine import Machine, check_arena, check_kv_pools, check_threads
 from torchrelay.common.quantities import format_count
 
 MIN_ARENA_BYTES = 16 << 20
-_WSL_GPU = Path("/dev/dxg")
 _HINTS = {
     "threads": "pass fewer with --threads, or 0 for one per core",
     "kv_pool_bytes": "pass less with --kv-pool-mb, or start fewer workers",
@@ -48,8 +47,10 @@ def check_machine(options: UpOptions, arena: Path, machine: Machine) -> None:
 
 def check_gpus(device: str, gpus: Sequence[str], num_workers: int, num_devices: int = 1) -> None:
     """Raises ``CliError`` if there are fewer visible GPUs than the workers need. Each worker checks its own again."""
-    if device == "cpu" or (device == "auto" and not gpus) or _WSL_GPU.exists():
+    if device == "cpu" or (device == "auto" and not gpus):
         return
+    if device != "auto" and WSL_NODE.exists():
+        return  # its GPUs cannot be counted
     first, available = first_gpu(device), f"has {len(gpus)}" if gpus else "has none"
     last = first + num_devices - 1
     if last >= len(gpus):

@@ -11,7 +11,7 @@ from torchrelay.common.identity.callers import Caller
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.control.v1 import types_pb2
 
-_MIN_SIZES = {"kv_pool_bytes": 1 << 20, "token_budget": 16}
+_MIN_SIZES = {"kv_pool_bytes": 1 << 20, "token_budget": 16, "kv_block_tokens": 16}
 ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
 
 
@@ -49,7 +49,8 @@ class WorkerSettings(ServiceSettings):
     unsent_kv_bytes: int = Field(
         0,
         ge=0,
-        description="Host memory for KV that waits for decode workers; 0: as much as the KV pool, at most 2 GiB.",
+        description="Host memory for KV that waits for decode workers; 0: as much as the KV pool, on a GPU at most"
+        " 2 GiB.",
     )
     threads: int = Field(0, ge=0, description="Compute threads; 0: one per core, within the container's CPU limit.")
     cores_file: Path | None = Field(
@@ -66,7 +67,9 @@ class WorkerSettings(ServiceSettings):
         " a load that takes a minute longer.",
     )
     kv_block_tokens: int = Field(
-        512, ge=16, description="Tokens of one KV block, which is transferred as one chunk; best at least token_budget."
+        0,
+        description="Tokens of one KV block, which is transferred as one chunk; best at least token_budget; 0: 512, on"
+        " a GPU token_budget if that is more.",
     )
     cpu_reorder: bool = Field(
         True,
@@ -112,7 +115,7 @@ class WorkerSettings(ServiceSettings):
             raise ValueError(f"must be a comma-separated list of {', '.join(ROLES)}, not {value!r}")
         return ",".join(dict.fromkeys(names))
 
-    @field_validator("kv_pool_bytes", "token_budget")
+    @field_validator(*_MIN_SIZES)
     @classmethod
     def _automatic_or_enough(cls, value: int, info: ValidationInfo) -> int:
         least = _MIN_SIZES[info.field_name or ""]

@@ -168,7 +168,7 @@ class Worker:
             log.error("load_failed", instance_id=hosted.instance_id, exc_info=True)
         finally:
             error = error or self._fault
-            if error and (fault := device_fault(self.settings.device)):
+            if error and (fault := await device_fault(self.settings.device, self.settings.devices)):
                 log.error("gpu_failed", fault=fault, error=error)
                 end_process()  # only a new process can compute on it
             code = generation_pb2.RunError.CODE_LOAD_FAILED if error else generation_pb2.RunError.CODE_WRONG_INSTANCE
