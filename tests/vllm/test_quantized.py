@@ -89,7 +89,7 @@ async def test_blocks_of_fp8_end_the_load_with_vllms_reason(tmp_path: Path, nats
 def test_weights_of_another_engine_end_the_load() -> None:
     settings = WorkerSettings(node_key="00" * 32, worker_id="w", device="cpu", kv_pool_bytes=1 << 20)
     config = LLAMA | {"quantization_config": W8A8}
-    slab = cast(Any, SimpleNamespace(manifest=SimpleNamespace(config=config), data=memoryview(b"")))
+    slab = cast(Any, SimpleNamespace(manifest=SimpleNamespace(config=config, is_opaque=False), data=memoryview(b"")))
     hooks = EngineHooks(lambda: None, lambda: None, lambda: None)
     with pytest.raises(LoadFailed, match="only the engine torchrelay computes these weights"):
         VllmEngine(settings).load(slab, hooks)

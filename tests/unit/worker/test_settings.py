@@ -19,6 +19,14 @@ def test_roles_keep_their_order_without_duplicates() -> None:
     assert settings.role_numbers == [types_pb2.ROLE_DECODE, types_pb2.ROLE_PREFILL]
 
 
+def test_ranks_of_adapters_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_MAX_ADAPTER_RANK", "16")
+    assert WorkerSettings(node_key=KEY, worker_id="w").max_adapter_rank == 16
+    monkeypatch.setenv("TORCHRELAY_MAX_ADAPTER_RANK", "24")
+    with pytest.raises(ValidationError, match="must be one of 0, 8, 16, 32, 64, 128, 256, 320, 512, not 24"):
+        WorkerSettings(node_key=KEY, worker_id="w")
+
+
 @pytest.mark.parametrize("roles", ["", " , ", "prefill,encode"])
 def test_unknown_or_missing_roles_are_refused(roles: str) -> None:
     with pytest.raises(ValidationError, match="prefill, decode"):

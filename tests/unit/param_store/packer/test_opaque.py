@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import make_checkpoint
-from torchrelay.modelspec.opaque import read_opaque, served_document
+from torchrelay.modelspec.opaque import MAX_CONTEXT_TOKENS, read_opaque, served_document
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.transfer.manifest import Manifest, decode_manifest
@@ -68,7 +68,7 @@ def refusal(folder: Path, *engines: str) -> str:
         ({"architectures": ["Glm4ForCausalLN"]}, "; the nearest that it knows is Glm4ForCausalLM"),
         ({"architectures": ["Glm4vForConditionalGeneration"]}, "takes more than text, and only a text model of vLLM "),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers: num_hidden_layers must be a whole number from 1 to 4,096"),
-        ({"max_position_embeddings": None}, "max_position_embeddings: max_position_embeddings must be a whole number"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings: max_position_embeddings must be a whole number"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}},
          "quantization_config.quant_method: of an architecture that only vLLM computes, weights may be quantized by"),
     ],
@@ -98,9 +98,14 @@ def test_the_own_engines_refusal_is_said_unless_vllm_may_compute_the_model(tmp_p
 def test_vllm_receives_only_keys_that_it_reads(checkpoint: Path) -> None:
     document = json.loads((checkpoint / "config.json").read_text())
     hostile = {"auto_map": {"AutoConfig": "code.Config"}, "speculators_config": {"verifier": {}}, "x" * 70: 1}
-    rope = {"rope_parameters": {**document["rope_parameters"], "auto_map": "code"}}
-    served = served_document(document | hostile | rope | {"quantization_config": {"quant_method": "mxfp4"}})
-    assert served == document
+    hostile |= {"attribute_map": {"vocab_size": "padded_vocab_size"}, "quantization_config": {"quant_method": "mxfp4"}}
+    assert served_document(document | hostile) == document
+    of_layers = {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}}
+    nested = {"rope_parameters": {**of_layers["rope_parameters"], "auto_map": "code", "_name_or_path": "elsewhere"}}
+    assert served_document(document | nested) == document | of_layers
+    long = {"max_position_embeddings": 2**31 - 1}
+    assert served_document(document | long)["max_position_embeddings"] == MAX_CONTEXT_TOKENS
+    assert read_opaque(document | long).max_context_tokens == MAX_CONTEXT_TOKENS
     assert read_opaque(document | {"quantization_config": {"quant_method": "mxfp4"}}).quantization == {
         "quant_method": "mxfp4",
         "modules_to_not_convert": [],

@@ -116,7 +116,7 @@ def test_own_engine_refuses_several_devices() -> None:
 def test_weights_of_another_engine_end_the_load() -> None:
     settings = WorkerSettings(node_key="00" * 32, worker_id="w", device="cpu", kv_pool_bytes=1 << 20)
     config = LLAMA | {"quantization_config": dict(FORMATS["awq"].config)}
-    slab = cast(Any, SimpleNamespace(manifest=SimpleNamespace(config=config), data=memoryview(b"")))
+    slab = cast(Any, SimpleNamespace(manifest=SimpleNamespace(config=config, is_opaque=False), data=memoryview(b"")))
     hooks = EngineHooks(lambda: None, lambda: None, lambda: None)
     with pytest.raises(LoadFailed, match="only the engine vllm computes these weights"):
         RelayEngine(settings).load(slab, hooks)

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrelay.cli.errors import CliError
 
 READ_BYTES = 1 << 20
-_MAX_DOCUMENT_BYTES = 4 << 20  # of config, index and tokenizer_config; the param-store accepts no more
+_MAX_DOCUMENT_BYTES = 16 << 20  # of config, index and tokenizer_config; the param-store accepts no more
 NEED_FOLDER = "give the folder of a Hugging Face model"
 ProgressCallback = Callable[[str, int, int], None]  # a stage or a file, bytes done, bytes in total
 

@@ -28,7 +28,9 @@ MAX_CONTEXT_TOKENS: Final = 1 << 20  # vLLM makes tables of this length
 _DEFAULT_CONTEXT_TOKENS: Final = 2048  # of a config that names none
 # Beneath a key that vLLM reads all keys count, but these, which name files, models or code.
 _NESTED: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
-_REFUSED: Final = re.compile(r"auto_map|attribute_map|.*_name_or_path|trust_remote_code|(quantization|compression)_config")
+_REFUSED: Final = re.compile(
+    r"auto_map|attribute_map|.*_name_or_path|trust_remote_code|(quantization|compression)_config"
+)
 _MXFP4: Final = "mxfp4"
 _FP8: Final = "F8_E4M3"
 
@@ -86,9 +88,7 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
         num_kv_heads=_number(text, "num_key_value_heads", "num_kv_heads", default=heads),
         head_dim=_number(text, "head_dim", default=max(hidden // heads, 1)),
         vocab_size=_number(text, "vocab_size", "padded_vocab_size"),
-        max_context_tokens=min(
-            _number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS), MAX_CONTEXT_TOKENS
-        ),
+        max_context_tokens=min(_number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS), MAX_CONTEXT_TOKENS),
         quantization=quantization,
         stored=stored,
         dtypes=dtypes,

@@ -26,7 +26,8 @@ PASSED_ON = (GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
 MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
     **dict.fromkeys((CONFIG, GENERATION), 1 << 20),
     **dict.fromkeys((MODULES, POOLING), 64 << 10),
-    **dict.fromkeys((INDEX_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS), 4 << 20),
+    **dict.fromkeys((TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS), 4 << 20),
+    INDEX_FILE: 16 << 20,  # a model of 91,000 tensors has one of 9 MB
     **dict.fromkeys((TOKENIZER, "vocab.json", "merges.txt"), 64 << 20),
     **dict.fromkeys((TEMPLATE, TOOL_TEMPLATE), 256 << 10),
     ADAPTER_CONFIG: 64 << 10,

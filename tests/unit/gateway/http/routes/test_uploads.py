@@ -67,7 +67,7 @@ async def test_commit_takes_an_engine_that_a_worker_has(rig: RestRig) -> None:
     commit = f"/v1/uploads/{upload['id']}/commit"
     reply = await rig.acme.post(commit, json={"engine": "vllm"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine")
-    assert reply.json()["error"]["message"] == "no worker has the engine vllm; the workers have torchrelay"
+    assert reply.json()["error"]["message"] == "no worker has the engine vllm:2; the workers have torchrelay"
     reply = await rig.acme.post(commit, json={"engine": "vllm:2"})
     assert reply.json()["error"]["message"] == "no worker has the engine vllm:2; the workers have torchrelay"
     begin = {"model": "other", "files": [{"path": "config.json", "size": 1, "sha256": "0" * 64}]}

@@ -17,7 +17,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.model_settings import Engine, TenantSettings
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
-from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE, Version
+from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE, PublishedModel
 from torchrelay.gateway.exchange.errors import error_body
 from torchrelay.gateway.http.dependencies import Caller, Changer, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import shown
@@ -128,10 +128,13 @@ async def commit(
     base_version_id = ""
     if settings.base is not None:
         base = await _base_of(services, caller, upload, settings.base)
-        base_version_id, needed = base.version_id, base.needed_engine or OWN_ENGINE
-        if (settings.engine or ANY_ENGINE).partition(":")[0] not in (ANY_ENGINE, needed):
-            raise InvalidRequest(f"an adapter of {settings.base} needs the engine {needed}", field="engine")
-        slots.check_engine(needed)
+        base_version_id = base.version.version_id
+        served_by = base.engine if base.num_devices > 1 else base.version.needed_engine or OWN_ENGINE
+        if settings.engine not in (None, ANY_ENGINE, served_by):
+            raise InvalidRequest(f"an adapter of {base.name} needs the engine {served_by}", field="engine")
+        slots.check_engine(served_by)
+        if base.num_devices > 1:  # to the scheduler, both are names of one version
+            settings = settings.model_copy(update={"engine": served_by})
     elif settings.engine is not None:
         slots.check_engine(settings.engine)
     engine = settings.engine or await _present_engine(services, caller, upload)
@@ -155,8 +158,8 @@ async def _present_engine(services: Services, caller: Caller, upload: Upload) ->
         return ANY_ENGINE
 
 
-async def _base_of(services: Services, caller: Caller, upload: Upload, name: str) -> Version:
-    """The version of an adapter's base model, which must be of the same tenant."""
+async def _base_of(services: Services, caller: Caller, upload: Upload, name: str) -> PublishedModel:
+    """The base model of an adapter, which must be of the same tenant."""
     full_name = name if "/" in name else f"{upload.tenant}/{name}"
     base = await services.catalog.resolve(caller, full_name)
     if base.tenant_id != upload.tenant_id:
@@ -166,7 +169,7 @@ async def _base_of(services: Services, caller: Caller, upload: Upload, name: str
         raise InvalidRequest(message, field="base")
     if base.version.base_version_id:
         raise InvalidRequest(f"{base.name} is an adapter itself; name the model that it adapts", field="base")
-    return base.version
+    return base
 
 
 async def _lines(
