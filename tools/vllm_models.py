@@ -37,31 +37,9 @@ OWN_CONFIGS = "transformers_utils/configs"
 CONFIGS = re.compile(r"(hf_|text_|hf_text_|rope_|yarn_)?(config|parameters|scaling)|kwargs")
 KEY = re.compile(r"[a-z][A-Za-z0-9_]{1,63}")
 REFUSED_WORDS = frozenset(
-    [
-        "backbone",
-        "class",
-        "code",
-        "compression",
-        "custom",
-        "draft",
-        "file",
-        "map",
-        "module",
-        "modules",
-        "name",
-        "path",
-        "peft",
-        "plan",
-        "processor",
-        "quantization",
-        "quantize",
-        "quantized",
-        "remote",
-        "speculative",
-        "speculators",
-        "tokenizer",
-        "weights",
-    ]
+    ("backbone", "class", "code", "compression", "custom", "draft", "file", "map", "module", "modules", "name", "path")
+    + ("peft", "plan", "processor", "quantization", "quantize", "quantized", "remote", "speculative", "speculators")
+    + ("tokenizer", "weights")
 )
 ALLOWED = frozenset(("text_config", "model_type", "architectures", "torch_dtype", "dtype"))
 

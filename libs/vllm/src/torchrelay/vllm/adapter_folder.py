@@ -82,7 +82,9 @@ class VllmAdapterReader:
         return len(self._weights)
 
     def read_part(self) -> bool:
-        """Raises ``InvalidRequest`` with vLLM's reason where it refuses the adapter, ``Overloaded`` if shared memory is full, and ``Conflict``."""
+        """Raises ``InvalidRequest`` with vLLM's reason where it refuses the adapter, ``Overloaded`` if shared memory is
+        full, and ``Conflict``.
+        """
         vllm = self._started()
         if vllm is None:
             return True
