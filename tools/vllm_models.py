@@ -36,10 +36,9 @@ READERS = (
 OWN_CONFIGS = "transformers_utils/configs"
 CONFIGS = re.compile(r"(hf_|text_|hf_text_|rope_|yarn_)?(config|parameters|scaling)|kwargs")
 KEY = re.compile(r"[a-z][A-Za-z0-9_]{1,63}")
-REFUSED_WORDS = frozenset(
-    ("backbone", "class", "code", "compression", "custom", "draft", "file", "map", "module", "modules", "name", "path")
-    + ("peft", "plan", "processor", "quantization", "quantize", "quantized", "remote", "speculative", "speculators")
-    + ("tokenizer", "weights")
+REFUSED = re.compile(
+    r"(.*_)?(backbone|class|code|compression|custom|draft|file|map|modules?|name|path|peft|plan|processor|quantization"
+    r"|quantized?|remote|speculative|speculators|tokenizer|weights)(_.*)?"
 )
 ALLOWED = frozenset(("text_config", "model_type", "architectures", "torch_dtype", "dtype"))
 
@@ -108,7 +107,7 @@ def models_document() -> dict[str, Any]:
         tree = ast.parse(path.read_text())
         keys.update(keys_of_source(tree), keys_of_own_configs(tree))
     methods = {*dir(PreTrainedConfig), *dir(dict), "self"} - {field.name for field in fields(PreTrainedConfig)}
-    known = {key for key in keys - methods if KEY.fullmatch(key) and REFUSED_WORDS.isdisjoint(key.split("_"))}
+    known = {key for key in keys - methods if KEY.fullmatch(key) and not REFUSED.fullmatch(key)}
     return {
         "version": vllm.__version__.partition("+")[0],
         "text": sorted(text),
