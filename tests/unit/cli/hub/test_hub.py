@@ -166,8 +166,8 @@ def test_document_above_the_limit_of_the_platform_is_not_read(
     run: Run, gateway: FakeGateway, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_server, "_LARGE", (".json", ".safetensors"))  # listed with a SHA-256
-    hub.publish(REPO, FILES | {"config.json": b" " * (4 << 20) + FILES["config.json"]})
-    assert f"{REPO}/config.json has 4,194," in refusal(run("upload", REPO)).message
+    hub.publish(REPO, FILES | {"config.json": b" " * (16 << 20) + FILES["config.json"]})
+    assert f"{REPO}/config.json has 16,777," in refusal(run("upload", REPO)).message
     assert not any("/resolve/" in path for _, path, _ in hub.asked)
 
 
