@@ -92,6 +92,7 @@ def main() -> None:
     import transformers
     import triton
 
+    transformers.LlamaForCausalLM  # noqa: B018  # imports it once, for all steps
     from bench.gpu_steps import sizes
     from bench.gpu_steps.machine import gpu_facts
 
