@@ -25,13 +25,12 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-# The folder of this script has a vllm.py and others that are not the packages of those names.
-sys.path[:] = [str(ROOT), *(each for each in sys.path if Path(each).resolve() != ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.gpu_steps.step import Setup, Step, run_step
 from bench.report import Check, finish, parser_of
 
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.extend(str(ROOT / "libs" / name / "src") for name in ("common", "modelspec", "transfer", "engine"))
 NEEDED = ("numpy", "torch", "triton", "transformers", "safetensors", "tokenizers")
 SERVICES = ("grpc", "msgspec", "pydantic", "structlog", "httpx", "nats", "blake3")
@@ -39,18 +38,18 @@ QUICK = ("machine", "kernels", "tokens", "copies", "speed")
 QUICK_S = 50.0
 DRY_LIMIT_S = 120.0  # of a step: the machine may be busy
 STEPS = (
-    Step("machine", 20, "machine", "machine"),
-    Step("kernels", 60, "kernels", "kernels"),
-    Step("tokens", 60, "tokens", "tokens"),
-    Step("copies", 30, "loads", "copies"),
-    Step("loads", 60, "loads", "loads"),
-    Step("speed", 60, "speed", "speed"),
-    Step("kinds", 30, "speed", "kinds_of_steps"),
-    Step("handover", 60, "handover", "handover"),
-    Step("faults", 60, "faults", "faults", SERVICES),
-    Step("platform", 120, "platform", "platform", SERVICES),
-    Step("vllm", 120, "vllm", "vllm", ("vllm", *SERVICES)),
-    Step("soak", 240, "soak", "soak"),
+    Step("machine", 20, "bench.gpu_steps.machine:machine"),
+    Step("kernels", 60, "bench.gpu_steps.kernels:kernels"),
+    Step("tokens", 60, "bench.gpu_steps.tokens:tokens"),
+    Step("copies", 30, "bench.gpu_steps.loads:copies"),
+    Step("loads", 60, "bench.gpu_steps.loads:loads"),
+    Step("speed", 60, "bench.gpu_steps.speed:speed"),
+    Step("kinds", 30, "bench.gpu_steps.speed:kinds_of_steps"),
+    Step("handover", 60, "bench.gpu_steps.handover:handover"),
+    Step("faults", 60, "bench.gpu_steps.faults:faults", SERVICES),
+    Step("platform", 120, "bench.gpu_steps.platform:platform", SERVICES),
+    Step("vllm", 120, "bench.gpu_steps.vllm:vllm", ("vllm", *SERVICES)),
+    Step("soak", 240, "bench.gpu_steps.soak:soak"),
 )
 
 
@@ -78,6 +77,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for Triton's cache, the profile and all figures")
     parser.add_argument("--dry", action="store_true", help="run the code of each step on the CPU with tiny shapes")
     options = parser.parse_args()
+    # The folder of this script has a vllm.py, which is not the package.
+    sys.path[:] = [each for each in sys.path if Path(each).resolve() != ROOT / "bench"]
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         parser.error(f"{', '.join(missing)} not installed: pip install {' '.join(NEEDED)}")

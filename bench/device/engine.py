@@ -47,7 +47,7 @@ def instance_of(
 ) -> Instance:
     """An instance without a prefix cache, whose keys would need another library. ``records``: its decode steps."""
     backends = backends_for(pool.device, attention)
-    if pool.device.type == "cpu":  # a dry run of the GPU's computation
+    if pool.device.type == "cpu" and attention != "cpu":  # a dry run of the GPU's computation
         capturer = capturer or (CallingCapturer() if attention == "triton" else None)
         backends = replace(backends, fused_ops=TritonOps())
     instance = Instance(
@@ -194,7 +194,8 @@ def decode_profile(instance: Instance, batch: int, num_prompt_tokens: int) -> to
     decode_step_s(instance, batch, num_prompt_tokens, 4)
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] * (instance.model.device.type == "cuda")
-    with torch.profiler.profile(activities=activities) as profile:
+    profile = torch.profiler.profile(activities=activities)
+    with profile:
         decode_step_s(instance, batch, num_prompt_tokens, PROFILED_STEPS)
     return profile
 

@@ -30,7 +30,7 @@ def handover(setup: Setup) -> Iterator[Check]:
     pack = random_pack(sizes.exact_config, "F32", device)
     num_positions = 2 * sizes.num_handed_over + sizes.num_streams * 1024
     pools = [engine.pool_of(sizes.exact_config, num_positions, device, item_bytes=4) for _ in range(2)]
-    source, target = (engine.instance_of(pack, pool, BUDGET) for pool in pools)
+    source, target = (engine.instance_of(pack, pool, BUDGET, setup.attention) for pool in pools)
     prompt = engine.prompt_of(sizes.num_handed_over)
     (expected,) = engine.greedy(target, [prompt], NUM_TOKENS)
 
@@ -82,20 +82,22 @@ def handover(setup: Setup) -> Iterator[Check]:
     yield figure("import_gap_over_step", max(gaps_s[True]) / step_s, "", against)
     yield at_most(
         0,
-        figure("handover_mismatches", outputs[group.group_id] != expected, "prompts", "the same instance alone, fp32"),
+        figure(
+            "handover_mismatches", int(outputs[group.group_id] != expected), "prompts", "the same instance alone, fp32"
+        ),
     )
     source.close()
     boundaries = range(sizes.exact_config["num_hidden_layers"] + 1)
-    wrong = sum(_moved(pack, pools[0], target, group, boundary) != expected for boundary in boundaries)
+    wrong = sum(_moved(setup, pack, pools[0], target, group, boundary) != expected for boundary in boundaries)
     yield at_most(
         0, figure("moved_mismatches", wrong, "prompts", f"of {len(boundaries)}, one moved at each layer boundary")
     )
     target.close()
 
 
-def _moved(pack: Pack, pool: KvPool, target: Instance, group: GroupSpec, boundary: int) -> list[int]:
+def _moved(setup: Setup, pack: Pack, pool: KvPool, target: Instance, group: GroupSpec, boundary: int) -> list[int]:
     """The output of a prompt that an instance computes up to a layer boundary, and ``target`` from there."""
-    source = engine.instance_of(pack, pool, BUDGET, is_loaded=False)
+    source = engine.instance_of(pack, pool, BUDGET, setup.attention, is_loaded=False)
     for segment in range(boundary + 1):
         source.segment_ready(segment)
     source.prefill(group)

@@ -97,14 +97,14 @@ def loads(setup: Setup) -> Iterator[Check]:
     groups = [
         engine.group_of(engine.prompt_of(length), str(number), GREEDY) for number, length in enumerate(PROMPT_LENGTHS)
     ]
-    instance = engine.instance_of(packs[0], pool)
+    instance = engine.instance_of(packs[0], pool, attention=setup.attention)
     expected = engine.greedy(instance, [group.prompt for group in groups], NUM_TOKENS)
     instance.close()
     start_mb = _settled_mb(setup)
 
     wake = threading.Event()
     for name in ("loading", "cancelled", "unloaded"):
-        instance = engine.instance_of(packs[0], pool, is_loaded=False, on_segment=wake.set)
+        instance = engine.instance_of(packs[0], pool, attention=setup.attention, is_loaded=False, on_segment=wake.set)
         for group in groups:
             instance.prefill(group)
         with arriving(instance, packs[0], sizes.arrival_bytes_per_s):
@@ -133,7 +133,7 @@ def loads(setup: Setup) -> Iterator[Check]:
             instance.close()
 
     for number in range(sizes.num_loads):
-        instance = engine.instance_of(packs[number % 2], pool)
+        instance = engine.instance_of(packs[number % 2], pool, attention=setup.attention)
         engine.greedy(instance, [groups[0].prompt], NUM_TOKENS)
         instance.close()
     against = f"after {sizes.num_loads} loads of two models in turn, and a load that was given up"

@@ -19,7 +19,7 @@ MB, GB = 10**6, 10**9
 
 
 def gpu_facts() -> dict[str, str]:
-    """What nvidia-smi tells of the first GPU; empty without it."""
+    """The first GPU's facts by nvidia-smi; empty without it."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(FACTS)}", "--format=csv,noheader,nounits"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -55,7 +55,7 @@ def machine(setup: Setup) -> Iterator[Check]:
     facts = gpu_facts()
     yield _number("driver", facts, "driver_version")
     width, widest = (_number("pcie_width", facts, f"pcie.link.width.{which}") for which in ("current", "max"))
-    yield figure("pcie_width", width.value, "lanes", width.against)
+    yield figure("pcie_width", width.value, "", width.against)
     yield at_least(1, figure("pcie_width_over_max", width.value / widest.value, "", widest.against))
     domain, _, rest = facts.get("pci.bus_id", "").lower().partition(":")
     node = Path("/sys/bus/pci/devices", f"{domain[-4:]}:{rest}", "numa_node")

@@ -29,7 +29,7 @@ HEADS: Final = {
     "gemma2": HeadShape(16, 8, 256, cap=50.0, window=4096),
     "28_over_4": HeadShape(28, 4, 128),
 }
-SMALL_HEADS: Final = {"tiny": HeadShape(4, 2, 16, cap=50.0, window=20, qk_norm=True)}
+SMALL_HEADS: Final = {"tiny": HeadShape(2, 1, 16, cap=50.0, window=20, qk_norm=True)}
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Sizes:
     matrix: int = 8192
     peer_batches: tuple[int, ...] = (1, 32)
     recorded: tuple[int, ...] = BATCH_SIZES
+    num_short_tokens: int = 16  # of prompts where contexts do not matter
     num_sampled: int = 64  # rows
     num_beside_adapter: int = 32  # rows
     num_handed_over: int = 4096  # tokens
@@ -88,8 +89,8 @@ QUICK: Final = replace(
     token_budgets=(8192,),
     peer_batches=(1,),
 )
-_TINY = LLAMA_8B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-_TINY |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512}
+_TINY = LLAMA_8B | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TINY |= {"num_key_value_heads": 1, "vocab_size": 256, "max_position_embeddings": 512}
 DRY: Final = Sizes(
     config=_TINY,
     layered_config=_TINY,
@@ -115,8 +116,9 @@ DRY: Final = Sizes(
     matrix=64,
     peer_batches=(1,),
     recorded=(1, 2),
-    num_sampled=2,
-    num_beside_adapter=2,
+    num_short_tokens=2,
+    num_sampled=1,
+    num_beside_adapter=1,
     num_handed_over=40,
     num_streams=2,
     num_soak_streams=4,

@@ -26,7 +26,7 @@ def soak(setup: Setup) -> Iterator[Check]:
     faults = _fault_counts(setup)
     positions = sizes.num_soak_streams * (MAX_PROMPT_TOKENS + MAX_TOKENS) // 2  # some groups are preempted
     pool = engine.pool_of(sizes.layered_config, positions, setup.device)
-    instance = engine.instance_of(random_pack(sizes.layered_config, "BF16", setup.device), pool, 2048)
+    instance = engine.instance_of(random_pack(sizes.layered_config, "BF16", setup.device), pool, 2048, setup.attention)
     adapters = [None, None, None, engine.random_adapter(instance)]
     start_mb, began_s, running, num_begun, num_tokens = used_mb(setup), time.monotonic(), set[str](), 0, 0
     steps_s: list[float] = []

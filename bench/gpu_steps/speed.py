@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from torchrelay.modelspec.quantization import INT8_PER_OUTPUT
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, seed=1)
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
-SHORT = 16  # tokens of prompts where contexts do not matter
 
 
 def speed(setup: Setup) -> Iterator[Check]:
@@ -78,8 +78,8 @@ def _decode(setup: Setup, instance: Instance, pack: Pack) -> Iterator[Check]:
 
 
 def _profile(setup: Setup, instance: Instance) -> Iterator[Check]:
-    """Of steps of a single row, with their prefill: calls of CUDA per step, and the time without a kernel."""
-    profile = engine.decode_profile(instance, 1, SHORT)
+    """The calls of CUDA per step of a single row, and the share of the time without a kernel."""
+    profile = engine.decode_profile(instance, 1, setup.sizes.num_short_tokens)
     if setup.profile:
         print(engine.profile_table(profile))
     if setup.out is not None:
@@ -90,8 +90,8 @@ def _profile(setup: Setup, instance: Instance) -> Iterator[Check]:
         yield on_gpu(setup, figure(f"decode_{name}", per_step, "per step", ", ".join(keys)))
     kernels = sorted(
         (each.time_range.start, each.time_range.end)
-        for each in profile.events() or []
-        if each.device_type == torch.autograd.DeviceType.CUDA
+        for each in profile.events() or []  # type: ignore[no-untyped-call]
+        if each.device_type.name == "CUDA"
     )
     span_us = kernels[-1][1] - kernels[0][0] if kernels else 0.0
     busy_us = sum(end - begin for begin, end in kernels)
@@ -120,7 +120,7 @@ def kinds_of_steps(setup: Setup) -> Iterator[Check]:
     capturer = TimedCapturer(setup, CudaCapturer() if setup.is_gpu else None)
     instance = engine.instance_of(random_pack(config, "BF16", device), pool, 8192, capturer=capturer)
     for size in sizes.recorded:
-        engine.decode_step_s(instance, size, SHORT, 2)
+        engine.decode_step_s(instance, size, sizes.num_short_tokens, 2)
         seconds, grown_mb = capturer.costs[-1]
         yield figure(f"record_b{size}_s", seconds, "s", f"{grown_mb:.0f} MB")
     total_s, total_mb = (sum(costs) for costs in zip(*capturer.costs, strict=True))
@@ -128,7 +128,9 @@ def kinds_of_steps(setup: Setup) -> Iterator[Check]:
 
     def step_ms(instance: Instance, rows: int, sampling: SamplingParams | None = None, num_adapted: int = 0) -> float:
         adapters = [engine.random_adapter(instance) for _ in range(num_adapted)]
-        return 1e3 * engine.decode_step_s(instance, rows, SHORT, sizes.num_steps // 2 or 1, sampling, adapters)
+        return 1e3 * engine.decode_step_s(
+            instance, rows, sizes.num_short_tokens, sizes.num_steps // 2 or 1, sampling, adapters
+        )
 
     rows, layers = sizes.num_sampled, f"{config['num_hidden_layers']} layers"
     greedy_ms, sampled_ms = step_ms(instance, rows), step_ms(instance, rows, SAMPLED)
@@ -140,12 +142,16 @@ def kinds_of_steps(setup: Setup) -> Iterator[Check]:
     against = f"{adapted_ms:.2f} of {plain_ms:.2f} ms, {rows} rows, one with an adapter, {layers}"
     yield figure("adapter_over_base", adapted_ms / plain_ms, "", against)
     instance.close()
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "int8": {"quantization_config": dict(INT8_PER_OUTPUT)},
-        "experts": {"architectures": ["MixtralForCausalLM"], **experts},
+        "experts": {
+            "architectures": ["MixtralForCausalLM"],
+            "intermediate_size": config["intermediate_size"] // 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+        },
     }
-    kinds["experts"]["intermediate_size"] = config["intermediate_size"] // 4
     for name, changes in kinds.items():
         instance = engine.instance_of(random_pack(config | changes, "BF16", device), pool)
         milliseconds = step_ms(instance, rows)

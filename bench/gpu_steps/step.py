@@ -47,6 +47,11 @@ class Setup:
     def is_gpu(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def attention(self) -> str:
+        """The backend of steps that compare no kernels: interpreted ones would take most of a dry run."""
+        return "triton" if self.is_gpu else "cpu"
+
 
 def figure(name: str, value: float, unit: str = "", against: str = "") -> Check:
     """A measured value that is only printed; ``against``: what it is compared with, or details."""
@@ -73,20 +78,19 @@ def on_gpu(setup: Setup, check: Check) -> Check:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the bench: the function ``measure`` of a module here yields checks as it measures them.
+    """A step of the bench: ``measure``, as ``module:function``, yields checks as it measures them.
 
     ``needs``: packages without which the step has no checks.
     """
 
     name: str
     limit_s: float
-    module: str
     measure: str
     needs: Sequence[str] = ()
 
     def checks(self, setup: Setup) -> Iterator[Check]:
-        measure: Callable[[Setup], Iterator[Check]]
-        measure = getattr(import_module(f"bench.gpu_steps.{self.module}"), self.measure)
+        module, _, name = self.measure.partition(":")
+        measure: Callable[[Setup], Iterator[Check]] = getattr(import_module(module), name)
         return measure(setup)
 
 
