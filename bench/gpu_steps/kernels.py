@@ -56,8 +56,8 @@ def kernels(setup: Setup) -> Iterator[Check]:
             worst = max(errors, key=lambda each: errors[each])
             against = f"{worst}; of {len(errors)} comparisons"
             yield at_most(TOLERANCE[dtype], figure(f"{name}_{dtype_name}_error", errors[worst], "", against))
-    each = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.seconds.items())
-    yield figure("compile_s", sum(times.seconds.values()), "s", each or "nothing was compiled")
+    by_kernel = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.seconds.items())
+    yield figure("compile_s", sum(times.seconds.values()), "s", by_kernel or "nothing was compiled")
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

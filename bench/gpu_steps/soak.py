@@ -59,7 +59,7 @@ def soak(setup: Setup) -> Iterator[Check]:
     instance.check_integrity()
     rate, against = num_tokens / sum(steps_s), f"{num_begun} streams, {sizes.num_soak_streams} at a time"
     yield figure("soak_tok_s", rate, "tok/s", against)
-    yield figure("soak_longest_step_s", max(steps_s), "s", f"the median is {statistics.median(steps_s) * 1e3:.1f} ms")
+    yield figure("soak_longest_s", max(steps_s), "s", f"the median is {statistics.median(steps_s) * 1e3:.1f} ms")
     yield at_most(0, figure("soak_pages_lost", instance.num_pages - instance.num_free_pages, "pages"))
     yield on_gpu(setup, figure("soak_growth_mb", used_mb(setup) - start_mb, "MB", "recordings are part of it"))
     instance.close()

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,25 +120,27 @@ def _messages(step: Step, setup: Setup, deadline_s: float, environment: Mapping[
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        os.setsid()
-        os.environ.update(environment)
-        _measure(step, setup, writer)  # does not return
-    os.close(writer)
-    rest = b""
-    try:
-        while select.select([reader], [], [], max(deadline_s - time.monotonic(), 0.0))[0]:
-            received = os.read(reader, 1 << 16)
-            if not received:
-                return
-            *lines, rest = (rest + received).split(b"\n")
-            yield from map(json.loads, lines)
-        yield {"reason": "it took longer than its limit and was killed"}
-    finally:
-        os.close(reader)
-        _end(child)
+    with tempfile.TemporaryDirectory(prefix="torchrelay-gpu-", ignore_cleanup_errors=True) as folder:
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            os.setsid()
+            os.environ.update(environment)
+            tempfile.tempdir = folder  # a step that is killed leaves nothing behind
+            _measure(step, setup, writer)  # does not return
+        os.close(writer)
+        rest = b""
+        try:
+            while select.select([reader], [], [], max(deadline_s - time.monotonic(), 0.0))[0]:
+                received = os.read(reader, 1 << 16)
+                if not received:
+                    return
+                *lines, rest = (rest + received).split(b"\n")
+                yield from map(json.loads, lines)
+            yield {"reason": "it took longer than its limit and was killed"}
+        finally:
+            os.close(reader)
+            _end(child)
 
 
 def _measure(step: Step, setup: Setup, writer: int) -> None:
