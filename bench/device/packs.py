@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from torchrelay.engine.weights.pack_weights import TORCH_DTYPES
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import tensors_by_segment
 from torchrelay.transfer.manifest import Manifest, TensorEntry
 from torchrelay.transfer.pack_layout import PackLayout
 
-_TORCH_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16}
 LLAMA_8B: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,
@@ -64,10 +64,14 @@ def pack_of_checkpoint(folder: Path) -> Pack:
 
 
 def random_pack(config: dict[str, Any], dtype: str, device: torch.device) -> Pack:
-    """A pack of random weights, with norms of ones, which keep hidden states bounded."""
+    """A pack of random weights, with norms of ones, which keep hidden states bounded. A config may say int8."""
 
     def make(entry: TensorEntry) -> Tensor:
-        made = torch.empty(entry.shape, dtype=_TORCH_DTYPES[dtype], device=device)
+        made = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device=device)
+        if made.dtype == torch.int8:
+            return made.random_(-127, 128)
+        if entry.name.endswith("_scale"):
+            return made.fill_(0.0003)
         return made.fill_(1.0) if "norm" in entry.name else made.normal_(0.0, 0.02)
 
     return _pack(config, dtype, make)
@@ -82,3 +86,17 @@ def _pack(config: dict[str, Any], dtype: str, tensor_of: Callable[[TensorEntry],
         made = tensor_of(entry).contiguous().reshape(-1).view(torch.uint8)
         arena[entry.offset : entry.offset + entry.num_bytes].copy_(made)
     return Pack(manifest, memory)
+
+
+def kv_bytes(config: dict[str, Any], item_bytes: int = 2) -> int:
+    """KV bytes of one position over all layers."""
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_dim * item_bytes)
+
+
+def prefill_flops(config: dict[str, Any], weight_bytes: int, num_tokens: int) -> float:
+    """Flops of a prefill in bf16: two per layer weight and token, four per head element and pair of positions."""
+    num_outer_weights = 2 * config["vocab_size"] * config["hidden_size"]  # embeddings and head
+    num_layer_weights = weight_bytes / 2 - num_outer_weights
+    pairs = num_tokens * (num_tokens + 1) / 2
+    return float(2 * num_layer_weights * num_tokens + 4 * config["num_hidden_layers"] * config["hidden_size"] * pairs)
