@@ -76,6 +76,7 @@ def test_answers_that_outlast_grace_resume_on_another_machine(joinable: Platform
     options: dict[str, Any] = {"max_tokens": NUM_LONG, "ignore_eos": True}
     with joined(joinable, tmp_path / "a", "node-a", grace_s=0.1) as first:
         await_workers(joinable, "node-a_0")
+        wait_until(lambda: "node-a" in stores(joinable), "the store of the machine")
         expected = [complete(joinable, key, model, prompt, **options)["choices"][0]["token_ids"] for prompt in prompts]
         with joined(joinable, tmp_path / "b", "node-b"):
             await_workers(joinable, "node-a_0", "node-b_0")

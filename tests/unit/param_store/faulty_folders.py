@@ -126,7 +126,7 @@ FAULTS: list[Fault] = [
     ("config with NaN", write(CONFIG, '{"rope_theta": NaN}'), CONFIG, "'NaN' is not finite"),
     ("config key twice", write(CONFIG, '{"a": 1, "a": 2}'), CONFIG, "'a' appears twice"),
     ("config too large", write(CONFIG, b" " * (1 << 20) + b"{}"), CONFIG, "at most 1,048,576 are read"),
-    ("architecture", edit_config(architecture="MambaForCausalLM"), CONFIG, "architectures: architecture 'Mamba"),
+    ("architecture", edit_config(architecture="RwkvForCausalLM"), CONFIG, "architectures: architecture 'Rwkv"),
     ("architecture no name", edit_config(architecture=[]), CONFIG, "architectures: architecture [] is not"),
     ("number too large", edit_config(rms_norm_eps=10**400), CONFIG, "rms_norm_eps must be a positive number"),
     ("layers", edit_config(num_hidden_layers=-1), CONFIG, "num_hidden_layers must be a positive whole number"),

@@ -67,7 +67,7 @@ async def test_commit_takes_an_engine_that_a_worker_has(rig: RestRig) -> None:
     commit = f"/v1/uploads/{upload['id']}/commit"
     reply = await rig.acme.post(commit, json={"engine": "vllm"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine")
-    assert reply.json()["error"]["message"] == "no worker has the engine vllm:2; the workers have torchrelay"
+    assert reply.json()["error"]["message"] == "no worker has the engine vllm; the workers have torchrelay"
     reply = await rig.acme.post(commit, json={"engine": "vllm:2"})
     assert reply.json()["error"]["message"] == "no worker has the engine vllm:2; the workers have torchrelay"
     begin = {"model": "other", "files": [{"path": "config.json", "size": 1, "sha256": "0" * 64}]}
@@ -119,7 +119,7 @@ async def test_the_store_hears_which_engines_may_compute_the_model(rig: RestRig)
     upload = await begun(rig.acme, "adapter")
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"base": "packed"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine")
-    assert reply.json()["error"]["message"] == "no worker has the engine vllm; the workers have torchrelay"
+    assert reply.json()["error"]["message"] == "no worker has the engine vllm:2; the workers have torchrelay"
     glossary = await rig.services.catalog.resolve(ADMIN, "acme/glossary")
     await rig.services.catalog.change_settings(glossary, ModelSettings(engine="vllm"))
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"base": "glossary"})
