@@ -144,6 +144,8 @@ def upload(
         conversion = _conversion(path)
     if needed and engine is not None and engine.partition(":")[0] not in ("auto", needed):
         raise CliError(f"the weights need the engine {needed}, not {engine}", f"use --engine {needed}, or none")
+    if needed and needed != "torchrelay" and engine is None:
+        console.err().print(Text(f"note: only the engine {needed} computes this model; a worker must have it"))
     before = _version_before(access, full_name)  # also checks the key, before minutes of download and conversion
     with ExitStack() as stack:
         if gguf and conversion is None:

@@ -43,7 +43,7 @@ class KnownModels:
     text: frozenset[str]  # architectures that generate from text alone
     adapters: frozenset[str]  # those of them that may have LoRA adapters
     multimodal: frozenset[str]
-    config_keys: frozenset[str]  # of config.json, at any depth
+    config_keys: frozenset[str]  # of config.json, and of its text_config
 
 
 @cache
