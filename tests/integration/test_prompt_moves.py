@@ -230,6 +230,9 @@ class History:
             await eventually(lambda: any(main.tokens.values()) or task.done(), "the first token")
         else:
             await self.hold.reached.wait()
+            if self.moment == "exporting" and self.faults == ("cancel",):  # without a stream, the limit ends the export
+                receivers = self.cluster.role(self.cluster.next)._receivers
+                await eventually(lambda: any(map(has_begun, receivers.values())), "the stream of the prompt")
 
     def send(self, prompt: Prompt, deadline_s: float = 0.0) -> Answer:
         answer = self.cluster.send(prompt, tenant_id=self.tenant_id, deadline_s=deadline_s)
@@ -386,6 +389,11 @@ class History:
         for usage in usages:
             num_cached = usage.num_cached_prompt_tokens
             assert num_cached % PAGE_TOKENS == 0 and num_cached <= min(at_most, len(prompt) - 1)
+
+
+def has_begun(receiver: PromptReceiver) -> bool:
+    """Whether chunks arrive."""
+    return receiver._kv_receiver is not None and receiver._kv_receiver.num_bytes > 0
 
 
 def common(prompt: tuple[int, ...], other: tuple[int, ...]) -> int:

@@ -218,7 +218,10 @@ def test_requests_of_a_killed_gateway_are_settled_fairly(shaken: Tenant) -> None
         for state in stream(platform, shaken.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True):
             num_seen = len(state.token_ids)
             if num_seen >= 30 and not killed:
-                killed = platform.kill("gateway")
+                # A busy machine may take longer to end a process, and to close its sockets, than the answer takes.
+                with stopped(platform.pid("decode-0")):
+                    killed = platform.kill("gateway")
+                    wait_until(lambda: not Path(f"/proc/{killed}").exists(), "the end of the gateway")
                 num_at_kill = num_decoded(platform) - num_decoded_before
     platform.await_restart("gateway", killed)
     wait_until(lambda: shaken.usage()["completion_tokens"] > before, "the sweep of the killed gateway's request")
