@@ -84,7 +84,8 @@ def measure(root: Path, form: Form) -> list[Check]:
         progress(f"in a slot: {start}")
     for start in owns:
         progress(f"alone: {start}")
-    return [*(token_check(number, mine[number], alone[number]) for number in CONCURRENCIES), ready_check(slots, owns)]
+    checks = [*(token_check(number, mine[number], alone[number]) for number in CONCURRENCIES), ready_check(slots, owns)]
+    return checks if form.mid_layers == 1 else [*checks, compiled_check(root, model)]
 
 
 def token_check(concurrency: int, mine: Sample, alone: Sample) -> Check:
@@ -96,6 +97,18 @@ def ready_check(slots: list[Start], owns: list[Start]) -> Check:
     mine, own = (min(starts, key=lambda start: start.ready_s) for starts in (slots, owns))
     ratio = statistics.median(each.ready_s for each in slots) / statistics.median(each.ready_s for each in owns)
     return Check("ready_over_own", ratio, "", 0.5, f"best in a slot {mine}; best alone {own}")
+
+
+def compiled_check(root: Path, model: BenchModel) -> Check:
+    env = {"TORCHRELAY_ENGINE": "vllm", "TORCHRELAY_VLLM_GRAPHS": "1"}
+    with running_platform(root / "compiled", (*BOTH, *COMMON), env=env) as platform:
+        key = platform.tenant("bench")
+        client = LoadClient(int(platform.http.rpartition(":")[2]), platform.upload(key, model.folder, model.name), key)
+        begin_s = time.monotonic()
+        client.load([Burst(prompts_of(model, 1), 1, 1)])
+        first_s = time.monotonic() - begin_s
+        second = slot_start(platform, client, model)
+    return Check("second_over_first_compiled", second.ready_s / first_s, "", 0.5, f"{second} over {first_s:.1f} s")
 
 
 def main() -> None:

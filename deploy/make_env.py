@@ -16,7 +16,7 @@ from pathlib import Path
 
 try:
     from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
-    from torchrelay.common.identity.keys import broker_password, derive_node_key
+    from torchrelay.common.identity.keys import broker_password, derive_compiled_key, derive_node_key
     from torchrelay.common.net.nats_client import Subjects
     from torchrelay.common.net.nats_permissions import (
         GATEWAY_USER,
@@ -52,6 +52,7 @@ def secrets_for_compose(cluster_key: bytes | None = None) -> dict[str, str]:
         "GATEWAY_SCHEDULER_TOKEN": call_token(derive_node_key(cluster_key, SCHEDULER_NODE), Caller.GATEWAY),
         "GATEWAY_STORE_TOKEN": call_token(node_keys["STORE"], Caller.GATEWAY),
         "WORKER_STORE_TOKEN": call_token(node_keys["STORE"], Caller.WORKER),
+        "COMPILED_KEY": derive_compiled_key(cluster_key).hex(),
         **random_secrets(),
     }
 

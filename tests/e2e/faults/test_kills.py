@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,10 @@ def num_decoded(platform: Platform, *worker_ids: str) -> int:
     return total
 
 
+def has_ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
 def test_requests_of_a_killed_gateway_are_settled_fairly(shaken: Tenant) -> None:
     platform, model = shaken.platform, shaken.model()
     before, num_decoded_before = shaken.usage()["completion_tokens"], num_decoded(platform)
@@ -221,7 +226,7 @@ def test_requests_of_a_killed_gateway_are_settled_fairly(shaken: Tenant) -> None
                 # A busy machine may take longer to end a process, and to close its sockets, than the answer takes.
                 with stopped(platform.pid("decode-0")):
                     killed = platform.kill("gateway")
-                    wait_until(lambda: not Path(f"/proc/{killed}").exists(), "the end of the gateway")
+                    wait_until(partial(has_ended, killed), "the end of the gateway")
                 num_at_kill = num_decoded(platform) - num_decoded_before
     platform.await_restart("gateway", killed)
     wait_until(lambda: shaken.usage()["completion_tokens"] > before, "the sweep of the killed gateway's request")

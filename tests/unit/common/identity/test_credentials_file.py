@@ -9,7 +9,7 @@ import pytest
 
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
 from torchrelay.common.identity.credentials_file import main, node_id
-from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.identity.keys import derive_compiled_key, derive_node_key
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.worker.settings import WorkerSettings
 
@@ -38,6 +38,7 @@ def test_store_and_worker_of_a_host_know_each_other(file: Path, monkeypatch: pyt
     worker = WorkerSettings()
     assert worker.worker_id == "decode-7f9c" and worker.node_key == derive_node_key(KEY, "decode-7f9c").hex()
     assert worker.store_token == call_token(bytes.fromhex(store.node_key), Caller.WORKER)
+    assert worker.compiled_key == derive_compiled_key(KEY).hex()
 
 
 def test_gateway_gets_tokens_and_no_key(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from torchrelay.common.errors import CallerRefused, InvalidRequest
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.join_token import join_token
-from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.identity.keys import derive_compiled_key, derive_node_key
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.scheduler.service.servicer import enroll
 
@@ -28,6 +28,7 @@ def test_worker_gets_its_own_key_and_token_for_store_of_its_host() -> None:
     reply = enrolled("node-a", "node-a-0")
     assert reply.node_key == derive_node_key(KEY, "node-a-0").hex()
     assert reply.store_token == call_token(derive_node_key(KEY, "node-a"), Caller.WORKER)
+    assert reply.compiled_key == derive_compiled_key(KEY).hex()
 
 
 @pytest.mark.parametrize(("store_id", "worker_id"), [("store-local", ""), ("store-local", "node-a"), ("node-a", "w")])

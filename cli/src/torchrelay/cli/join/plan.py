@@ -124,6 +124,7 @@ class NodePlan:
             "TORCHRELAY_WORKER_ID": worker_id,
             "TORCHRELAY_STORE_ADDRESS": join_address(self._host, self._store_port(folder)),
             "TORCHRELAY_STORE_TOKEN": credentials.store_token,
+            "TORCHRELAY_COMPILED_KEY": credentials.compiled_key,
             **gpu_settings(self._options.device, self._options.gpus, number),
             "TORCHRELAY_THREADS": str(self._options.threads),
             "TORCHRELAY_CORES_FILE": str(folder.run / "cores"),

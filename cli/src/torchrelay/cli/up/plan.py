@@ -28,7 +28,7 @@ from torchrelay.common.host.disk import free_bytes
 from torchrelay.common.host.gpus import gpu_settings
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
 from torchrelay.common.identity.join_token import join_token
-from torchrelay.common.identity.keys import broker_password, derive_node_key, framed_mac
+from torchrelay.common.identity.keys import broker_password, derive_compiled_key, derive_node_key, framed_mac
 from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.nats_permissions import (
@@ -357,6 +357,7 @@ class StackPlan:
             "TORCHRELAY_ROLES": roles,
             "TORCHRELAY_STORE_ADDRESS": self._store_address,
             "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.WORKER),
+            "TORCHRELAY_COMPILED_KEY": derive_compiled_key(self._cluster_key).hex(),
             **gpu_settings(options.device, options.gpus, number, options.num_devices),
             "TORCHRELAY_DEVICES": str(options.num_devices),
             "TORCHRELAY_THREADS": str(options.threads),

@@ -130,9 +130,12 @@ class DeviceGroup:
         """Begins with a model. ``on_failed`` is called on another thread with the reason of a rank's failure."""
         self.failure, self._on_failed = "", on_failed
 
-    def open(self, slab: MappedSlab) -> None:
-        """Gives the processes a pack. Raises ``LoadFailed`` with the reason of one that cannot map it."""
-        self._send(Open(slab.arena_path, slab.offset, slab.num_bytes))
+    def open(self, slab: MappedSlab, compiled: str = "") -> None:
+        """Gives the processes a pack, and the folder to compile into; empty: their own.
+
+        Raises ``LoadFailed`` with the reason of a process that cannot map the pack.
+        """
+        self._send(Open(slab.arena_path, slab.offset, slab.num_bytes, compiled))
         try:
             self.results()
         except LoadFailed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 # vLLM reads these when it is imported. The worker owns its threads, and nothing is fetched or sent.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -32,12 +34,19 @@ class VllmEngine(Engine):
         super().__init__(settings)
         self._group = DeviceGroup(settings.devices, int(settings.device.partition(":")[2] or 0))
 
+        if settings.device == "cpu":
+            # vLLM 0.32 cannot read there what it has saved of a whole model, and would compile the model at each start.
+            os.environ["VLLM_USE_AOT_COMPILE"] = "0"
+
     def start(self) -> None:
         """Starts the processes of the further devices; the import of this module has warmed this process up."""
         remove_stale_folders()
         num_threads = max(torch.get_num_threads() // self._settings.devices, 1)
         torch.set_num_threads(num_threads)
         self._group.start(num_threads)
+
+    def compiled_folder(self, root: Path) -> Path | None:
+        return Path(tempfile.mkdtemp(dir=root)) if self._settings.vllm_graphs else None
 
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> VllmModel:
         self.check_computes(slab.manifest)

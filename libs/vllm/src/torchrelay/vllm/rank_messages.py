@@ -22,6 +22,7 @@ class Open:
     arena_path: str
     slab_offset: int
     slab_bytes: int
+    compiled: str  # the folder to compile into; empty: the process's own
 
 
 @dataclass(frozen=True, slots=True)

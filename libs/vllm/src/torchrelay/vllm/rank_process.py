@@ -22,6 +22,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.vllm.arriving_pack import ArrivingPack
+from torchrelay.vllm.compile_folder import compile_into
 from torchrelay.vllm.failure_reason import failure_reason
 from torchrelay.vllm.rank_messages import (
     Call,
@@ -84,6 +85,7 @@ class RankProcess:
             if isinstance(message, Open):
                 self._slab = MappedSlab(message.arena_path, message.slab_offset, message.slab_bytes)
                 self._pack = ArrivingPack(self._slab.manifest, self._slab.data, lambda: None)
+                compile_into(message.compiled)
                 return Done(None)
             if isinstance(message, Start):
                 self._start(message)

@@ -30,6 +30,7 @@ from torchrelay.modelspec.opaque import OpaqueModel, known_models, read_model
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.vllm.adapter_folder import VllmAdapter, VllmAdapterReader
 from torchrelay.vllm.arriving_pack import ArrivingPack
+from torchrelay.vllm.compile_folder import compile_into, name_of
 from torchrelay.vllm.computed_time import ComputedTime
 from torchrelay.vllm.device_group import DeviceGroup
 from torchrelay.vllm.failure_reason import failure_reason
@@ -83,11 +84,12 @@ class VllmModel:
         self._settings, self._manifest, self._hooks = settings, manifest, hooks
         self._model = read_model(manifest.config, is_opaque=manifest.is_opaque)
         self._max_kv_tokens = _max_kv_tokens(self._model, manifest.dtype, settings.kv_pool_bytes, group.num_devices)
+        self._compiled = str(hooks.compiled or "")
         self._advances, self._computed = 0, ComputedTime()
         self._pack = ArrivingPack(manifest, slab.data, self._advance)
         self._group = group
         group.watch(self._pack.fail)
-        group.open(slab)
+        group.open(slab, self._compiled)
         self._vllm: LLMEngine | None = None
         self._is_broken = self._is_ended = False
         self._choices = SlotChoices()
@@ -115,11 +117,14 @@ class VllmModel:
     def _build(self) -> LLMEngine:
         """Starts vLLM. Raises ``LoadFailed`` with vLLM's reason where it refuses the model or the settings."""
         vllm: LLMEngine | None = None
+        compile_into(self._compiled)
         try:
             with tempfile.TemporaryDirectory(prefix="torchrelay-vllm-") as folder:
-                Path(folder, "config.json").write_text(json.dumps(model_document(self._manifest)))
+                document = model_document(self._manifest)
+                Path(folder, "config.json").write_text(json.dumps(document))
                 times_s = [time.monotonic()]
                 config = self._engine_args(folder).create_engine_config()
+                config.model_config.model = name_of(document)
                 if (vocab_size := config.model_config.get_vocab_size()) < self._model.vocab_size:
                     raise LoadFailed(f"it has a vocabulary of {vocab_size} tokens, not {self._model.vocab_size}")
                 times_s.append(time.monotonic())
@@ -144,6 +149,7 @@ class VllmModel:
         settings = self._settings
         return EngineArgs(
             model=folder,
+            hf_config_path=folder,
             skip_tokenizer_init=True,
             generation_config="vllm",
             load_format=LOAD_FORMAT,
@@ -155,7 +161,7 @@ class VllmModel:
             kv_cache_memory_bytes=settings.kv_pool_bytes // self._group.num_devices,
             enable_prefix_caching=settings.prefix_cache,
             max_num_batched_tokens=max(settings.token_budget, 512),
-            enforce_eager=settings.device == "cpu" or not settings.vllm_graphs,  # compilation takes a minute
+            enforce_eager=not settings.vllm_graphs,  # compilation takes a minute
             gpu_memory_utilization=EngineArgs.gpu_memory_utilization if settings.device == "cpu" else _GPU_SHARE,
             async_scheduling=False,
             enable_lora=self._takes_adapters,

@@ -33,6 +33,12 @@ class WorkerSettings(ServiceSettings):
         "",
         description="Token that workers show to that param-store: call_token(its node key, worker); not with TLS.",
     )
+    compiled_key: str = Field(
+        "",
+        pattern="^([0-9a-fA-F]{64})?$",
+        description="Hex key of 32 bytes, of all workers: derive_compiled_key(cluster key). With it, workers share what"
+        " their compilers have written, through the remote store; empty: each compiles for itself.",
+    )
     roles: str = Field("prefill,decode", description="Roles that this process can play: prefill, decode or both.")
     port: int = Field(0, description="gRPC port; 0: any free port.")
     data_port: int = Field(0, description="Data-plane port; 0: any free port.")
@@ -63,8 +69,8 @@ class WorkerSettings(ServiceSettings):
     )
     vllm_graphs: bool = Field(
         False,
-        description="Let vLLM compile each model for a GPU and record its steps when it is loaded: faster steps, after"
-        " a load that takes a minute longer.",
+        description="Let vLLM compile each model when it is loaded, and record its steps on a GPU: faster steps,"
+        " after a first load that takes a minute longer.",
     )
     kv_block_tokens: int = Field(
         0,

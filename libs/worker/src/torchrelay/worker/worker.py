@@ -7,6 +7,8 @@ import time
 from collections.abc import Coroutine
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from nats.aio.client import Client
@@ -34,6 +36,7 @@ from torchrelay.worker.device import device_fault
 from torchrelay.worker.metrics.step_metrics import StepMetrics
 from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.compiled_code import CompiledCode, environment
 from torchrelay.worker.slot.engine import Engine
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.engines import load_engine
@@ -85,6 +88,8 @@ class Worker:
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store
         self._load: asyncio.Task[None] | None = None
+        self._temporary = TemporaryDirectory(prefix="torchrelay-compiled-")
+        self._environment = environment(settings)  # loads change the variables of this process
         self.loader: Loader | None = None  # of the last load
         self._fault = ""  # why the engine gave up the instance
         self._spawned: set[asyncio.Task[None]] = set()
@@ -152,13 +157,15 @@ class Worker:
             raise InvalidRequest(f"this worker cannot play {names}", field="roles")
 
     async def _run_load(self, hosted: HostedInstance, traceparent: str) -> None:
+        pack_id = hosted.version.pack_id
+        compiled = self._compiled_code(pack_id)
         loader = self.loader = Loader(
-            self.slot, self.engine, self.served_by, self._store, self.settings.worker_id, self.latency
+            self.slot, self.engine, self.served_by, self._store, self.settings.worker_id, self.latency, compiled
         )
         error = self._fault = ""
         store_was_lost = False
         try:
-            await loader.run(hosted.version.pack_id, traceparent)
+            await loader.run(pack_id, traceparent)
         except LoadFailed as failure:
             error, store_was_lost = failure.message, isinstance(failure, StoreLost)
             log.warning("load_failed", instance_id=hosted.instance_id, error=error)
@@ -175,7 +182,16 @@ class Worker:
             self._fail_attempts(code, error or "the instance was unloaded")
             self.adapters.clear()
             await self.slot.release(error, store_was_lost)
+            if compiled is not None and not error:
+                self.spawn(compiled.keep(), "compiled code")  # of steps that the load has not made
             log.info("slot_free", instance_id=hosted.instance_id)
+
+    def _compiled_code(self, pack_id: str) -> CompiledCode | None:
+        """Where this load compiles, if other workers may have the result."""
+        key, folder = self.settings.compiled_key, self.served_by.compiled_folder(Path(self._temporary.name))
+        if not key or folder is None:
+            return None
+        return CompiledCode(self._store, bytes.fromhex(key), pack_id, self._environment, folder)
 
     async def _run_drain(self, drain_s: float, load: asyncio.Task[None] | None) -> None:
         self._drained = asyncio.Event()
@@ -293,3 +309,4 @@ class Worker:
         self.engine.post(self.served_by.close)
         await asyncio.to_thread(self.engine.close)
         self.holder.close()
+        self._temporary.cleanup()

@@ -676,6 +676,72 @@ class DeleteVersionReply(_message.Message):
 Global___DeleteVersionReply: _TypeAlias = DeleteVersionReply  # noqa: Y015
 
 @_typing.final
+class CompiledKey(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PACK_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    pack_id: _builtins.str
+    digest: _builtins.str
+    """of all else that the output depends on: engine, versions, device, settings"""
+    def __init__(
+        self,
+        *,
+        pack_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "pack_id", b"pack_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompiledKey: _TypeAlias = CompiledKey  # noqa: Y015
+
+@_typing.final
+class WriteCompiledRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """at most 1 MiB each"""
+    @_builtins.property
+    def key(self) -> Global___CompiledKey:
+        """first message"""
+
+    def __init__(
+        self,
+        *,
+        key: Global___CompiledKey | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "key", b"key", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "key", b"key", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["key", "data"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___WriteCompiledRequest: _TypeAlias = WriteCompiledRequest  # noqa: Y015
+
+@_typing.final
+class WriteCompiledReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteCompiledReply: _TypeAlias = WriteCompiledReply  # noqa: Y015
+
+@_typing.final
 class HoldRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -86,6 +86,16 @@ class ParamStoreStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.FromString,
                 _registered_method=True)
+        self.ReadCompiled = channel.unary_stream(
+                '/torchrelay.control.v1.ParamStore/ReadCompiled',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.CompiledKey.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.FileBytes.FromString,
+                _registered_method=True)
+        self.WriteCompiled = channel.stream_unary(
+                '/torchrelay.control.v1.ParamStore/WriteCompiled',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.WriteCompiledRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.WriteCompiledReply.FromString,
+                _registered_method=True)
         self.Hold = channel.unary_stream(
                 '/torchrelay.control.v1.ParamStore/Hold',
                 request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.HoldRequest.SerializeToString,
@@ -183,6 +193,20 @@ class ParamStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadCompiled(self, request, context):
+        """Reads what a worker has kept of the output of its compilers for a pack: an archive with its MAC.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteCompiled(self, request_iterator, context):
+        """Keeps it in the remote store until the pack is deleted; a later write replaces it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Hold(self, request, context):
         """Pins a pack of the arena while the call's stream is open (the lease of a worker of this host). The first reply gives
         the pack's place; another follows whenever further segments are complete (coalesced; the worker reads the bytes in
@@ -274,6 +298,16 @@ def add_ParamStoreServicer_to_server(servicer, server):
                     servicer.DeleteUnnamed,
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.SerializeToString,
+            ),
+            'ReadCompiled': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadCompiled,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.CompiledKey.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.FileBytes.SerializeToString,
+            ),
+            'WriteCompiled': grpc.stream_unary_rpc_method_handler(
+                    servicer.WriteCompiled,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.WriteCompiledRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.WriteCompiledReply.SerializeToString,
             ),
             'Hold': grpc.unary_stream_rpc_method_handler(
                     servicer.Hold,
@@ -572,6 +606,60 @@ class ParamStore:
             '/torchrelay.control.v1.ParamStore/DeleteUnnamed',
             torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.SerializeToString,
             torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCompiled(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/torchrelay.control.v1.ParamStore/ReadCompiled',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.CompiledKey.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.FileBytes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteCompiled(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/torchrelay.control.v1.ParamStore/WriteCompiled',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.WriteCompiledRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.WriteCompiledReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,10 @@ class ParamStoreStub:
     """Lists all versions in the remote store."""
     DeleteUnnamed: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DeleteUnnamedRequest, _param_store_pb2.DeleteUnnamedReply]
     """Removes packs and files that no version names, which a process left when it died."""
+    ReadCompiled: _grpc.UnaryStreamMultiCallable[_param_store_pb2.CompiledKey, _param_store_pb2.FileBytes]
+    """Reads what a worker has kept of the output of its compilers for a pack: an archive with its MAC."""
+    WriteCompiled: _grpc.StreamUnaryMultiCallable[_param_store_pb2.WriteCompiledRequest, _param_store_pb2.WriteCompiledReply]
+    """Keeps it in the remote store until the pack is deleted; a later write replaces it."""
     Hold: _grpc.UnaryStreamMultiCallable[_param_store_pb2.HoldRequest, _param_store_pb2.HoldReply]
     """Pins a pack of the arena while the call's stream is open (the lease of a worker of this host). The first reply gives
     the pack's place; another follows whenever further segments are complete (coalesced; the worker reads the bytes in
@@ -89,6 +93,10 @@ class ParamStoreAsyncStub(ParamStoreStub):
     """Lists all versions in the remote store."""
     DeleteUnnamed: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DeleteUnnamedRequest, _param_store_pb2.DeleteUnnamedReply]  # type: ignore[assignment]
     """Removes packs and files that no version names, which a process left when it died."""
+    ReadCompiled: _aio.UnaryStreamMultiCallable[_param_store_pb2.CompiledKey, _param_store_pb2.FileBytes]  # type: ignore[assignment]
+    """Reads what a worker has kept of the output of its compilers for a pack: an archive with its MAC."""
+    WriteCompiled: _aio.StreamUnaryMultiCallable[_param_store_pb2.WriteCompiledRequest, _param_store_pb2.WriteCompiledReply]  # type: ignore[assignment]
+    """Keeps it in the remote store until the pack is deleted; a later write replaces it."""
     Hold: _aio.UnaryStreamMultiCallable[_param_store_pb2.HoldRequest, _param_store_pb2.HoldReply]  # type: ignore[assignment]
     """Pins a pack of the arena while the call's stream is open (the lease of a worker of this host). The first reply gives
     the pack's place; another follows whenever further segments are complete (coalesced; the worker reads the bytes in
@@ -185,6 +193,22 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.DeleteUnnamedReply, _abc.Awaitable[_param_store_pb2.DeleteUnnamedReply]]:
         """Removes packs and files that no version names, which a process left when it died."""
+
+    @_abc_1.abstractmethod
+    def ReadCompiled(
+        self,
+        request: _param_store_pb2.CompiledKey,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_param_store_pb2.FileBytes], _abc.AsyncIterator[_param_store_pb2.FileBytes]]:
+        """Reads what a worker has kept of the output of its compilers for a pack: an archive with its MAC."""
+
+    @_abc_1.abstractmethod
+    def WriteCompiled(
+        self,
+        request_iterator: _MaybeAsyncIterator[_param_store_pb2.WriteCompiledRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_param_store_pb2.WriteCompiledReply, _abc.Awaitable[_param_store_pb2.WriteCompiledReply]]:
+        """Keeps it in the remote store until the pack is deleted; a later write replaces it."""
 
     @_abc_1.abstractmethod
     def Hold(

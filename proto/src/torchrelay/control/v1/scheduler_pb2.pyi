@@ -109,19 +109,23 @@ class EnrollReply(_message.Message):
 
     NODE_KEY_FIELD_NUMBER: _builtins.int
     STORE_TOKEN_FIELD_NUMBER: _builtins.int
+    COMPILED_KEY_FIELD_NUMBER: _builtins.int
     node_key: _builtins.str
     """of the worker, otherwise of the store; in hex"""
     store_token: _builtins.str
     """the worker's, for the store"""
+    compiled_key: _builtins.str
+    """the worker's, for the MACs of compiled code; in hex"""
     def __init__(
         self,
         *,
         node_key: _builtins.str = ...,
         store_token: _builtins.str = ...,
+        compiled_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_key", b"node_key", "store_token", b"store_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compiled_key", b"compiled_key", "node_key", b"node_key", "store_token", b"store_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
-from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.identity.keys import derive_compiled_key, derive_node_key
 
 _NODE_ID = re.compile("[A-Za-z0-9_-]{1,63}")
 
@@ -45,6 +45,7 @@ def worker_credentials(cluster_key: bytes, name: str, store: str) -> dict[str, s
         "worker_id": worker_id,
         "node_key": derive_node_key(cluster_key, worker_id).hex(),
         "store_token": store_token,
+        "compiled_key": derive_compiled_key(cluster_key).hex(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Keys of nodes and passwords of the brokers' users, derived from the cluster's key."""
+"""Keys of nodes and of compiled code, and passwords of the brokers' users, derived from the cluster's key."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:
     if len(cluster_key) < MIN_KEY_BYTES:
         raise ValueError(f"the cluster key must have at least {MIN_KEY_BYTES} bytes")
     return framed_mac(cluster_key, b"torchrelay node key", node_id.encode())
+
+
+def derive_compiled_key(cluster_key: bytes) -> bytes:
+    """The key of all workers for the MACs of the compiled code that they share, 32 bytes."""
+    return framed_mac(cluster_key, b"torchrelay compiled code")
 
 
 def broker_password(cluster_key: bytes, broker: str, user: str) -> str:

@@ -8,6 +8,7 @@ SECRET_SETTINGS = (
     "admin_key",
     "api_key",
     "cluster_key",
+    "compiled_key",
     "database_url",
     "key_pepper",
     "nats_url",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepWork
@@ -31,6 +32,7 @@ class EngineHooks:
     wake: Callable[[], None]  # (any thread) there may be work now, or the model is ready
     run_short_commands: Callable[[], None]  # (engine's thread) runs what must not wait for the end of a step
     latency: Callable[[], LatencyModel | None]  # (any thread) predicts the steps of the model in the slot
+    compiled: Path | None = None  # where the compilers of this load write; None: where they do by themselves
 
 
 class ServedModel(Protocol):
@@ -113,6 +115,10 @@ class Engine(ABC):
         engine = read_model(manifest.config, is_opaque=manifest.is_opaque).needed_engine
         if engine not in ("", self.capabilities.engine):
             raise LoadFailed(f"only the engine {engine} computes these weights")
+
+    def compiled_folder(self, root: Path) -> Path | None:
+        """A folder of this process for what a load compiles, ``root`` or below it; None: loads compile nothing."""
+        return None
 
     @abstractmethod
     def start(self) -> None:

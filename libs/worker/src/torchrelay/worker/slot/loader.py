@@ -17,6 +17,7 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.engine.batching.decode_shares import Latency
 from torchrelay.engine.core import LoadFailed
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.worker.slot.compiled_code import CompiledCode
 from torchrelay.worker.slot.engine import Engine, EngineHooks, ServedModel
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.slot import LOADING, READY, Slot
@@ -48,6 +49,7 @@ class Loader:
     _store: ParamStoreAsyncStub
     _worker_id: str
     _latency: Latency
+    _compiled: CompiledCode | None  # None: its output is not shared
     _retry_s: float = 0.5
     slab: MappedSlab | None = None
     closing: bool = False  # releasing the instance; must not be cancelled again
@@ -63,7 +65,11 @@ class Loader:
         hold = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=self._worker_id, waits_for_relay=True))
         try:
             with span_of("worker.load", traceparent, pack_id=pack_id):
+                if self._compiled is not None:
+                    await self._compiled.fetch()
                 await self._load(hold)
+            if self._compiled is not None:
+                await self._compiled.keep()
             # The mapping outlives the store; a store that restarts must learn of the pin again.
             async for attempt in stamina.retry_context(
                 _HOLD_LOST, attempts=None, timeout=None, wait_initial=self._retry_s, wait_exp_base=1, wait_jitter=0
@@ -153,7 +159,8 @@ class Loader:
             self._engine.wake()
             self._loop.call_soon_threadsafe(self._woken.set)
 
-        hooks = EngineHooks(wake, self._engine.run_short_commands, self._latency)
+        compiled = None if self._compiled is None else self._compiled.folder
+        hooks = EngineHooks(wake, self._engine.run_short_commands, self._latency, compiled)
         self._engine.instance = self._instance = self._served_by.load(slab, hooks)
 
     async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:

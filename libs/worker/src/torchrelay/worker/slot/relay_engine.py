@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kv.pool import KvPool
@@ -25,8 +28,14 @@ class RelayEngine(Engine):
     def start(self) -> None:
         warm_up(self._pool)
 
+    def compiled_folder(self, root: Path) -> Path | None:
+        """The same for all loads, because a process compiles a kernel once for all models."""
+        return None if self._settings.device == "cpu" else root
+
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> Instance:
         settings = self._settings
+        if hooks.compiled is not None:
+            os.environ["TRITON_CACHE_DIR"] = str(hooks.compiled)  # read at each compilation
         self.check_computes(slab.manifest)
         return Instance(
             slab.manifest,

@@ -15,7 +15,7 @@ _VERSIONS = ("Describe", "ListVersions", "DeleteVersion", "DeleteUnnamed")
 CALLERS: MethodCallers = {
     **{f"{_SERVICE}/{method}": {Caller.GATEWAY} for method in (*_UPLOADS, *_VERSIONS)},
     f"{_SERVICE}/ReadFile": {Caller.GATEWAY, Caller.WORKER},
-    f"{_SERVICE}/Hold": {Caller.WORKER},
+    **{f"{_SERVICE}/{method}": {Caller.WORKER} for method in ("Hold", "ReadCompiled", "WriteCompiled")},
     **{f"{_SERVICE}/{method}": {Caller.SCHEDULER} for method in ("Relay", "Drop", "WatchCopies", "Retain")},
 }
 

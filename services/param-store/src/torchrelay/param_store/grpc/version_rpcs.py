@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from blake3 import blake3
 
+from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc.messages import version_description
@@ -19,10 +20,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
 _PIECE_BYTES = 1 << 20
 _READ_BYTES = 4 << 20  # at a time: an object store takes a request for each
+_MAX_COMPILED_BYTES = 256 << 20
 
 
 class VersionRpcs:
-    """Describe, ReadFile, ListVersions, DeleteVersion, DeleteUnnamed."""
+    """Describe, ReadFile, ListVersions, DeleteVersion, DeleteUnnamed, ReadCompiled, WriteCompiled."""
 
     store: Store
 
@@ -59,3 +61,23 @@ class VersionRpcs:
     async def DeleteUnnamed(self, request: pb.DeleteUnnamedRequest, context: Context) -> pb.DeleteUnnamedReply:
         num_bytes = await asyncio.to_thread(self.store.versions.delete_unnamed, request.older_than_s)
         return pb.DeleteUnnamedReply(num_bytes_freed=num_bytes)
+
+    async def ReadCompiled(self, request: pb.CompiledKey, context: Context) -> AsyncIterator[pb.FileBytes]:
+        archive = await asyncio.to_thread(self.store.versions.read_compiled, request.pack_id, request.digest)
+        for offset in range(0, len(archive), _PIECE_BYTES):
+            yield pb.FileBytes(data=archive[offset : offset + _PIECE_BYTES])
+
+    async def WriteCompiled(
+        self, request_iterator: AsyncIterator[pb.WriteCompiledRequest], context: Context
+    ) -> pb.WriteCompiledReply:
+        first, archive = await anext(request_iterator, None), bytearray()
+        if first is None or first.WhichOneof("part") != "key":
+            raise InvalidRequest("the first message of WriteCompiled must be key", field="key")
+        async for part in request_iterator:
+            archive += part.data
+            if len(archive) > _MAX_COMPILED_BYTES:
+                raise InvalidRequest(f"compiled code may have at most {_MAX_COMPILED_BYTES} bytes", field="data")
+        key = first.key
+        await asyncio.to_thread(self.store.versions.keep_compiled, key.pack_id, key.digest, bytes(archive))
+        log.info("compiled_kept", pack_id=key.pack_id, digest=key.digest, num_bytes=len(archive))
+        return pb.WriteCompiledReply()

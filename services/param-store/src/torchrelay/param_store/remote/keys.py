@@ -37,6 +37,16 @@ def version_key(version_id: str) -> str:
     return f"versions/{checked_digest(version_id, 'version_id')}.json"
 
 
+def compiled_key(pack_id: str, digest: str) -> str:
+    return f"compiled/{checked_digest(pack_id, 'pack_id')}.{checked_digest(digest, 'digest')}"
+
+
+def owner_key(key: str) -> str:
+    """The key that versions name for an object: that of the pack which code was compiled for, or the object's own."""
+    name = key.removeprefix("compiled/")
+    return key if name == key else f"packs/{name.partition('.')[0]}"
+
+
 def parse_pack_key(key: str) -> tuple[str, bool]:
     """The pack id in the key of a pack or manifest, and whether it is a manifest's key; ("", False) for other keys."""
     name = key.removeprefix("packs/")

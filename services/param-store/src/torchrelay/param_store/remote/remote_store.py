@@ -4,8 +4,9 @@
     packs/<pack id>.manifest    its manifest, whose BLAKE3 is the pack id
     files/<digest>              small files of versions, by BLAKE3
     versions/<version id>.json  the packs and files of a version; its BLAKE3 is the version id
+    compiled/<pack id>.<digest> code that workers have compiled for a pack, with their MAC
 
-Every key is the digest of its content, so writes are idempotent. Methods block: call them on threads. They raise
+Every other key is the digest of its content, so writes are idempotent. Methods block: call them on threads. They raise
 ``Unavailable`` when an object store is unreachable, slow or broken for longer than its options allow, and ``OSError``
 for faults of a folder.
 """

@@ -20,7 +20,7 @@ from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.opaque import OpaqueModel, read_model
 from torchrelay.param_store.embedding import EmbeddingSpec, declared_embedding
 from torchrelay.param_store.model_files import ADAPTER_FILES, eos_token_ids
-from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, version_key
+from torchrelay.param_store.remote.keys import compiled_key, file_key, manifest_key, owner_key, pack_key, version_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.transfer.manifest import Manifest, decode_manifest, pack_id_of
 
@@ -202,6 +202,15 @@ class Versions:
             reader.close()
         return bytes(part)
 
+    def read_compiled(self, pack_id: str, digest: str) -> bytes:
+        """The archive that a worker has kept for the pack; only workers can verify it. Raises ``NotFound``."""
+        return self._remote.get_bytes(compiled_key(pack_id, digest))
+
+    def keep_compiled(self, pack_id: str, digest: str, archive: bytes) -> None:
+        """Stores the archive until the pack is deleted. Raises ``NotFound`` if there is no pack."""
+        self._remote.size(pack_key(pack_id))
+        self._remote.put_bytes(compiled_key(pack_id, digest), archive)
+
     def all(self) -> list[StoredVersion]:
         """Every version in the remote store."""
         return [
@@ -224,7 +233,9 @@ class Versions:
             keys = self._read_keys(stored)[version_id]
             self._remote.delete(version_key(version_id))  # first: a version must never name what is missing
             del self._keys_of[version_id]
-            return sum(self._delete(key) for key in sorted(keys - self._named(stored.keys() - {version_id})))
+            gone = keys - self._named(stored.keys() - {version_id})
+            compiled = {each.key for each in self._remote.objects("compiled/") if owner_key(each.key) in gone}
+            return sum(self._delete(key) for key in sorted(gone | compiled))
 
     def delete_unnamed(self, older_than_s: float) -> int:
         """Deletes packs and files that no version names and that were stored at least ``older_than_s`` ago: a process
@@ -233,9 +244,10 @@ class Versions:
         before_unix_us = now_unix_us() - int(older_than_s * 1e6)
         with self._lock:
             named = self._named()
-            objects = [stored for prefix in ("packs/", "files/") for stored in self._remote.objects(prefix)]
+            prefixes = ("packs/", "files/", "compiled/")
+            objects = [stored for prefix in prefixes for stored in self._remote.objects(prefix)]
             old = [stored for stored in objects if stored.modified_unix_us <= before_unix_us]
-            unnamed = [stored for stored in old if stored.key not in named]
+            unnamed = [stored for stored in old if owner_key(stored.key) not in named]
             for stored in unnamed:
                 self._remote.delete(stored.key)
                 log.info("unnamed_deleted", key=stored.key, num_bytes=stored.num_bytes)

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
 from torchrelay.common.identity.callers import ANYONE, Caller, MethodCallers, call_token
 from torchrelay.common.identity.join_token import check_join_token
-from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.identity.keys import derive_compiled_key, derive_node_key
 from torchrelay.common.process.settings import NODE_ID
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import MAX_REQUESTS
@@ -168,4 +168,8 @@ def enroll(cluster_key: bytes, request: scheduler_pb2.EnrollRequest, unix_s: flo
     if not is_worker:
         return scheduler_pb2.EnrollReply(node_key=store_key.hex())
     node_key = derive_node_key(cluster_key, request.worker_id).hex()
-    return scheduler_pb2.EnrollReply(node_key=node_key, store_token=call_token(store_key, Caller.WORKER))
+    return scheduler_pb2.EnrollReply(
+        node_key=node_key,
+        store_token=call_token(store_key, Caller.WORKER),
+        compiled_key=derive_compiled_key(cluster_key).hex(),
+    )
