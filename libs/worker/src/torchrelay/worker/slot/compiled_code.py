@@ -104,9 +104,9 @@ class CompiledCode:
 
     async def keep(self) -> None:
         """Stores the folder's files for later loads, if there are others than the store has."""
-        if (files := self._files()) == self._kept:
-            return
         try:
+            if (files := await asyncio.to_thread(self._files)) == self._kept:
+                return
             archive = await asyncio.to_thread(self._archive, files)
             await self._store.WriteCompiled(self._parts(archive), timeout=_WRITE_TIMEOUT_S)
         except (grpc.aio.AioRpcError, OSError) as error:  # a compiler may still write
