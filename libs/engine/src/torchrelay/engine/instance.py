@@ -18,7 +18,7 @@ from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.batching.validation import check_output, check_sampled_tokens, check_tokens
-from torchrelay.engine.core import GroupSpec, KvBlock, LoadFailed, StepResult
+from torchrelay.engine.core import EMPTY_STEP, GroupSpec, KvBlock, LoadFailed, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.execution.stepper import Stepper
@@ -307,14 +307,22 @@ class Instance:
 
     def max_sleep_s(self) -> float | None:
         """Seconds that the driver may sleep: until there is work, or a group's deadline. None: until the next call."""
-        return 0.0 if self._stepper.has_work else self._interruptions.next_deadline_in_s()
+        return 0.0 if self._stepper.has_work or self._is_to_prepare else self._interruptions.next_deadline_in_s()
+
+    @property
+    def _is_to_prepare(self) -> bool:
+        return self.model.is_to_prepare and not self._scheduler.groups
 
     @torch.inference_mode()
     def step(self) -> StepResult:
         """Computes a batch, or while the model loads one layer of prompts; ends groups past their deadline.
 
-        Raises ``LoadFailed``; the batch is then as if it had never started.
+        Without a group here, and on a GPU, compiles or records what a later batch needs. Raises ``LoadFailed``; the
+        batch is then as if it had never started.
         """
+        if self._is_to_prepare:
+            self.model.prepare()
+            return EMPTY_STEP
         num_prepared = self.model.num_prepared
         try:
             result = self._stepper.step()
