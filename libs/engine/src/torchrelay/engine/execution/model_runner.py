@@ -52,6 +52,7 @@ class ModelRunner:
         profile.enter(Activity.COMPUTE)
         result = BatchResult()
         left, logits = self._outputs(plan, result)
+        self._export.finish()  # blocks leave while the device computes the layers after them
         result.tokens = self._sample(left, logits)
         return left, result
 
@@ -69,6 +70,7 @@ class ModelRunner:
             for chunk in batch.plan.chunks:
                 self._hidden_states.write(chunk.context, chunk.begin, hidden[row : row + chunk.num_tokens])
                 row += chunk.num_tokens
+        self._export.finish()
         for group in groups:
             group.layer += 1
 

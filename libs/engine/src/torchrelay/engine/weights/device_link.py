@@ -1,4 +1,4 @@
-"""Copies from the host to one device, in order, beside its computations."""
+"""Copies between the host and one device, in order, beside its computations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CopyEvent(ABC):
 
 
 class DeviceLink(ABC):
-    """Copies to one device, in order, beside its computations. Methods may be called on any thread."""
+    """Copies to or from one device, in order, beside its computations. Methods may be called on any thread."""
 
     @abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 host memory that the device copies from asynchronously."""
+        """uint8 host memory that the device copies from and to asynchronously."""
 
     @abstractmethod
     def is_pinned(self, memory: Tensor) -> bool:
@@ -41,7 +41,11 @@ class DeviceLink(ABC):
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Starts a copy from pinned memory, which must not change until a later event has passed."""
+        """Starts a copy from or to pinned memory; neither side may be reused until a later event has passed."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Starts the copies to come after all that this thread has launched."""
 
     @abstractmethod
     def event(self) -> CopyEvent:
@@ -79,10 +83,12 @@ class CudaLink(DeviceLink):
     def space(self, num_bytes: int) -> Tensor:
         # The allocator reuses memory that the running step has freed. Work on the step's own stream is ordered after
         # the step; this stream must wait.
-        device = self._stream.device
-        space = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        space = torch.empty(num_bytes, dtype=torch.uint8, device=self._stream.device)
+        self.follow()
         return space
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._stream):
