@@ -13,6 +13,7 @@ from tests.unit.engine.harness import ModelOf, answer, assert_idle, group_of, lo
 from tests.unit.engine.kernels.test_attention import DEVICE
 from torchrelay.common.latency.latency_model import NO_WORK
 from torchrelay.engine.core import EMPTY_STEP, SamplingParams
+from torchrelay.engine.device_counts import DECODE_STEPS
 from torchrelay.engine.execution.decode_graphs import BATCH_SIZES, SIZES_AHEAD, batch_size_for
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.attention import AttentionBackend
@@ -74,8 +75,12 @@ def test_replayed_output_is_exact(model_of: ModelOf, options: dict[str, Any]) ->
         prompt, sampling = prompt_of(length), SamplingParams(temperature=0, max_tokens=2 + number)
         expected[f"{number}/0", 0] = model.expected(prompt, sampling.max_tokens)
         instance.prefill(group_of(prompt, f"{number}/0", sampling))
+    before = dict(DECODE_STEPS)
     steps = run(instance)
     assert outputs(steps) == expected
+    num_mixed = len([step for step in steps if step.num_positions_prefilled and step.num_positions_decoded])
+    counted = {kind: count - before.get(kind, 0) for kind, count in DECODE_STEPS.items()}
+    assert (counted.get("eager", 0), counted["replayed"]) == (num_mixed, capturer.num_replayed)
     decode_only = [step.num_positions_decoded for step in steps if not step.num_positions_prefilled]
     assert capturer.num_replayed == len(decode_only)
     assert capturer.num_recorded == len({batch_size_for(rows, 0, 0) for rows in decode_only}) >= 3

@@ -49,7 +49,7 @@ class PagedKv:
     def __init__(self, kv: torch.Tensor, num_pages: int, page_tokens: int) -> None:
         self.kv = kv  # [layers, 2, pages * page_tokens, kv_heads, head_dim]
         self.tables = PageTables(num_pages, page_tokens)
-        self.uploads, self.downloads = HostRing(link_to(kv.device)), HostRing(link_to(kv.device))
+        self.uploads, self.downloads = HostRing(link_to(kv.device, "kv_in")), HostRing(link_to(kv.device, "kv_out"))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a page in all layers: the partial last page of a shared context, for each further choice."""

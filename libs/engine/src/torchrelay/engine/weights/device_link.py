@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrelay.engine.device_counts import CopyTimes
+
 
 class CopyEvent(ABC):
     """A position in the order of a link's copies."""
@@ -71,8 +73,10 @@ class CudaCopyEvent(CopyEvent):
 class CudaLink(DeviceLink):
     """Copies on a stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kind: str = "weights") -> None:
+        """``kind`` names the copies in ``device_counts``."""
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._times = CopyTimes(kind)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -91,8 +95,12 @@ class CudaLink(DeviceLink):
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
+            begin.record()
             target.copy_(source, non_blocking=True)
+            end.record()
+        self._times.add(begin, end, source.nbytes)
 
     def event(self) -> CopyEvent:
         return CudaCopyEvent(self._stream)
@@ -101,6 +109,6 @@ class CudaLink(DeviceLink):
         return torch.cuda.stream(self._stream)
 
 
-def link_to(device: torch.device) -> DeviceLink | None:
+def link_to(device: torch.device, kind: str = "weights") -> DeviceLink | None:
     """A link to a device. None for a CPU, which computes in the arena itself."""
-    return CudaLink(device) if device.type == "cuda" else None
+    return CudaLink(device, kind) if device.type == "cuda" else None
