@@ -173,6 +173,12 @@ def test_idle_instance_compiles_prompts_and_records_largest_size_first(model_of:
     assert not [step for step in steps if step.work == NO_WORK]
 
 
+def test_instance_that_does_not_decode_compiles_prompts_alone(model_of: ModelOf) -> None:
+    instance = model_of(**ONE_LAYER).instance(backends=recording(Counting()), device=str(DEVICE), decodes=False)
+    prepare(instance, 1)
+    assert instance.max_sleep_s() is None
+
+
 def test_requests_precede_recordings_and_close_ends_them(model_of: ModelOf) -> None:
     model, capturer = model_of(**ONE_LAYER), Counting()
     instance = model.instance(backends=recording(capturer), device=str(DEVICE))

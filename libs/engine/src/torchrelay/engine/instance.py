@@ -60,6 +60,7 @@ class Instance:
         active_processes: ActiveProcesses | None = None,
         latency: Latency = no_latency,
         between_layers: Callable[[], None] = lambda: None,
+        decodes: bool = True,
         *,
         config: ModelConfig | None = None,
         backends: Backends | None = None,
@@ -76,7 +77,8 @@ class Instance:
         is called, on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
         ``active_processes`` are the processes that share this CPU's cores. ``latency`` returns the model of step times,
         with which no tenant's choices slow another's by more than its share. ``between_layers`` is called before each
-        call of layers; it may import and continue other prompts than the step computes.
+        call of layers; it may import and continue other prompts than the step computes. Unless it ``decodes``, no
+        decode step is recorded ahead.
 
         The keyword-only arguments replace the defaults for the manifest and the device.
         """
@@ -92,6 +94,7 @@ class Instance:
             reorderer if cpu_reorder and device.type == "cpu" and config.encoder is None else None,
             on_segment,
             active_processes,
+            decodes,
         )
         self.config, self.kv_shape = config, model.kv_shape
         self._is_encoder = config.encoder is not None

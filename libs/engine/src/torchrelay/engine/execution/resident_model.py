@@ -53,6 +53,7 @@ class ResidentModel:
         reorderer: Callable[[PackWeights, int], Reorderer] | None,
         on_segment: Callable[[], None] | None,
         active_processes: ActiveProcesses | None,
+        decodes: bool,
     ) -> None:
         self.config = config
         self.kv_shape = KvShape.of(config, manifest.dtype)
@@ -80,7 +81,8 @@ class ResidentModel:
             self.graphs = self._graphs(decoder, capturer)
             if capturer is not None and self.pages.kv.numel():
                 self._preparations.append(partial(self._compile_prompt, decoder))
-                self._preparations += (partial(self.graphs.record, size) for size in SIZES_AHEAD if self.graphs)
+                if self.graphs is not None and decodes:
+                    self._preparations += (partial(self.graphs.record, size) for size in SIZES_AHEAD)
         self.reorderer = reorderer and reorderer(self.weights, config.num_layers)
 
     def _graphs(self, decoder: Decoder, capturer: Capturer | None) -> DecodeGraphs | None:
