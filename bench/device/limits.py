@@ -41,6 +41,9 @@ class HostLink(DeviceLink):
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
+    def follow(self) -> None:
+        pass
+
     def event(self) -> CopyEvent:
         return HostCopyEvent()
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from triton import knobs
 
 from bench.gpu_steps.sizes import HeadShape
 from bench.gpu_steps.step import Setup, at_most, figure
 from bench.report import Check
+from torchrelay.engine.device_counts import COMPILATION_S
 from torchrelay.engine.kernels.attention import Scoring, Span
 from torchrelay.engine.kernels.backends import attention_backend
-from torchrelay.engine.kernels.triton.compilations import COMPILATIONS
+from torchrelay.engine.kernels.triton import compilations  # noqa: F401  # counts
 from torchrelay.engine.kernels.triton.ops import TritonOps
 from torchrelay.engine.model.decoder import rms_norm
 from torchrelay.engine.model.mlp import activate_and_multiply
@@ -29,26 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-class CompileTimes:
-    """Seconds that each kernel took to compile, in this process."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._began_s = 0.0
-        knobs.runtime.jit_cache_hook = self._begin
-        knobs.runtime.jit_post_compile_hook = self._end
-
-    def _begin(self, **facts: Any) -> None:
-        COMPILATIONS.begin(**facts)
-        self._began_s = time.perf_counter()
-
-    def _end(self, *, fn: Any, **facts: Any) -> None:
-        self.seconds[fn.name.rpartition(".")[2]] += time.perf_counter() - self._began_s
-        COMPILATIONS.end(**facts)
-
-
 def kernels(setup: Setup) -> Iterator[Check]:
-    times = CompileTimes()
     for name, shape in setup.sizes.heads.items():
         for dtype_name, dtype in DTYPES.items():
             torch.manual_seed(0)
@@ -56,8 +34,8 @@ def kernels(setup: Setup) -> Iterator[Check]:
             worst = max(errors, key=lambda each: errors[each])
             against = f"{worst}; of {len(errors)} comparisons"
             yield at_most(TOLERANCE[dtype], figure(f"{name}_{dtype_name}_error", errors[worst], "", against))
-    by_kernel = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.seconds.items())
-    yield figure("compile_s", sum(times.seconds.values()), "s", by_kernel or "nothing was compiled")
+    by_kernel = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in COMPILATION_S.items())
+    yield figure("compile_s", sum(COMPILATION_S.values()), "s", by_kernel or "nothing was compiled")
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -11,10 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.checkpoints import greedy_reference, reference_model
 from tests.support.packs import Pack, build_pack
+from tests.support.wait import wait_until
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
@@ -23,6 +26,9 @@ from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_import import PrefillImport
 from torchrelay.modelspec.config import read_config
 
+# Of the tests whose tokens are exact in fp32. On a machine with a GPU, TRITON_INTERPRET=0 adds it; it has never been.
+DEVICES = ("cpu", "cuda:0") if os.environ["TRITON_INTERPRET"] == "0" else ("cpu",)
+on_each_device = pytest.mark.parametrize("device", DEVICES)
 POOL_BYTES = 4 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -86,6 +92,9 @@ class Model:
         instance = Instance(self.pack.manifest, self.pack.view, KvPool(pool_bytes, device), **settings)
         for segment in range(len(self.pack.manifest.segments) if loaded else 0):
             instance.segment_ready(segment)
+        if loaded and (stager := instance.model.weights._stager) is not None:
+            wait_until(lambda: instance.is_ready, "the copies of all segments")
+            stager.close()  # its threads keep pinned memory
         return instance
 
 
@@ -170,7 +179,7 @@ def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
     instance.model.transformer.logits = spy  # type: ignore[method-assign]
     instance.prefill(group_of(prompt, sampling=SamplingParams(temperature=0, max_tokens=1)))
     run(instance)
-    return seen[0][0].float()
+    return seen[0][0].float().cpu()
 
 
 def outputs(steps: Sequence[StepResult]) -> dict[tuple[str, int], list[int]]:
@@ -229,6 +238,7 @@ def half_loaded(model: Model, num_layers: int, **settings: Any) -> Instance:
     instance = model.instance(loaded=False, **settings)
     for segment in range(num_layers + 1):
         instance.segment_ready(segment)
+    wait_until(lambda: instance.num_segments_ready == num_layers + 1, "the copies of the first segments")
     return instance
 
 

@@ -16,6 +16,7 @@ from tests.unit.engine.harness import (
     group_of,
     hand_over,
     last_logits,
+    on_each_device,
     outputs,
     prompt_of,
     run,
@@ -31,11 +32,12 @@ LENGTHS = (1, 15, 16, 17, 70)
 TIED_LENGTHS = (17, 16)  # only the head differs
 
 
+@on_each_device
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_single_prompt_equals_transformers(model_of: ModelOf, family: str, tied: bool) -> None:
+def test_single_prompt_equals_transformers(model_of: ModelOf, family: str, tied: bool, device: str) -> None:
     model = model_of(family, tied)
-    instance = model.instance()
+    instance = model.instance(device=device)
     for length in TIED_LENGTHS if tied else LENGTHS:
         prompt = prompt_of(length)
         instance.prefill(group_of(prompt))
@@ -43,23 +45,27 @@ def test_single_prompt_equals_transformers(model_of: ModelOf, family: str, tied:
     assert_idle(instance)
 
 
+@on_each_device
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batched_chunks_equal_transformers(model_of: ModelOf, family: str, tied: bool) -> None:
+def test_batched_chunks_equal_transformers(model_of: ModelOf, family: str, tied: bool, device: str) -> None:
     """A budget of 20 positions cuts prompts at odd places, and prefills run beside decodes of other lengths."""
     model = model_of(family, tied)
-    instance = model.instance(token_budget=20, page_tokens=8)
+    instance = model.instance(device=device, token_budget=20, page_tokens=8)
     steps = assert_batch_is_exact(model, instance, TIED_LENGTHS if tied else LENGTHS)
     assert any(step.num_positions_prefilled and step.num_positions_decoded for step in steps)
 
 
+@on_each_device
 @pytest.mark.parametrize(("budget", "order"), [(512, 1), (23, -1)], ids=["in order", "backwards"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_handed_over_kv_equals_transformers(model_of: ModelOf, family: str, budget: int, order: int) -> None:
+def test_handed_over_kv_equals_transformers(
+    model_of: ModelOf, family: str, budget: int, order: int, device: str
+) -> None:
     """Chunks cross blocks, and the page sizes of the two sides differ."""
     model = model_of(family)
-    source = model.instance(token_budget=budget, page_tokens=8, kv_block_tokens=20)
-    target = model.instance(page_tokens=16)
+    source = model.instance(device=device, token_budget=budget, page_tokens=8, kv_block_tokens=20)
+    target = model.instance(device=device, page_tokens=16)
     for length in LENGTHS:
         group = group_of(prompt_of(length))
         last, steps = hand_over(source, target, group, order)
@@ -103,21 +109,23 @@ def test_choices_sharing_a_context_diverge(model_of: ModelOf, handed_over: bool,
     assert_idle(target)
 
 
-def test_different_forced_outputs_are_separate_contexts(model_of: ModelOf) -> None:
+@on_each_device
+def test_different_forced_outputs_are_separate_contexts(model_of: ModelOf, device: str) -> None:
     model = model_of()
     expected = model.expected(prompt_of(17))
     group = group_of(prompt_of(17), forced=[(), expected[:3], ()])
-    source, target = model.instance(), model.instance()
+    source, target = model.instance(device=device), model.instance(device=device)
     last, steps = hand_over(source, target, group)
     actual = outputs([last, *steps])
     assert actual == {("r/0", 0): expected, ("r/0", 1): expected[3:], ("r/0", 2): expected}
 
 
+@on_each_device
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_logits_equal_transformers(model_of: ModelOf, family: str) -> None:
+def test_fp32_logits_equal_transformers(model_of: ModelOf, family: str, device: str) -> None:
     """Compares the logits of a prefill, which range over about +-10 in these models."""
     model = model_of(family)
-    instance, prompt = model.instance(), prompt_of(40)
+    instance, prompt = model.instance(device=device), prompt_of(40)
     assert float((last_logits(instance, prompt) - model.logits(prompt)[0]).abs().max()) < 1e-4
 
 

@@ -12,12 +12,16 @@ from tests.support.calling_capturer import CallingCapturer
 from tests.unit.engine.harness import ModelOf, answer, assert_idle, group_of, load_rest, outputs, prompt_of, run
 from tests.unit.engine.kernels.test_attention import DEVICE
 from torchrelay.common.latency.latency_model import NO_WORK
-from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.execution.decode_graphs import batch_size_for
+from torchrelay.engine.core import EMPTY_STEP, SamplingParams
+from torchrelay.engine.device_counts import DECODE_STEPS
+from torchrelay.engine.execution.decode_graphs import BATCH_SIZES, SIZES_AHEAD, batch_size_for
+from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.attention import AttentionBackend
 from torchrelay.engine.kernels.backends import Backends, backends_for
 from torchrelay.engine.kernels.capture import Capturer, Replay
 from torchrelay.engine.kernels.gather_attention import GatherAttention
+from torchrelay.engine.model.batch import Batch
+from torchrelay.engine.model.decoder import Decoder
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=4)
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}  # the interpreter is slow
@@ -71,8 +75,12 @@ def test_replayed_output_is_exact(model_of: ModelOf, options: dict[str, Any]) ->
         prompt, sampling = prompt_of(length), SamplingParams(temperature=0, max_tokens=2 + number)
         expected[f"{number}/0", 0] = model.expected(prompt, sampling.max_tokens)
         instance.prefill(group_of(prompt, f"{number}/0", sampling))
+    before = dict(DECODE_STEPS)
     steps = run(instance)
     assert outputs(steps) == expected
+    num_mixed = len([step for step in steps if step.num_positions_prefilled and step.num_positions_decoded])
+    counted = {kind: count - before.get(kind, 0) for kind, count in DECODE_STEPS.items()}
+    assert (counted.get("eager", 0), counted["replayed"]) == (num_mixed, capturer.num_replayed)
     decode_only = [step.num_positions_decoded for step in steps if not step.num_positions_prefilled]
     assert capturer.num_replayed == len(decode_only)
     assert capturer.num_recorded == len({batch_size_for(rows, 0, 0) for rows in decode_only}) >= 3
@@ -126,6 +134,85 @@ def test_steps_that_record_or_compile_predict_nothing(model_of: ModelOf) -> None
     prefill, recorded, compiles, *others = run(instance)
     assert (recorded.work, compiles.work) == (NO_WORK, NO_WORK)
     assert len(others) == 2 and NO_WORK not in [prefill.work, *(step.work for step in others)]
+
+
+def prepare(instance: Instance, num_preparations: int) -> None:
+    """Steps an idle instance, as its thread does."""
+    for _ in range(num_preparations):
+        assert instance.max_sleep_s() == 0 and not instance.has_work()
+        assert instance.step() == EMPTY_STEP
+
+
+def test_idle_instance_compiles_prompts_and_records_largest_size_first(model_of: ModelOf) -> None:
+    model, capturer, seen = model_of(family="gemma3"), Counting(), list[tuple[int, ...]]()
+    instance = model.instance(loaded=False, backends=recording(capturer), device=str(DEVICE))
+    decoder, graphs = instance.model.transformer, instance.model.graphs
+    assert isinstance(decoder, Decoder) and graphs is not None
+    embed = decoder.embed
+
+    def embed_and_tell(batch: Batch) -> torch.Tensor:
+        seen.append((len(batch.token_ids), capturer.num_recorded))
+        return embed(batch)
+
+    decoder.embed = embed_and_tell  # type: ignore[method-assign]
+    assert instance.max_sleep_s() is None, "weights are still to come"
+    load_rest(instance)
+    prepare(instance, 1 + len(SIZES_AHEAD))
+    assert instance.max_sleep_s() is None
+    assert seen == [(16, 0)], "a prompt of one page, before the recordings"
+    assert graphs.sizes == SIZES_AHEAD == tuple(size for size in reversed(BATCH_SIZES) if size <= 32)
+    assert_idle(instance)
+    decoder.embed = embed  # type: ignore[method-assign]
+    prompts = {f"{number}/0": prompt_of(length) for number, length in enumerate((3, 9, 24))}
+    for group_id, prompt in prompts.items():
+        instance.prefill(group_of(prompt, group_id, SAMPLING))
+    steps = run(instance)
+    expected = {(group_id, 0): model.expected(prompt, 4) for group_id, prompt in prompts.items()}
+    assert outputs(steps) == expected
+    assert capturer.num_recorded == len(SIZES_AHEAD), "nothing is left to the first batch"
+    assert not [step for step in steps if step.work == NO_WORK]
+
+
+def test_instance_that_does_not_decode_compiles_prompts_alone(model_of: ModelOf) -> None:
+    instance = model_of(**ONE_LAYER).instance(backends=recording(Counting()), device=str(DEVICE), decodes=False)
+    prepare(instance, 1)
+    assert instance.max_sleep_s() is None
+
+
+def test_requests_precede_recordings_and_close_ends_them(model_of: ModelOf) -> None:
+    model, capturer = model_of(**ONE_LAYER), Counting()
+    instance = model.instance(backends=recording(capturer), device=str(DEVICE))
+    prepare(instance, 3)
+    graphs = instance.model.graphs
+    assert graphs is not None and list(graphs.sizes) == [32, 24]
+    instance.prefill(group_of(prompt_of(5), sampling=SAMPLING))
+    steps = []
+    while instance.groups():
+        assert instance.max_sleep_s() == 0
+        steps.append(instance.step())
+    assert outputs(steps) == {("r/0", 0): model.expected(prompt_of(5), 4)}
+    assert list(graphs.sizes) == [32, 24, 1], "its own size, at its first batch"
+    prepare(instance, 2)
+    assert list(graphs.sizes) == [32, 24, 1, 16, 8]
+    held = instance.import_kv(group_of(prompt_of(5)), instance.kv_layout(group_of(prompt_of(5))))
+    assert instance.max_sleep_s() is None, "chunks may come at any moment"
+    held.drop()
+    prepare(instance, 1)
+    instance.close()
+    assert instance.max_sleep_s() is None and not graphs.sizes
+
+
+def test_sizes_without_memory_are_computed_without_recording(model_of: ModelOf) -> None:
+    class Full(CallingCapturer):
+        def capture(self, compute: Replay) -> Replay:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = model_of(**ONE_LAYER)
+    instance = model.instance(backends=recording(Full()), device=str(DEVICE))
+    prepare(instance, 1 + len(SIZES_AHEAD))
+    assert answer(instance, prompt_of(5), sampling=SAMPLING) == model.expected(prompt_of(5), SAMPLING.max_tokens)
+    graphs = instance.model.graphs
+    assert graphs is not None and not graphs.sizes and not instance.is_recording
 
 
 def test_failed_recording_is_over(model_of: ModelOf) -> None:

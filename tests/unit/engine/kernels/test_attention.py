@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.engine.harness import ModelOf, assert_batch_is_exact
+from tests.unit.engine.harness import DEVICES, ModelOf, assert_batch_is_exact
 from torchrelay.engine.kernels.attention import AttentionBackend, Scoring, Span
 from torchrelay.engine.kernels.backends import attention_backend, backends_for
 from torchrelay.engine.kernels.cpu.attention import CpuAttention
 from torchrelay.engine.kernels.cpu.library import LEVELS, Kernels
 
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if os.environ["TRITON_INTERPRET"] == "0" else "cpu")  # of Triton's kernels; 0: on a GPU
+DEVICE = torch.device(DEVICES[-1])  # of Triton's kernels
 PAGE = 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.02}
 CPU_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02, torch.float16: 0.002}

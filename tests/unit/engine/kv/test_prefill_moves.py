@@ -20,6 +20,7 @@ from tests.unit.engine.harness import (
     half_loaded,
     hand_over,
     import_prefill,
+    on_each_device,
     outputs,
     prompt_of,
     run,
@@ -34,16 +35,17 @@ BOUNDARIES = (0, 1, 2, 3)
 FEW = replace(GREEDY, max_tokens=6)
 
 
+@on_each_device
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prompt_moves_at_every_boundary(model_of: ModelOf, family: str, boundary: int) -> None:
+def test_prompt_moves_at_every_boundary(model_of: ModelOf, family: str, boundary: int, device: str) -> None:
     """The exporter has only the layers below the boundary, and both sides differ in budgets, blocks and pages.
 
     The second round repeats the prompts, whose prefixes the importer has cached by then.
     """
     model = model_of(family)
-    source = half_loaded(model, boundary, token_budget=23, page_tokens=8, kv_block_tokens=20)
-    target = model.instance(token_budget=19, page_tokens=16)
+    source = half_loaded(model, boundary, token_budget=23, page_tokens=8, kv_block_tokens=20, device=device)
+    target = model.instance(token_budget=19, page_tokens=16, device=device)
     for num_cached in (0, 64):
         for length in LENGTHS:
             group = replace(group_of(prompt_of(length), sampling=FEW), tenant_id=f"{length}")

@@ -109,7 +109,7 @@ class LateLink(DeviceLink):
     """Runs copies in order, and as late as possible."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
-        self.num_joined = 0
+        self.num_joined = self.num_followed = 0
         self.num_buffers = 0
         self.started: list[tuple[Tensor, Tensor]] = []
         self._is_pinned = is_pinned
@@ -129,6 +129,9 @@ class LateLink(DeviceLink):
     def copy(self, target: Tensor, source: Tensor) -> None:
         with self._lock:
             self.started.append((target, source))
+
+    def follow(self) -> None:
+        self.num_followed += 1
 
     def event(self) -> CopyEvent:
         with self._lock:

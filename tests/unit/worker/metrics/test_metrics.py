@@ -17,6 +17,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoi
 
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.engine.core import StepProfile, StepResult
+from torchrelay.engine.device_counts import CopyTimes
 from torchrelay.worker.metrics.gpu_metrics import export_gpus
 from torchrelay.worker.metrics.load_metrics import export_load
 from torchrelay.worker.metrics.step_metrics import InstanceLabels, StepMetrics
@@ -204,6 +205,17 @@ class FakeNvml:
         return 0
 
 
+class FakeEvent:
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+
+    def query(self) -> bool:
+        return self.at_ms < 1000
+
+    def elapsed_time(self, end: FakeEvent, /) -> float:
+        return end.at_ms - self.at_ms
+
+
 def test_gpus_export_what_they_tell(reader: InMemoryMetricReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     export_gpus(["1"])  # without the package
@@ -214,6 +226,11 @@ def test_gpus_export_what_they_tell(reader: InMemoryMetricReader, monkeypatch: p
     export_gpus(["elsewhere"])  # the library does not know it
     assert points(reader, "torchrelay_worker_gpu_memory_bytes") == {}
     export_gpus(["1", "2"])
+    copies = CopyTimes("kv_in")
+    for end_ms in (250, 500, 2000):
+        copies.add(FakeEvent(0), FakeEvent(end_ms), 10**9)
+    assert points(reader, "torchrelay_worker_gpu_copied_bytes")["kv_in",] == 2e9, "the third may still run"
+    assert points(reader, "torchrelay_worker_gpu_copy_seconds")["kv_in",] == 0.75
     assert points(reader, "torchrelay_worker_gpu_xids") == {("1", "79"): 1, ("1", "31"): 2}
     nvml.xids.append(31)
     assert points(reader, "torchrelay_worker_gpu_xids")["1", "31"] == 3

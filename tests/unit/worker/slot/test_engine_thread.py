@@ -11,15 +11,18 @@ from itertools import count
 from typing import Any, cast
 
 import pytest
+import torch
 
+from tests.support.calling_capturer import CallingCapturer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Clock, Model, group_of, outputs, prompt_of
 from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost, StepWork
 from torchrelay.common.liveness import Liveness
-from torchrelay.engine.core import EMPTY_STEP, GroupSpec, LoadFailed, StepResult
+from torchrelay.engine.core import EMPTY_STEP, GroupSpec, LoadFailed, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
+from torchrelay.engine.kernels.backends import backends_for
 from torchrelay.worker.slot.engine_thread import EngineThread
 
 MAX_PENDING_WRITES = 32
@@ -250,12 +253,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 class Driven:
     """An instance with the first layers of its model, and the thread that drives it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, **settings: Any) -> None:
         self.steps: list[StepResult] = []
         self.faults: list[Exception] = []
         self.engine = EngineThread(self.steps.append, self.faults.append)
         self.clock = Clock()
-        self.instance = model.instance(loaded=False, on_segment=self.engine.wake, clock=self.clock)
+        self.instance = model.instance(loaded=False, on_segment=self.engine.wake, clock=self.clock, **settings)
         self.num_segments = len(model.pack.manifest.segments)
         self.engine.start()
 
@@ -345,3 +348,40 @@ async def test_layer_by_layer_prompt_fails_with_load(driven: Driven) -> None:
 
 def _adopt(instance: Instance, group: GroupSpec) -> None:
     instance.import_kv(group, instance.kv_layout(group))
+
+
+async def test_prompt_and_unload_wait_for_the_running_preparation_alone(model: Model) -> None:
+    """The thread prepares by itself once the last segment is here; what waits then comes before the next."""
+    driven = Driven(model, backends=replace(backends_for(torch.device("cpu")), capturer=CallingCapturer()))
+    instance, engine, begun, may_end = driven.instance, driven.engine, threading.Event(), threading.Event()
+    made: list[str] = []
+
+    def first() -> None:
+        begun.set()
+        may_end.wait()
+        made.append("first")
+
+    def install() -> None:
+        instance.model._preparations.extend([first, lambda: made.append("second")])
+        engine.instance = instance
+
+    await driven.do(install)
+    await driven.load(0, driven.num_segments)
+    assert await asyncio.to_thread(begun.wait, HANG_S)
+    sampling = SamplingParams(temperature=0, max_tokens=3)
+    prefill = engine.call(lambda: instance.prefill(group_of(PROMPT, sampling=sampling)))
+    order = engine.call(lambda: tuple(made))
+    may_end.set()
+    await prefill
+    assert await order == ("first",)
+    await eventually(lambda: len(made) == 2, "the second preparation, once the prompt is answered")
+    assert outputs(driven.steps) == {("r/0", 0): model.expected(PROMPT, 3)}
+
+    def unload() -> None:
+        instance.model._preparations.append(lambda: made.append("third"))
+        engine.instance = None
+        instance.close()
+
+    await driven.do(unload)
+    await asyncio.to_thread(engine.close)
+    assert made == ["first", "second"] and not driven.faults

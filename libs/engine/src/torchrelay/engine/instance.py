@@ -18,7 +18,7 @@ from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.batching.validation import check_output, check_sampled_tokens, check_tokens
-from torchrelay.engine.core import GroupSpec, KvBlock, LoadFailed, StepResult
+from torchrelay.engine.core import EMPTY_STEP, GroupSpec, KvBlock, LoadFailed, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.execution.stepper import Stepper
@@ -60,6 +60,7 @@ class Instance:
         active_processes: ActiveProcesses | None = None,
         latency: Latency = no_latency,
         between_layers: Callable[[], None] = lambda: None,
+        decodes: bool = True,
         *,
         config: ModelConfig | None = None,
         backends: Backends | None = None,
@@ -76,7 +77,8 @@ class Instance:
         is called, on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
         ``active_processes`` are the processes that share this CPU's cores. ``latency`` returns the model of step times,
         with which no tenant's choices slow another's by more than its share. ``between_layers`` is called before each
-        call of layers; it may import and continue other prompts than the step computes.
+        call of layers; it may import and continue other prompts than the step computes. Unless it ``decodes``, no
+        decode step is recorded ahead.
 
         The keyword-only arguments replace the defaults for the manifest and the device.
         """
@@ -92,6 +94,7 @@ class Instance:
             reorderer if cpu_reorder and device.type == "cpu" and config.encoder is None else None,
             on_segment,
             active_processes,
+            decodes,
         )
         self.config, self.kv_shape = config, model.kv_shape
         self._is_encoder = config.encoder is not None
@@ -307,14 +310,22 @@ class Instance:
 
     def max_sleep_s(self) -> float | None:
         """Seconds that the driver may sleep: until there is work, or a group's deadline. None: until the next call."""
-        return 0.0 if self._stepper.has_work else self._interruptions.next_deadline_in_s()
+        return 0.0 if self._stepper.has_work or self._is_to_prepare else self._interruptions.next_deadline_in_s()
+
+    @property
+    def _is_to_prepare(self) -> bool:
+        return self.model.is_to_prepare and not self._scheduler.groups
 
     @torch.inference_mode()
     def step(self) -> StepResult:
         """Computes a batch, or while the model loads one layer of prompts; ends groups past their deadline.
 
-        Raises ``LoadFailed``; the batch is then as if it had never started.
+        Without a group here, and on a GPU, compiles or records what a later batch needs. Raises ``LoadFailed``; the
+        batch is then as if it had never started.
         """
+        if self._is_to_prepare:
+            self.model.prepare()
+            return EMPTY_STEP
         num_prepared = self.model.num_prepared
         try:
             result = self._stepper.step()

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from torchrelay.engine.device_counts import COMPILATION_S, COMPILED_KERNELS
 from torchrelay.engine.kernels.triton import attention, attention_kernels, op_kernels
 from torchrelay.engine.kernels.attention import Scoring, Span
 from torchrelay.engine.kernels.triton.compilations import COMPILATIONS
@@ -46,13 +47,15 @@ class Compiled:
 
     def __getitem__(self, grid):
         def compile(*arguments, **constants):
-            num_compiled = COMPILATIONS.num
+            num_compiled, name = COMPILATIONS.num, self.kernel.__name__
+            num_of_kernel = COMPILED_KERNELS[name]
             made = self.kernel.warmup(*arguments, grid=grid, **constants)
             assert self.kernel.warmup(*arguments, grid=grid, **constants) is made
             assert COMPILATIONS.num == num_compiled + 1 and not COMPILATIONS.is_running
+            assert COMPILED_KERNELS[name] == num_of_kernel + 1 and COMPILATION_S[name] > 0
             ptx = made.asm["ptx"]
             size = driver.capability, made.metadata.shared
-            found.append([self.kernel.__name__, *size, "cp.async" in ptx, "mma" in ptx])
+            found.append([name, *size, "cp.async" in ptx, "mma" in ptx])
         return compile
 
 

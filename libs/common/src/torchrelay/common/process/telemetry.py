@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -216,7 +215,7 @@ def seconds_histogram(
 
 
 def observe_counts(
-    meter: metrics.Meter, name: str, description: str, attribute: str | tuple[str, ...], counts: Counter[Any]
+    meter: metrics.Meter, name: str, description: str, attribute: str | tuple[str, ...], counts: Mapping[Any, float]
 ) -> None:
     """A counter with one value per key of ``counts``, read when metrics are collected: that costs less per event.
 

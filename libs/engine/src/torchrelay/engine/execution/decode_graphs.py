@@ -4,7 +4,8 @@ A step of a few rows is hundreds of kernels of microseconds each, less than it t
 the addresses that it was made with, so a batch is copied into a *fixed* batch of the next larger size. The unused rows
 compute with an old token and write to a scratch slot, which no other row reads.
 
-    eager --all layers loaded, only decoding, a listed size--> recorded at its first batch --> replayed
+    eager --all layers loaded, and nothing to compute, or a first batch of that size--> recorded --> replayed
+      '--no memory for it--> eager for good
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torchrelay.engine.model.batch import Batch, LayerKind
 from torchrelay.engine.model.decoder import Decoder
 
 BATCH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# Recorded before a batch needs them. The largest comes first, since the smaller ones then fit into its memory.
+SIZES_AHEAD: Final = (32, 24, 16, 8, 4, 2, 1)
 
 
 def batch_size_for(num_decoding: int, num_chunks: int, layer: int, sizes: Sequence[int] = BATCH_SIZES) -> int | None:
@@ -56,7 +59,9 @@ class DecodeGraphs:
     _scratch: ScratchSlot
     _capturer: Capturer
     _is_loaded: Callable[[], bool]  # every layer has arrived, so that a recording lacks none
-    _recorded: dict[int, tuple[FixedBatch, Replay]] = field(default_factory=dict)
+    _dtype: torch.dtype
+    _device: torch.device
+    _recorded: dict[int, tuple[FixedBatch, Replay] | None] = field(default_factory=dict)  # None: there was no memory
     is_recording: bool = False
     num_recorded: int = 0
 
@@ -66,18 +71,23 @@ class DecodeGraphs:
         size = batch_size_for(len(plan.decoding), len(plan.chunks), plan.layer)
         if size is None or batch.adapted is not None or not self._is_loaded():
             return None
-        if size not in self._recorded:
-            self._recorded[size] = self._record(size, batch)
-        fixed, replay = self._recorded[size]
+        self.record(size)
+        if (recorded := self._recorded[size]) is None:
+            return None
+        fixed, replay = recorded
         fixed.fill(batch)
         return replay()[: len(plan.decoding)]
 
-    def _record(self, size: int, batch: Batch) -> tuple[FixedBatch, Replay]:
+    def record(self, size: int) -> None:
+        """Records a size, once."""
+        if size in self._recorded:
+            return
         self.is_recording = True
         try:
-            fixed = FixedBatch(size, batch, self._backend, self._kinds, self._scratch)
-            fixed.fill(batch)
-            return fixed, self._capturer.capture(lambda: self._compute(fixed.batch))
+            fixed = FixedBatch(size, self._backend, self._kinds, self._scratch, self._dtype, self._device)
+            self._recorded[size] = fixed, self._capturer.capture(lambda: self._compute(fixed.batch))
+        except torch.OutOfMemoryError:
+            self._recorded[size] = None
         finally:
             self.num_recorded += 1  # before the next line: a thread that sees the end sees the advance too
             self.is_recording = False
@@ -85,7 +95,7 @@ class DecodeGraphs:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes recorded so far."""
-        return tuple(self._recorded)
+        return tuple(size for size, recorded in self._recorded.items() if recorded is not None)
 
     def close(self) -> None:
         """Releases the recordings and their memory."""
@@ -102,20 +112,24 @@ class FixedBatch:
     """A batch of ``size`` decoding rows whose tensors keep their addresses."""
 
     def __init__(
-        self, size: int, like: Batch, backend: AttentionBackend, kinds: Sequence[LayerKind], scratch: ScratchSlot
+        self,
+        size: int,
+        backend: AttentionBackend,
+        kinds: Sequence[LayerKind],
+        scratch: ScratchSlot,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        device = like.token_ids.device
         self._backend = backend
         self._scratch_slots = torch.full((size,), scratch.slot, dtype=torch.int64, device=device)
+        token_ids = torch.zeros_like(self._scratch_slots)
         views = tuple(
             LayerView(
-                view.cos.new_zeros(size, *view.cos.shape[1:]),
-                view.sin.new_zeros(size, *view.sin.shape[1:]),
+                *kind.rope.angles(token_ids, dtype),
                 backend.fixed_plan(size, scratch.max_positions, kind.window, scratch.slot, device),
             )
-            for kind, view in zip(kinds, like.views, strict=True)
+            for kind in kinds
         )
-        token_ids = torch.zeros_like(self._scratch_slots)
         self.batch = Batch(BatchPlan((), ()), token_ids, self._scratch_slots.clone(), views, size)
 
     def fill(self, batch: Batch) -> None:

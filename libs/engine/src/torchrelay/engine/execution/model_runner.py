@@ -12,6 +12,7 @@ from torchrelay.engine import profile
 from torchrelay.engine.batching.layerwise import plans_within_budget
 from torchrelay.engine.batching.sequences import BatchPlan, SequenceGroup
 from torchrelay.engine.core import Embedding, NewToken, PromptLogprobs
+from torchrelay.engine.device_counts import DECODE_STEPS
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.kv.export import KvExport
 from torchrelay.engine.model.batch import Batch
@@ -52,6 +53,7 @@ class ModelRunner:
         profile.enter(Activity.COMPUTE)
         result = BatchResult()
         left, logits = self._outputs(plan, result)
+        self._export.finish()  # blocks leave while the device computes the layers after them
         result.tokens = self._sample(left, logits)
         return left, result
 
@@ -69,6 +71,7 @@ class ModelRunner:
             for chunk in batch.plan.chunks:
                 self._hidden_states.write(chunk.context, chunk.begin, hidden[row : row + chunk.num_tokens])
                 row += chunk.num_tokens
+        self._export.finish()
         for group in groups:
             group.layer += 1
 
@@ -81,7 +84,10 @@ class ModelRunner:
         if not plan:
             return plan, torch.empty(0)
         batch = self._lay_out(plan)
-        if self._graphs is not None and (replayed := self._graphs.run(batch)) is not None:
+        replayed = None if self._graphs is None else self._graphs.run(batch)
+        if plan.decoding:
+            DECODE_STEPS["eager" if replayed is None else "replayed"] += 1
+        if replayed is not None:
             return plan, replayed
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
         if batch.num_outputs:

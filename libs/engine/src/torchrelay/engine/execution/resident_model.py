@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
+
+import numpy as np
 
 from torchrelay.common.process.heap import trim_heap
 from torchrelay.engine import profile
-from torchrelay.engine.batching.sequences import BatchPlan
-from torchrelay.engine.execution.decode_graphs import DecodeGraphs, ScratchSlot
+from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
+from torchrelay.engine.execution.decode_graphs import SIZES_AHEAD, DecodeGraphs, ScratchSlot
 from torchrelay.engine.kernels.backends import Backends
 from torchrelay.engine.kernels.capture import Capturer
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
@@ -48,6 +53,7 @@ class ResidentModel:
         reorderer: Callable[[PackWeights, int], Reorderer] | None,
         on_segment: Callable[[], None] | None,
         active_processes: ActiveProcesses | None,
+        decodes: bool,
     ) -> None:
         self.config = config
         self.kv_shape = KvShape.of(config, manifest.dtype)
@@ -62,6 +68,7 @@ class ResidentModel:
         self.backend = backends.attention(page_tokens)
         self._kinds, kinds = layer_kinds(config, pool.device)
         self.graphs: DecodeGraphs | None = None
+        self._preparations: deque[Callable[[], None]] = deque()  # in the order in which they are made
         self._num_compiled, self._is_compiling = backends.num_compiled, backends.is_compiling
         if config.encoder is not None:
             self.transformer: Decoder | Encoder = Encoder(config, config.encoder, self.weights)
@@ -72,6 +79,10 @@ class ResidentModel:
                 config, self.weights, self.pages.kv, self.backend, kinds, fused_ops, whole_layers
             )
             self.graphs = self._graphs(decoder, capturer)
+            if capturer is not None and self.pages.kv.numel():
+                self._preparations.append(partial(self._compile_prompt, decoder))
+                if self.graphs is not None and decodes:
+                    self._preparations += (partial(self.graphs.record, size) for size in SIZES_AHEAD)
         self.reorderer = reorderer and reorderer(self.weights, config.num_layers)
 
     def _graphs(self, decoder: Decoder, capturer: Capturer | None) -> DecodeGraphs | None:
@@ -82,8 +93,29 @@ class ResidentModel:
         scratch = ScratchSlot(self.pages.tables.scratch_slot, max_positions)
         gate = self.weights.gate
         return DecodeGraphs(
-            decoder, self.backend, self._kinds, self.config.num_layers, scratch, capturer, lambda: gate.all_open
+            decoder,
+            self.backend,
+            self._kinds,
+            self.config.num_layers,
+            scratch,
+            capturer,
+            lambda: gate.all_open,
+            self.weights.dtype,
+            self.device,
         )
+
+    def _compile_prompt(self, decoder: Decoder) -> None:
+        """Compiles the kernels of prompts: computes a page of tokens, whose KV goes to the scratch page."""
+        tables, num_layers, layer = self.pages.tables, self.config.num_layers, 0
+        num_tokens = tables.page_tokens
+        spec = GroupSpec("", (0,) * num_tokens, num_tokens, SamplingParams(), (ChoiceSpec(0),))
+        (context,) = SequenceGroup.of(spec).contexts
+        context.slots = tables.scratch_slot + np.arange(num_tokens)
+        batch = self.lay_out(BatchPlan((), (PrefillChunk(context, 0, num_tokens),)))
+        hidden = decoder.embed(batch)
+        while layer < num_layers:
+            hidden, layer = decoder.run_layers(layer, num_layers, hidden, batch)
+        decoder.logits(hidden)
 
     def segment_ready(self, segment: int) -> None:
         """(any thread) Takes a segment into use whose bytes are verified. Idempotent."""
@@ -108,6 +140,16 @@ class ResidentModel:
         return batch
 
     @property
+    def is_to_prepare(self) -> bool:
+        """Whether the whole model is here, and something is left to compile or to record ahead of batches."""
+        return bool(self._preparations) and self.weights.gate.all_open
+
+    def prepare(self) -> None:
+        """Makes the next preparation, which takes up to seconds; it counts for no step."""
+        self._preparations.popleft()()
+        profile.take()
+
+    @property
     def num_prepared(self) -> int:
         """(any thread) Kernels that were compiled and steps that were recorded."""
         return self._num_compiled() + (self.graphs.num_recorded if self.graphs is not None else 0)
@@ -119,6 +161,7 @@ class ResidentModel:
 
     def close(self) -> None:
         """Releases the pack's memory."""
+        self._preparations.clear()
         if self.graphs is not None:
             self.graphs.close()
         if self.reorderer is not None:

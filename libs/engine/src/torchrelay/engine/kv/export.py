@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from torchrelay.common.errors import Conflict
 from torchrelay.engine import profile
@@ -33,7 +35,7 @@ class KvExport:
         kv_layout: Callable[[GroupSpec], KvLayout],
         min_handover_bytes: int = MIN_HANDOVER_BYTES,
     ) -> None:
-        self._kv = pages.kv
+        self._pages, self._kv = pages, pages.kv
         self._hidden_states = hidden_states
         self._kv_layout = kv_layout
         self._min_handover_bytes = min_handover_bytes
@@ -45,7 +47,7 @@ class KvExport:
         return max(1, self._min_handover_bytes // layer_bytes) if layer_bytes else len(self._kv)
 
     def hand_over(self, chunks: Sequence[PrefillChunk], layers: Sequence[int]) -> None:
-        """Passes the finished blocks of computed chunks to ``on_kv`` of their groups."""
+        """Passes the finished blocks of computed chunks to ``on_kv`` of their groups, in part by ``finish``."""
         if not chunks:
             return
         before = profile.enter(Activity.KV_TRANSFER)
@@ -53,14 +55,21 @@ class KvExport:
             self._hand_over_chunk(chunk, layer)
         profile.enter(before)
 
+    def finish(self) -> None:
+        """Passes on the blocks of earlier calls that are still being copied, each once the device has computed it."""
+        self._pages.downloads.finish()
+
     def copy_hidden(self, context: PrefillContext, begin: int, end: int) -> memoryview:
         """The hidden states of positions [begin, end)."""
         return as_bytes(self._hidden_states.of(context)[begin:end])
 
     def copy_kv(self, layer: int, context: PrefillContext, begin: int, end: int) -> memoryview:
         """The KV of positions [begin, end) of one layer, as a chunk of the layout."""
+        return as_bytes(self._gathered(layer, context, begin, end))
+
+    def _gathered(self, layer: int, context: PrefillContext, begin: int, end: int) -> Tensor:
         slots = torch.from_numpy(context.slots[begin:end]).to(self._kv.device)
-        return as_bytes(self._kv[layer].index_select(1, slots))
+        return self._kv[layer].index_select(1, slots)
 
     def _hand_over_chunk(self, chunk: PrefillChunk, layer: int) -> None:
         context, group = chunk.context, chunk.context.group
@@ -74,8 +83,14 @@ class KvExport:
             if index in group.handed_over:  # before a preemption
                 continue
             group.handed_over.add(index)
-            data = self.copy_kv(layer, context, place.token_begin, place.token_end)
-            group.on_kv(KvBlock(group.spec.group_id, index, data))
+            gathered = self._gathered(layer, context, place.token_begin, place.token_end)
+            self._pages.downloads.download(gathered, partial(_deliver, group.on_kv, group.spec.group_id, index))
+
+
+def _deliver(on_kv: Callable[[KvBlock], None], group_id: str, index: int, data: memoryview) -> None:
+    before = profile.enter(Activity.KV_TRANSFER)
+    on_kv(KvBlock(group_id, index, data))
+    profile.enter(before)
 
 
 class PrefillExport:

@@ -10,7 +10,6 @@ from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine import profile
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
-from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.core import GroupSpec, grammar_state
 from torchrelay.engine.kernels.cpu.threads import one_thread
 from torchrelay.engine.kv.hidden_states import HiddenStates
@@ -55,16 +54,16 @@ class PageImport:
         if not context.is_live:
             return
         kv = self._pages.kv
-        block = as_tensor(memoryview(data)).view(kv.dtype)
         before = profile.enter(Activity.KV_TRANSFER)
         with one_thread():
+            block = self._pages.uploads.upload(memoryview(data)).view(kv.dtype)
             if self.layout.holds_hidden(place):
                 rows = block.view(place.token_end - place.token_begin, -1)
-                self._hidden_states.write(context, place.token_begin, rows.to(kv.device))
+                self._hidden_states.write(context, place.token_begin, rows)
             else:
                 # NOTE: cached positions are in pages that other sequences read: they must not be written.
                 begin = min(max(context.num_cached, place.token_begin), place.token_end)
-                block = block.view(2, -1, *kv.shape[3:])[:, begin - place.token_begin :].to(kv.device)
+                block = block.view(2, -1, *kv.shape[3:])[:, begin - place.token_begin :]
                 slots = torch.from_numpy(context.slots[begin : place.token_end]).to(kv.device)
                 kv[place.layer].index_copy_(1, slots, block)
         profile.enter(before)

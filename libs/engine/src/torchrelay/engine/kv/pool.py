@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 
 from torchrelay.engine.batching.pages import PageTables
+from torchrelay.engine.kv.host_ring import HostRing
 from torchrelay.engine.kv.layout import KvShape
+from torchrelay.engine.weights.device_link import link_to
 
 _FAULT_IN_STEP_BYTES = 64 << 20
 
@@ -42,11 +44,12 @@ class KvPool:
 
 
 class PagedKv:
-    """The partition of the pool for one model: the tensor, and the tables of its pages."""
+    """The partition of the pool for one model: the tensor, the tables of its pages, and the copies to and from it."""
 
     def __init__(self, kv: torch.Tensor, num_pages: int, page_tokens: int) -> None:
         self.kv = kv  # [layers, 2, pages * page_tokens, kv_heads, head_dim]
         self.tables = PageTables(num_pages, page_tokens)
+        self.uploads, self.downloads = HostRing(link_to(kv.device, "kv_in")), HostRing(link_to(kv.device, "kv_out"))
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies a page in all layers: the partial last page of a shared context, for each further choice."""

@@ -52,6 +52,7 @@ class PrefillImport(PageImport):
         if self.imported.on_kv is not None:
             chunks = [PrefillChunk(context, 0, context.num_tokens) for context in self.imported.contexts]
             self._export.hand_over(chunks, layers)
+            self._export.finish()
 
     def start(self) -> None:
         """Hands over the rest of the imported KV and continues the prompt from its boundary, unless it was cancelled.

@@ -1,4 +1,4 @@
-"""Copies from the host to one device, in order, beside its computations."""
+"""Copies between the host and one device, in order, beside its computations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchrelay.engine.device_counts import CopyTimes
 
 
 class CopyEvent(ABC):
@@ -25,11 +27,11 @@ class CopyEvent(ABC):
 
 
 class DeviceLink(ABC):
-    """Copies to one device, in order, beside its computations. Methods may be called on any thread."""
+    """Copies to or from one device, in order, beside its computations. Methods may be called on any thread."""
 
     @abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 host memory that the device copies from asynchronously."""
+        """uint8 host memory that the device copies from and to asynchronously."""
 
     @abstractmethod
     def is_pinned(self, memory: Tensor) -> bool:
@@ -41,7 +43,11 @@ class DeviceLink(ABC):
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Starts a copy from pinned memory, which must not change until a later event has passed."""
+        """Starts a copy from or to pinned memory; neither side may be reused until a later event has passed."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Starts the copies to come after all that this thread has launched."""
 
     @abstractmethod
     def event(self) -> CopyEvent:
@@ -67,8 +73,10 @@ class CudaCopyEvent(CopyEvent):
 class CudaLink(DeviceLink):
     """Copies on a stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kind: str = "weights") -> None:
+        """``kind`` names the copies in ``device_counts``."""
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._times = CopyTimes(kind)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -79,14 +87,20 @@ class CudaLink(DeviceLink):
     def space(self, num_bytes: int) -> Tensor:
         # The allocator reuses memory that the running step has freed. Work on the step's own stream is ordered after
         # the step; this stream must wait.
-        device = self._stream.device
-        space = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        space = torch.empty(num_bytes, dtype=torch.uint8, device=self._stream.device)
+        self.follow()
         return space
 
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
     def copy(self, target: Tensor, source: Tensor) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
+            begin.record()
             target.copy_(source, non_blocking=True)
+            end.record()
+        self._times.add(begin, end, source.nbytes)
 
     def event(self) -> CopyEvent:
         return CudaCopyEvent(self._stream)
@@ -95,6 +109,6 @@ class CudaLink(DeviceLink):
         return torch.cuda.stream(self._stream)
 
 
-def link_to(device: torch.device) -> DeviceLink | None:
+def link_to(device: torch.device, kind: str = "weights") -> DeviceLink | None:
     """A link to a device. None for a CPU, which computes in the arena itself."""
-    return CudaLink(device) if device.type == "cuda" else None
+    return CudaLink(device, kind) if device.type == "cuda" else None

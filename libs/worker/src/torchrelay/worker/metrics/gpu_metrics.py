@@ -1,4 +1,4 @@
-"""The state of a slot's GPUs by NVIDIA's management library, as exported metrics. Never run on a GPU."""
+"""The state of a slot's GPUs, and the engine's work on them, as exported metrics. Never run on a GPU."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ from typing import Any
 
 from opentelemetry import metrics
 
-from torchrelay.common.process.telemetry import get_logger, observe_values
+from torchrelay.common.process.telemetry import get_logger, observe_counts, observe_values
+from torchrelay.engine import device_counts
 
 log = get_logger(__name__)
 _Values = dict[tuple[str, ...], float]
 
 
 def export_gpus(uuids: Sequence[str], meter: metrics.Meter | None = None) -> None:
-    """Registers gauges for these GPUs, if the package nvidia-ml-py is installed and its library answers."""
+    """Registers metrics of the engine's work on these GPUs, and of the GPUs themselves if the package nvidia-ml-py is
+    installed and its library answers.
+    """
     if not uuids:
         return
+    meter, name = meter or metrics.get_meter("torchrelay.worker"), "torchrelay_worker_gpu"
+    for suffix, description, attribute, counts in (
+        ("copied_bytes", "Bytes copied to or from a GPU.", "kind", device_counts.COPIED_BYTES),
+        ("copy_seconds", "Time of a GPU in these copies.", "kind", device_counts.COPY_S),
+        ("decode_steps", "Batches with running choices, replayed or not.", "kind", device_counts.DECODE_STEPS),
+        ("compilations", "Kernels compiled, or read from the disk.", "kernel", device_counts.COMPILED_KERNELS),
+        ("compilation_seconds", "Time of these compilations.", "kernel", device_counts.COMPILATION_S),
+    ):
+        observe_counts(meter, f"{name}_{suffix}", description, attribute, counts)
     try:
         nvml: Any = import_module("pynvml")
     except ImportError:
@@ -28,7 +40,6 @@ def export_gpus(uuids: Sequence[str], meter: metrics.Meter | None = None) -> Non
     except nvml.NVMLError as error:
         log.warning("gpus_not_measured", why=str(error))
         return
-    meter, name = meter or metrics.get_meter("torchrelay.worker"), "torchrelay_worker_gpu"
     observe_values(meter, f"{name}_memory_bytes", "Memory of a GPU, used and in total.", ("gpu", "state"), gpus.memory)
     observe_values(meter, f"{name}_power_watts", "Power that a GPU draws.", ("gpu",), gpus.power_watts)
     observe_values(meter, f"{name}_utilization", "Share of time with a kernel running.", ("gpu",), gpus.utilization)

@@ -49,4 +49,5 @@ class RelayEngine(Engine):
             active_processes=self._active_processes,
             latency=hooks.latency,
             between_layers=hooks.run_short_commands,
+            decodes="decode" in settings.role_names,
         )
