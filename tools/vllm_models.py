@@ -21,8 +21,8 @@ from typing import Any
 import vllm
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.model_executor.models import registry, supports_lora
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from vllm.model_executor.models import registry, supports_lora, supports_multimodal
 
 OUTPUT = Path(__file__).resolve().parents[1] / "libs/modelspec/src/torchrelay/modelspec/vllm_models.json"
 READERS = (
@@ -35,6 +35,10 @@ READERS = (
 )
 OWN_CONFIGS = "transformers_utils/configs"
 CONFIGS = re.compile(r"(hf_|text_|hf_text_|rope_|yarn_)?(config|parameters|scaling)|kwargs")
+# What these give is no vector of the hidden size, or depends on other files.
+OTHER_EMBEDDERS = frozenset(
+    ("BertForMaskedLM", "BertSpladeSparseEmbeddingModel", "BgeM3EmbeddingModel", "JinaEmbeddingsV5Model", "Terratorch")
+)
 KEY = re.compile(r"[a-z][A-Za-z0-9_]{1,63}")
 REFUSED = re.compile(
     r"(.*_)?(backbone|class|code|compression|custom|draft|file|map|modules?|name|path|peft|plan|processor|quantization"
@@ -64,10 +68,10 @@ def _is_config(node: ast.expr) -> bool:
 
 
 def keys_of_transformers(architectures: set[str]) -> Iterator[str]:
-    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if architectures.isdisjoint((names,) if isinstance(names, str) else names):
+    for model_type, kind in CONFIG_MAPPING.items():
+        names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type), MODEL_MAPPING_NAMES.get(model_type)}
+        if architectures.isdisjoint(names):
             continue
-        kind = CONFIG_MAPPING[model_type]
         for each in kind.__mro__[:-1]:
             yield from getattr(each, "__annotations__", ())
             yield from getattr(each, "attribute_map", ())
@@ -92,12 +96,20 @@ def architectures_with_adapters() -> Iterator[str]:
             yield name
 
 
+def embedders() -> Iterator[str]:
+    """Architectures of vLLM that give embeddings of text alone. No import fails here but those of image models."""
+    for name in registry._EMBEDDING_MODELS.keys() - registry._TEXT_GENERATION_MODELS.keys() - OTHER_EMBEDDERS:
+        kind = registry.ModelRegistry._try_load_model_cls(name)
+        if kind is not None and not supports_multimodal(kind):
+            yield name
+
+
 def models_document() -> dict[str, Any]:
     """The file's content for the installed vLLM."""
-    root, text = Path(vllm.__file__).parent, registry._TEXT_GENERATION_MODELS
-    keys = set(keys_of_transformers(set(text)))
+    root, text, embedding = Path(vllm.__file__).parent, registry._TEXT_GENERATION_MODELS, sorted(embedders())
+    keys = set(keys_of_transformers({*text, *embedding}))
     paths = {root / reader for reader in READERS}
-    for module, _ in text.values():  # some by their full names
+    for module, _ in (*text.values(), *map(registry._EMBEDDING_MODELS.__getitem__, embedding)):  # some by full names
         name = module.removeprefix("vllm.") if module.startswith("vllm.") else f"model_executor.models.{module}"
         path = root.joinpath(*name.split("."))
         paths.update(path.rglob("*.py") if path.is_dir() else {path.with_suffix(".py")})
@@ -112,6 +124,7 @@ def models_document() -> dict[str, Any]:
         "version": vllm.__version__.partition("+")[0],
         "text": sorted(text),
         "adapters": sorted(architectures_with_adapters()),
+        "embedders": embedding,
         "multimodal": sorted(registry._MULTIMODAL_MODELS),
         "config_keys": sorted(known | ALLOWED),
     }

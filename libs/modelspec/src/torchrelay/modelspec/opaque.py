@@ -26,6 +26,7 @@ _MAX_NUMBER: Final = 2**31 - 1
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 MAX_CONTEXT_TOKENS: Final = 1 << 20  # vLLM makes tables of this length
 _DEFAULT_CONTEXT_TOKENS: Final = 2048  # of a config that names none
+_POOLING: Final = "torchrelay_pooling"  # a key of the packed config.json, beside those of the upload
 # Beneath a key that vLLM reads all keys count, but these, which name files, models or code.
 _NESTED: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
 _REFUSED: Final = re.compile(
@@ -42,6 +43,7 @@ class KnownModels:
     version: str
     text: frozenset[str]  # architectures that generate from text alone
     adapters: frozenset[str]  # those of them that may have LoRA adapters
+    embedders: frozenset[str]  # architectures that give embeddings of text alone
     multimodal: frozenset[str]
     config_keys: frozenset[str]  # of config.json, and of its text_config
 
@@ -49,14 +51,15 @@ class KnownModels:
 @cache
 def known_models() -> KnownModels:
     document = json.loads((files(__package__) / "vllm_models.json").read_text())
-    groups = (frozenset(document[group]) for group in ("text", "adapters", "multimodal", "config_keys"))
-    return KnownModels(document["version"], *groups)
+    groups = {name: frozenset(names) for name, names in document.items() if isinstance(names, list)}
+    return KnownModels(document["version"], **groups)
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueModel:
     """A model whose computation only vLLM knows. The sizes of KV are an upper bound: an architecture may keep less."""
 
+    architecture: str
     hidden_size: int
     num_layers: int
     num_kv_heads: int
@@ -66,10 +69,19 @@ class OpaqueModel:
     quantization: Mapping[str, Any] | None  # with nothing but what was checked
     stored: str  # what the weights are, as shown to users; "": they have the model's dtype
     dtypes: tuple[str, ...]  # of its tensors, beside those of a model
+    pooling: str  # that vLLM computes, as a pack names it; "": tokens, or what the upload's other files say
 
     needed_engine = VLLM
-    has_head = True
     encoder = None
+
+    @property
+    def has_head(self) -> bool:
+        return not self.pooling
+
+    @property
+    def is_embedder(self) -> bool:
+        """Whether the architecture gives embeddings alone, of whatever pooling."""
+        return self.architecture in known_models().embedders
 
     def weights_dtype(self, dtype: str) -> str:
         """The dtype of linear layers' weights, as users see it, in a model of ``dtype``."""
@@ -83,6 +95,7 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
     heads = _number(text, "num_attention_heads", "n_head", "n_heads", default=1)
     quantization, stored, dtypes = _quantization(text.get(FIELD))
     return OpaqueModel(
+        architecture=config["architectures"][0],
         hidden_size=hidden,
         num_layers=_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", at_most=MAX_LAYERS),
         num_kv_heads=_number(text, "num_key_value_heads", "num_kv_heads", default=heads),
@@ -92,19 +105,27 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
         quantization=quantization,
         stored=stored,
         dtypes=dtypes,
+        pooling=config.get(_POOLING, ""),
     )
+
+
+def pooled_document(config: Mapping[str, Any], pooling: str) -> dict[str, Any]:
+    """A config.json for a pack, which tells vLLM's slots what to compute; ``pooling``: "" for tokens."""
+    document = {key: value for key, value in config.items() if key != _POOLING}
+    return {**document, _POOLING: pooling} if pooling else document
 
 
 def check_known(config: Mapping[str, Any]) -> None:
     """Raises ``UnsupportedModel`` unless vLLM serves the architecture as a model of text."""
     names, known = config.get("architectures"), known_models()
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if isinstance(name, str) and name in known.text:
+    served = known.text | known.embedders
+    if isinstance(name, str) and name in served:
         return
     detail = f"architecture {shown(name)} is not known, to vLLM {known.version} neither"
     if isinstance(name, str) and name in known.multimodal:
         detail = f"{name} takes more than text, and only a text model of vLLM {known.version} can be served"
-    elif isinstance(name, str) and (near := get_close_matches(name, sorted(known.text), 1)):
+    elif isinstance(name, str) and (near := get_close_matches(name, sorted(served), 1)):
         detail += f"; the nearest that it knows is {near[0]}"
     raise UnsupportedModel(detail, "architectures")
 
