@@ -173,7 +173,13 @@ def make_checkpoint(
 
 
 ENCODERS = {"BertModel": "BertConfig", "RobertaModel": "RobertaConfig", "XLMRobertaModel": "XLMRobertaConfig"}
-OPAQUE_ENCODERS = {"ModernBertModel": "ModernBertConfig"}  # that vLLM alone computes
+OPAQUE_ENCODERS = {  # that vLLM alone computes
+    "ModernBertModel": "ModernBertConfig",
+    "ModernBertForSequenceClassification": "ModernBertConfig",
+    "BertForSequenceClassification": "BertConfig",
+    "XLMRobertaForSequenceClassification": "XLMRobertaConfig",
+    "Qwen3ForSequenceClassification": "Qwen3Config",
+}
 _MODERN_TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "what", "is", "a", "relay", "of", "weights", "##s", "two", "hosts", "pass")
 

@@ -127,6 +127,39 @@ def test_a_decoder_with_declared_embeddings_gives_these_alone(
     assert "models with weights that are quantized so give no embeddings" in refusal(mxfp4)
 
 
+def test_a_classifier_of_one_label_is_a_reranker(tmp_path: Path) -> None:
+    version = published(make_encoder(tmp_path / "model", "XLMRobertaForSequenceClassification", num_labels=1))
+    assert (version.engine, version.has_no_head, version.embedding.num_dimensions) == ("vllm", True, 1)
+    assert version.embedding.pooling == types_pb2.POOLING_SCORE and not version.embedding.is_normalized
+    assert version.shape.max_context_tokens == 98, "its positions begin at 2"
+
+
+NORMAL = "torch.nn.modules.activation.ReLU"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "detail"),
+    [
+        ("ModernBertForSequenceClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, "this one has 3"),
+        ("ModernBertForSequenceClassification", {"id2label": None}, "id2label: a classifier is served as a reranker"),
+        ("ModernBertForSequenceClassification", {"type_vocab_size": 2}, "type_vocab_size: vLLM gives the tokens of"),
+        ("BertForSequenceClassification", {"type_vocab_size": "2"}, "type_vocab_size: vLLM gives the tokens of"),
+        ("BertForSequenceClassification", {"sentence_transformers": {"activation_fn": NORMAL}},
+         f"sentence_transformers: the activation of scores must be torch.nn.modules.activation.Sigmoid or torch.nn."
+         f"modules.linear.Identity, not '{NORMAL}'"),
+        ("BertForSequenceClassification", {"sentence_transformers": [NORMAL]}, "sentence_transformers: the activation"),
+        ("BertForSequenceClassification", {"sbert_ce_default_activation_function": NORMAL},
+         "sbert_ce_default_activation_function: the activation"),
+    ],
+)  # fmt: skip
+def test_classifiers_without_a_score_are_refused_by_field(
+    tmp_path: Path, name: str, config: dict[str, Any], detail: str
+) -> None:
+    folder = make_encoder(tmp_path / "model", name, num_labels=1)
+    assert packed(folder)[0].config["torchrelay_pooling"] == "score"
+    assert detail in refusal(changed(folder, tmp_path / "changed", **config))
+
+
 def test_vllm_receives_only_keys_that_it_reads(checkpoint: Path) -> None:
     document = json.loads((checkpoint / "config.json").read_text())
     hostile = {"auto_map": {"AutoConfig": "code.Config"}, "speculators_config": {"verifier": {}}, "x" * 70: 1}

@@ -32,6 +32,7 @@ _NESTED: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
 _REFUSED: Final = re.compile(
     r"auto_map|attribute_map|.*_name_or_path|trust_remote_code|(quantization|compression)_config"
 )
+_ACTIVATIONS: Final = ("torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity")  # of scores
 _MXFP4: Final = "mxfp4"
 _FP8: Final = "F8_E4M3"
 
@@ -44,6 +45,8 @@ class KnownModels:
     text: frozenset[str]  # architectures that generate from text alone
     adapters: frozenset[str]  # those of them that may have LoRA adapters
     embedders: frozenset[str]  # architectures that give embeddings of text alone
+    rerankers: frozenset[str]  # classifiers of text, of which those of one label score pairs
+    typed: frozenset[str]  # those of them that take types of tokens
     multimodal: frozenset[str]
     config_keys: frozenset[str]  # of config.json, and of its text_config
 
@@ -83,6 +86,11 @@ class OpaqueModel:
         """Whether the architecture gives embeddings alone, of whatever pooling."""
         return self.architecture in known_models().embedders
 
+    @property
+    def is_reranker(self) -> bool:
+        """Whether the architecture gives a score for a pair of texts alone."""
+        return self.architecture in known_models().rerankers
+
     def weights_dtype(self, dtype: str) -> str:
         """The dtype of linear layers' weights, as users see it, in a model of ``dtype``."""
         return self.stored or dtype
@@ -94,14 +102,19 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "n_heads", default=1)
     quantization, stored, dtypes = _quantization(text.get(FIELD))
+    architecture, context = config["architectures"][0], _number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS)
+    if architecture in known_models().rerankers:
+        _check_reranker(architecture, config)
+    if "Roberta" in architecture:  # its positions begin after that of padding
+        context -= _number(text, "pad_token_id", default=1) + 1
     return OpaqueModel(
-        architecture=config["architectures"][0],
+        architecture=architecture,
         hidden_size=hidden,
         num_layers=_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", at_most=MAX_LAYERS),
         num_kv_heads=_number(text, "num_key_value_heads", "num_kv_heads", default=heads),
         head_dim=_number(text, "head_dim", default=max(hidden // heads, 1)),
         vocab_size=_number(text, "vocab_size", "padded_vocab_size"),
-        max_context_tokens=min(_number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS), MAX_CONTEXT_TOKENS),
+        max_context_tokens=min(context, MAX_CONTEXT_TOKENS),
         quantization=quantization,
         stored=stored,
         dtypes=dtypes,
@@ -115,11 +128,32 @@ def pooled_document(config: Mapping[str, Any], pooling: str) -> dict[str, Any]:
     return {**document, _POOLING: pooling} if pooling else document
 
 
+def _check_reranker(architecture: str, config: Mapping[str, Any]) -> None:
+    """Raises ``UnsupportedModel`` for a classifier that gives a pair no score, or whose score vLLM does not compute."""
+    labels = config.get("id2label")
+    num_labels = len(labels) if isinstance(labels, Mapping) else 2  # as transformers has it
+    if num_labels != 1:
+        detail = f"a classifier is served as a reranker if it has one label; this one has {num_labels}"
+        raise UnsupportedModel(detail, "id2label")
+    num_types = config.get("type_vocab_size", 1)
+    if type(num_types) is not int or (num_types > 1 and architecture not in known_models().typed):
+        detail = f"vLLM gives the tokens of {architecture} no types, and this model has {shown(num_types)}"
+        raise UnsupportedModel(detail, "type_vocab_size")
+    field, saved = "sentence_transformers", config.get("sentence_transformers")
+    activation = saved.get("activation_fn") if isinstance(saved, Mapping) else saved
+    if activation is None:
+        field = "sbert_ce_default_activation_function"
+        activation = config.get(field)
+    if activation not in (None, *_ACTIVATIONS):
+        known = " or ".join(_ACTIVATIONS)
+        raise UnsupportedModel(f"the activation of scores must be {known}, not {shown(activation)}", field)
+
+
 def check_known(config: Mapping[str, Any]) -> None:
     """Raises ``UnsupportedModel`` unless vLLM serves the architecture as a model of text."""
     names, known = config.get("architectures"), known_models()
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    served = known.text | known.embedders
+    served = known.text | known.embedders | known.rerankers
     if isinstance(name, str) and name in served:
         return
     detail = f"architecture {shown(name)} is not known, to vLLM {known.version} neither"

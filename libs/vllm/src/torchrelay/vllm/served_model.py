@@ -57,6 +57,7 @@ _BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
 # Of the memory of a GPU: vLLM compares it with what is free, though ``kv_cache_memory_bytes`` decides what it takes.
 _GPU_SHARE = 0.01
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TOKEN_TYPES = "compressed_token_type_ids"  # vLLM's name of where those of type 1 begin
 _POOLINGS = {Pooling.LAST_TOKEN: "LAST", Pooling.FIRST_TOKEN: "CLS", Pooling.MEAN: "MEAN"}
 
 
@@ -72,11 +73,11 @@ def _max_kv_tokens(model: ModelConfig | OpaqueModel, dtype: str, pool_bytes: int
     return num_blocks * _BLOCK_TOKENS
 
 
-def _compute_a_token(vllm: LLMEngine, num_values: int) -> None:
+def _compute_a_token(vllm: LLMEngine, pooling: PoolingParams | None, num_values: int) -> None:
     """Computes a token, or a vector that must have ``num_values``, because vLLM accepts models that its kernels for
     this device refuse.
     """
-    params = _pooling_params() if num_values else VllmSampling(max_tokens=1, detokenize=False)
+    params = pooling or VllmSampling(max_tokens=1, detokenize=False)
     vllm.add_request("first", {"prompt_token_ids": [0]}, params)
     while vllm.has_unfinished_requests():
         for output in vllm.step():
@@ -84,9 +85,13 @@ def _compute_a_token(vllm: LLMEngine, num_values: int) -> None:
                 raise LoadFailed(f"its vectors have {output.outputs.data.numel()} numbers, not {num_values}")
 
 
-def _pooling_params() -> PoolingParams:
-    """The parameters of embeddings as the model gives them: the gateway normalizes."""
-    return PoolingParams(task="embed", use_activation=False)
+def _pooling_params(pooling: Pooling, second_text: int = 0) -> PoolingParams:
+    """The parameters of embeddings as the model gives them, because the gateway normalizes, or of scores.
+    ``second_text``: the first token of type 1; 0: there is none.
+    """
+    if pooling is not Pooling.SCORE:
+        return PoolingParams(task="embed", use_activation=False)
+    return PoolingParams(task="classify", extra_kwargs={_TOKEN_TYPES: second_text} if second_text else None)
 
 
 def _discard(vllm: LLMEngine | None) -> None:
@@ -149,7 +154,8 @@ class VllmModel:
                 times_s.append(time.monotonic())
                 vllm = LLMEngine(config, GroupExecutor, log_stats=False, multiprocess_mode=False)
                 times_s.append(time.monotonic())
-                _compute_a_token(vllm, self._model.hidden_size if self._pooling else 0)
+                first = _pooling_params(self._pooling) if self._pooling else None
+                _compute_a_token(vllm, first, 1 if self._pooling is Pooling.SCORE else self._model.hidden_size)
                 times_s.append(time.monotonic())
         except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
             self._group.begin_close()
@@ -169,7 +175,7 @@ class VllmModel:
         return EngineArgs(
             model=folder,
             runner="pooling" if pooling else "generate",
-            pooler_config=PoolerConfig(seq_pooling_type=_POOLINGS[pooling]) if pooling else None,
+            pooler_config=PoolerConfig(seq_pooling_type=_POOLINGS.get(pooling)) if pooling else None,
             skip_tokenizer_init=True,
             generation_config="vllm",
             load_format=LOAD_FORMAT,
@@ -253,7 +259,12 @@ class VllmModel:
         prompt = {"prompt_token_ids": choice.prompt, "cache_salt": choice.group.tenant_id or "-"}
         adapter = choice.group.adapter
         lora = adapter.request if isinstance(adapter, VllmAdapter) else None
-        params = _pooling_params() if self._pooling else vllm_sampling(choice)
+        params: VllmSampling | PoolingParams
+        if self._pooling:
+            is_typed = self._pooling is Pooling.SCORE and self._manifest.config.get("type_vocab_size", 1) > 1
+            params = _pooling_params(self._pooling, choice.group.second_text if is_typed else 0)
+        else:
+            params = vllm_sampling(choice)
         vllm.add_request(choice.request_id, prompt, params, lora_request=lora)  # type: ignore[arg-type]
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True):
-    """The embedding of a text: its pooled hidden states, normalized to length 1 or as they are."""
+    """The embedding of a text: its pooled hidden states, normalized to length 1 or as they are. Or a pair's score."""
 
     pooling: int  # a number of the protocol
     num_dimensions: int
@@ -67,6 +67,8 @@ def model_embedding(read: Callable[[str], bytes | None], config: ModelConfig | O
 
     Raises ``UnsupportedEmbedding``.
     """
+    if isinstance(config, OpaqueModel) and config.is_reranker:
+        return EmbeddingSpec(types_pb2.POOLING_SCORE, 1, False)
     is_encoder = None if isinstance(config, OpaqueModel) and config.is_embedder else config.encoder is not None
     return declared_embedding(read, config.hidden_size, is_encoder)
 

@@ -45,7 +45,8 @@ def plan_opaque(
     weights = [stored for stored in ordered if stored.dtype in DTYPE_BYTES]
     if not weights:
         raise PackRefused(checkpoint.file, f"no tensor has one of the dtypes {', '.join(DTYPE_BYTES)}")
-    notes = [*checkpoint.notes, _NOTE, *([_EMBEDS_ALONE] if embeds and not model.is_embedder else [])]
+    is_alone = model.is_embedder or model.is_reranker
+    notes = [*checkpoint.notes, _NOTE, *([_EMBEDS_ALONE] if embeds and not is_alone else [])]
     if left_out := sorted(checkpoint.tensors.keys() - {stored.name for stored in ordered}):
         notes.append(f"tensors of other dtypes than {', '.join(known)} were left out: {listed(left_out)}")
     if unread := unread_keys(document):
