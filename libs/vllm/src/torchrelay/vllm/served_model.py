@@ -238,6 +238,8 @@ class VllmModel:
     def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> VllmAdapterReader:
         if not self._settings.max_adapter_rank:
             raise InvalidRequest("slots of vLLM serve adapters up to max_adapter_rank, which is 0 here", field="model")
+        if self._pooling:
+            raise InvalidRequest("vLLM serves no adapters of a model of embeddings or scores", field="model")
         if not self._takes_adapters:
             architecture = self._manifest.architecture
             raise InvalidRequest(f"vLLM serves no adapters of the architecture {architecture}", field="model")
@@ -245,7 +247,8 @@ class VllmModel:
 
     @property
     def _takes_adapters(self) -> bool:
-        return bool(self._settings.max_adapter_rank) and self._manifest.architecture in known_models().adapters
+        is_on = bool(self._settings.max_adapter_rank) and self._pooling is None
+        return is_on and self._manifest.architecture in known_models().adapters
 
     def _started(self) -> LLMEngine | None:
         if self._is_broken:
