@@ -10,22 +10,24 @@ and what a config has that is no field of it.
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from inspect import getfile, signature
 from pathlib import Path
 from typing import Any
 
 import vllm
 from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.model_executor.models import registry, supports_lora
+from vllm.model_executor.models import registry, supports_lora, supports_multimodal
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 OUTPUT = Path(__file__).resolve().parents[1] / "libs/modelspec/src/torchrelay/modelspec/vllm_models.json"
 READERS = (
+    "model_executor/layers/pooler/activations.py",
     "model_executor/layers/rotary_embedding/__init__.py",
     "model_executor/models/config.py",
     "model_executor/models/utils.py",
@@ -35,6 +37,16 @@ READERS = (
 )
 OWN_CONFIGS = "transformers_utils/configs"
 CONFIGS = re.compile(r"(hf_|text_|hf_text_|rope_|yarn_)?(config|parameters|scaling)|kwargs")
+CLASSES = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+CLASSIFIER = "ForSequenceClassification"
+# What these give is no vector of the hidden size, or depends on other files.
+OTHER_EMBEDDERS = frozenset(
+    ("BertForMaskedLM", "BertSpladeSparseEmbeddingModel", "BgeM3EmbeddingModel", "JinaEmbeddingsV5Model", "Terratorch")
+)
 KEY = re.compile(r"[a-z][A-Za-z0-9_]{1,63}")
 REFUSED = re.compile(
     r"(.*_)?(backbone|class|code|compression|custom|draft|file|map|modules?|name|path|peft|plan|processor|quantization"
@@ -64,15 +76,14 @@ def _is_config(node: ast.expr) -> bool:
 
 
 def keys_of_transformers(architectures: set[str]) -> Iterator[str]:
-    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if architectures.isdisjoint((names,) if isinstance(names, str) else names):
+    for model_type, kind in CONFIG_MAPPING.items():
+        if architectures.isdisjoint(each.get(model_type) for each in CLASSES):
             continue
-        kind = CONFIG_MAPPING[model_type]
         for each in kind.__mro__[:-1]:
             yield from getattr(each, "__annotations__", ())
             yield from getattr(each, "attribute_map", ())
-        yield from inspect.signature(kind.__init__).parameters
-        yield from keys_of_source(ast.parse(Path(inspect.getfile(kind)).read_text()))
+        yield from signature(kind.__init__).parameters
+        yield from keys_of_source(ast.parse(Path(getfile(kind)).read_text()))
 
 
 def keys_of_own_configs(tree: ast.AST) -> Iterator[str]:
@@ -92,12 +103,23 @@ def architectures_with_adapters() -> Iterator[str]:
             yield name
 
 
+def of_text(names: Iterable[str]) -> dict[str, Any]:
+    """The models of these that take text alone, by name. No import fails here but those of image models."""
+    kinds = {name: registry.ModelRegistry._try_load_model_cls(name) for name in sorted(names)}
+    return {name: kind for name, kind in kinds.items() if kind is not None and not supports_multimodal(kind)}
+
+
 def models_document() -> dict[str, Any]:
     """The file's content for the installed vLLM."""
     root, text = Path(vllm.__file__).parent, registry._TEXT_GENERATION_MODELS
-    keys = set(keys_of_transformers(set(text)))
+    embedders = of_text(registry._EMBEDDING_MODELS.keys() - text.keys() - OTHER_EMBEDDERS)
+    classifiers = of_text(registry._SEQUENCE_CLASSIFICATION_MODELS)
+    # vLLM makes these of models of text, with settings of their own.
+    made = [name for name in MODELS_CONFIG_MAP if name.replace(CLASSIFIER, "ForCausalLM") in text.keys() - {name}]
+    keys = set(keys_of_transformers({*text, *embedders, *classifiers, *made}))
     paths = {root / reader for reader in READERS}
-    for module, _ in text.values():  # some by their full names
+    listed = {**registry._EMBEDDING_MODELS, **registry._SEQUENCE_CLASSIFICATION_MODELS}
+    for module, _ in (*text.values(), *(listed[name] for name in (*embedders, *classifiers))):  # some by full names
         name = module.removeprefix("vllm.") if module.startswith("vllm.") else f"model_executor.models.{module}"
         path = root.joinpath(*name.split("."))
         paths.update(path.rglob("*.py") if path.is_dir() else {path.with_suffix(".py")})
@@ -112,6 +134,9 @@ def models_document() -> dict[str, Any]:
         "version": vllm.__version__.partition("+")[0],
         "text": sorted(text),
         "adapters": sorted(architectures_with_adapters()),
+        "embedders": sorted(embedders),
+        "rerankers": sorted({*classifiers, *made}),
+        "typed": [name for name, kind in classifiers.items() if "token_type_ids" in signature(kind.forward).parameters],
         "multimodal": sorted(registry._MULTIMODAL_MODELS),
         "config_keys": sorted(known | ALLOWED),
     }

@@ -173,17 +173,29 @@ def make_checkpoint(
 
 
 ENCODERS = {"BertModel": "BertConfig", "RobertaModel": "RobertaConfig", "XLMRobertaModel": "XLMRobertaConfig"}
+OPAQUE_ENCODERS = {  # that vLLM alone computes
+    "ModernBertModel": "ModernBertConfig",
+    "ModernBertForSequenceClassification": "ModernBertConfig",
+    "BertForSequenceClassification": "BertConfig",
+    "XLMRobertaForSequenceClassification": "XLMRobertaConfig",
+    "Qwen3ForSequenceClassification": "Qwen3Config",
+}
+_MODERN_TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "what", "is", "a", "relay", "of", "weights", "##s", "two", "hosts", "pass")
 
 
 def make_encoder(folder: Path, model: str = "BertModel", dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
-    """Writes config.json, model.safetensors and a tokenizer of a model in ``ENCODERS``. Every parameter is random."""
+    """Writes config.json, model.safetensors and a tokenizer of a model in ``ENCODERS`` or ``OPAQUE_ENCODERS``. Every
+    parameter is random.
+    """
     transformers = _transformers()
     numbers: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     numbers |= {"num_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 100}
-    if model != "BertModel":
+    if model.startswith("ModernBert"):
+        numbers |= _MODERN_TOKENS
+    elif "Roberta" in model:
         numbers |= {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-    settings = getattr(transformers, ENCODERS[model])(**{**numbers, **config})
+    settings = getattr(transformers, (ENCODERS | OPAQUE_ENCODERS)[model])(**{**numbers, **config})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         encoder = getattr(transformers, model)(settings).to(getattr(torch, dtype))

@@ -124,6 +124,9 @@ async def _make(
         published("acme/headless", embedding=embedding(True), has_no_head=True),
         published("acme/embed", context=64, embedding=embedding(True)),
         published("acme/embed-raw", context=64, embedding=embedding(False)),
+        published(
+            "acme/rerank", context=64, embedding=EmbeddingSpec(types_pb2.POOLING_SCORE, 1, False), has_no_head=True
+        ),
     ]
     ports = InMemoryPorts(models)
     model = EchoModel(tokenizer=read)

@@ -64,7 +64,7 @@ LAST_TOKEN = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True, "p
 MODULES_FILE, POOLING_FILE = "modules.json", "1_Pooling/config.json"
 
 
-def declared(modules: Any, pooling: Any = LAST_TOKEN, *, is_encoder: bool = False) -> EmbeddingSpec | None:
+def declared(modules: Any, pooling: Any = LAST_TOKEN, *, is_encoder: bool | None = False) -> EmbeddingSpec | None:
     files = {MODULES_FILE: modules, POOLING_FILE: pooling}
     return declared_embedding(
         {name: json.dumps(content).encode() for name, content in files.items() if content is not None}.get,
@@ -90,6 +90,10 @@ def test_poolings_of_encoders() -> None:
         declared(normalized, LAST_TOKEN, is_encoder=True)
     with pytest.raises(UnsupportedEmbedding, match="of a decoder must be pooling_mode_lasttoken"):
         declared(normalized, mean)
+    for given, pooling in ((mean, "MEAN"), (first, "FIRST_TOKEN"), (LAST_TOKEN, "LAST_TOKEN")):
+        spec = declared(normalized, given, is_encoder=None)
+        assert spec == EmbeddingSpec(types_pb2.Pooling.Value(f"POOLING_{pooling}"), 64, True)
+    assert declared(None, is_encoder=None) is None
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from torchrelay.gateway.limits.limiter import RequestRateExceeded
 
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-EMBEDDINGS, MESSAGES, COUNT = "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens"
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 PATHS: dict[str, dict[str, Any]] = {
     CHAT: {"model": "acme/echo", "max_tokens": 3, **TALK},
     COMPLETIONS: {"model": "acme/echo", "max_tokens": 3, "prompt": PROMPT},
@@ -28,6 +29,7 @@ PATHS: dict[str, dict[str, Any]] = {
     MESSAGES: {"model": "acme/echo", "max_tokens": 3, **TALK},
     COUNT: {"model": "acme/echo", **TALK},
     EMBEDDINGS: {"model": "acme/embed", "input": "a"},
+    RERANK: {"model": "acme/rerank", "query": "a", "documents": ["b"]},
 }
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 
@@ -104,7 +106,7 @@ async def test_callers_id_comes_back_beside_ours(rig: TokenPathRig, name: str) -
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_tell_their_time_and_what_is_left_of_the_rate(rig: TokenPathRig, path: str, stream: bool) -> None:
     names = [f"x-ratelimit-{name}-requests" for name in ("limit", "remaining", "reset")]
-    body = {**PATHS[path]} if path == EMBEDDINGS else {**PATHS[path], "stream": stream}
+    body = {**PATHS[path]} if path in (EMBEDDINGS, RERANK) else {**PATHS[path], "stream": stream}
     unlimited = await rig.http.post(path, json=body)
     assert not set(names) & set(unlimited.headers)
     rig.ports.rate = RequestRate(per_minute=60, num_left=57.5)
@@ -175,6 +177,16 @@ FAULTS = [
     *faults(EMBEDDINGS, "truncate_prompt_tokens", "is not supported", 3),
     *faults(EMBEDDINGS, "input_type", "is not supported", "query"),
     *faults(EMBEDDINGS, "dimension", "did you mean dimensions?", 3),
+    *faults(RERANK, "model", "acme/embed is no reranker: /v1/rerank takes classifiers of one label", "embed"),
+    *faults(RERANK, "model", "acme/echo is no reranker", "echo"),
+    *faults(RERANK, "documents", "documents must not be empty", []),
+    *faults(RERANK, "documents", "documents has 2,049 entries; at most 2,048 are allowed", ["a"] * (MAX_INPUTS + 1)),
+    *faults(RERANK, "documents", "documents[1]: prompt is too long", ["a", "word " * 200]),
+    *faults(RERANK, "documents", "must be a list", "a"),
+    *faults(RERANK, "documents", "prompt is too long", ["a"], query="word " * 200),
+    *faults(RERANK, "query", "query", 3),
+    *faults(RERANK, "top_n", "top_n must be at least 1", 0),
+    *faults(RERANK, "max_tokens_per_doc", "is not supported", 512),
 ]
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import declare_embeddings, make_checkpoint, make_encoder
+from tests.unit.param_store.test_model_files import published
+from torchrelay.control.v1 import types_pb2
 from torchrelay.modelspec.opaque import MAX_CONTEXT_TOKENS, read_opaque, served_document
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.packer.core import PackRefused
@@ -25,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changed(folder: Path, target: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
     """A copy with other tensors, and keys of config.json; None removes a key."""
     target.mkdir()
-    for path in folder.iterdir():
+    for path in filter(Path.is_file, folder.iterdir()):
         (target / path.name).write_bytes(path.read_bytes())
     document = json.loads((folder / "config.json").read_text()) | config
     document = {key: value for key, value in document.items() if value is not None}
@@ -93,6 +95,69 @@ def test_the_own_engines_refusal_is_said_unless_vllm_may_compute_the_model(tmp_p
     llama = changed(make_checkpoint(tmp_path / "llama", "llama"), tmp_path / "relu", hidden_act="relu")
     assert refusal(llama).startswith("config.json: hidden_act: hidden_act 'relu' is not supported")
     assert packed(llama, "vllm")[0].is_opaque
+
+
+@pytest.mark.parametrize(("mode", "pooling"), [("mean_tokens", "mean"), ("cls_token", "first_token")])
+def test_an_embedder_has_the_pooling_that_its_files_declare(tmp_path: Path, mode: str, pooling: str) -> None:
+    folder = make_encoder(tmp_path / "model", "ModernBertModel")
+    missing = "architectures: ModernBertModel has no head for tokens, and no modules.json declares embeddings"
+    assert refusal(folder, "vllm") == f"config.json: {missing}"
+    declare_embeddings(folder, mode=mode)
+    config = packed(folder)[0].config
+    assert config["torchrelay_pooling"] == pooling and "torchrelay_pooling" not in served_document(config)
+    version = published(folder)
+    assert (version.engine, version.has_no_head, version.embedding.num_dimensions) == ("vllm", True, 64)
+    assert types_pb2.Pooling.Name(version.embedding.pooling) == f"POOLING_{pooling.upper()}"
+
+
+def test_a_decoder_with_declared_embeddings_gives_these_alone(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(checkpoint, tmp_path / "model", torchrelay_pooling="mean")
+    assert "torchrelay_pooling" not in packed(folder)[0].config and not published(folder).has_no_head
+    capsys.readouterr()
+    version = published(declare_embeddings(folder))
+    assert "the model gives these alone: vLLM computes either them or tokens" in capsys.readouterr().out
+    assert (version.has_no_head, version.embedding.pooling) == (True, types_pb2.POOLING_LAST_TOKEN)
+    assert "the pooling of a decoder must be pooling_mode_lasttoken" in refusal(
+        declare_embeddings(folder, mode="mean_tokens")
+    )
+    mxfp4 = changed(declare_embeddings(folder), tmp_path / "mxfp4", quantization_config={"quant_method": "mxfp4"})
+    declare_embeddings(mxfp4)
+    assert "models with weights that are quantized so give no embeddings" in refusal(mxfp4)
+
+
+def test_a_classifier_of_one_label_is_a_reranker(tmp_path: Path) -> None:
+    version = published(make_encoder(tmp_path / "model", "XLMRobertaForSequenceClassification", num_labels=1))
+    assert (version.engine, version.has_no_head, version.embedding.num_dimensions) == ("vllm", True, 1)
+    assert version.embedding.pooling == types_pb2.POOLING_SCORE and not version.embedding.is_normalized
+    assert version.shape.max_context_tokens == 98, "its positions begin at 2"
+
+
+NORMAL = "torch.nn.modules.activation.ReLU"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "detail"),
+    [
+        ("ModernBertForSequenceClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, "this one has 3"),
+        ("ModernBertForSequenceClassification", {"id2label": None}, "id2label: a classifier is served as a reranker"),
+        ("ModernBertForSequenceClassification", {"type_vocab_size": 2}, "type_vocab_size: vLLM gives the tokens of"),
+        ("BertForSequenceClassification", {"type_vocab_size": "2"}, "type_vocab_size: vLLM gives the tokens of"),
+        ("BertForSequenceClassification", {"sentence_transformers": {"activation_fn": NORMAL}},
+         f"sentence_transformers: the activation of scores must be torch.nn.modules.activation.Sigmoid or torch.nn."
+         f"modules.linear.Identity, not '{NORMAL}'"),
+        ("BertForSequenceClassification", {"sentence_transformers": [NORMAL]}, "sentence_transformers: the activation"),
+        ("BertForSequenceClassification", {"sbert_ce_default_activation_function": NORMAL},
+         "sbert_ce_default_activation_function: the activation"),
+    ],
+)  # fmt: skip
+def test_classifiers_without_a_score_are_refused_by_field(
+    tmp_path: Path, name: str, config: dict[str, Any], detail: str
+) -> None:
+    folder = make_encoder(tmp_path / "model", name, num_labels=1)
+    assert packed(folder)[0].config["torchrelay_pooling"] == "score"
+    assert detail in refusal(changed(folder, tmp_path / "changed", **config))
 
 
 def test_vllm_receives_only_keys_that_it_reads(checkpoint: Path) -> None:

@@ -168,7 +168,9 @@ def upload(
     if may_chat:
         console.err().print(f"[dim]next: torchrelay chat {model['id']}[/]")
     else:
-        console.err().print("[dim]the model has no chat template: call /v1/completions or /v1/embeddings[/]")
+        console.err().print(
+            "[dim]the model has no chat template: call /v1/completions, /v1/embeddings or /v1/rerank[/]"
+        )
 
 
 def _opened(source: Path, hub: HubName | None) -> tuple[ModelSource, str]:

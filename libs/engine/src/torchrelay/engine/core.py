@@ -134,6 +134,7 @@ class Pooling(Enum):
     LAST_TOKEN = "last_token"
     FIRST_TOKEN = "first_token"  # of encoders: [CLS]
     MEAN = "mean"  # of encoders
+    SCORE = "score"  # instead of hidden states: the number that a classifier gives for a pair of texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class GroupSpec:
     deadline_s: float | None = None  # by the instance's clock; the group ends then, without another token
     distinct_prompt_tokens: array[int] = field(default_factory=lambda: array("q"))  # only for a repetition penalty
     pooling: Pooling | None = None  # the group ends with an embedding of its prompt instead of tokens
+    second_text: int = 0  # where the second text of a pair begins, by the types of tokens; 0: nowhere
     adapter: GroupAdapter | None = None  # that changes the model for this group; None: the model alone
 
     @property

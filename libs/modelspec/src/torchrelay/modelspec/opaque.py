@@ -26,11 +26,13 @@ _MAX_NUMBER: Final = 2**31 - 1
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 MAX_CONTEXT_TOKENS: Final = 1 << 20  # vLLM makes tables of this length
 _DEFAULT_CONTEXT_TOKENS: Final = 2048  # of a config that names none
+_POOLING: Final = "torchrelay_pooling"  # a key of the packed config.json, beside those of the upload
 # Beneath a key that vLLM reads all keys count, but these, which name files, models or code.
 _NESTED: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
 _REFUSED: Final = re.compile(
     r"auto_map|attribute_map|.*_name_or_path|trust_remote_code|(quantization|compression)_config"
 )
+_ACTIVATIONS: Final = ("torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity")  # of scores
 _MXFP4: Final = "mxfp4"
 _FP8: Final = "F8_E4M3"
 
@@ -42,6 +44,9 @@ class KnownModels:
     version: str
     text: frozenset[str]  # architectures that generate from text alone
     adapters: frozenset[str]  # those of them that may have LoRA adapters
+    embedders: frozenset[str]  # architectures that give embeddings of text alone
+    rerankers: frozenset[str]  # classifiers of text, of which those of one label score pairs
+    typed: frozenset[str]  # those of them that take types of tokens
     multimodal: frozenset[str]
     config_keys: frozenset[str]  # of config.json, and of its text_config
 
@@ -49,14 +54,15 @@ class KnownModels:
 @cache
 def known_models() -> KnownModels:
     document = json.loads((files(__package__) / "vllm_models.json").read_text())
-    groups = (frozenset(document[group]) for group in ("text", "adapters", "multimodal", "config_keys"))
-    return KnownModels(document["version"], *groups)
+    groups = {name: frozenset(names) for name, names in document.items() if isinstance(names, list)}
+    return KnownModels(document["version"], **groups)
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueModel:
     """A model whose computation only vLLM knows. The sizes of KV are an upper bound: an architecture may keep less."""
 
+    architecture: str
     hidden_size: int
     num_layers: int
     num_kv_heads: int
@@ -66,10 +72,24 @@ class OpaqueModel:
     quantization: Mapping[str, Any] | None  # with nothing but what was checked
     stored: str  # what the weights are, as shown to users; "": they have the model's dtype
     dtypes: tuple[str, ...]  # of its tensors, beside those of a model
+    pooling: str  # that vLLM computes, as a pack names it; "": tokens, or what the upload's other files say
 
     needed_engine = VLLM
-    has_head = True
     encoder = None
+
+    @property
+    def has_head(self) -> bool:
+        return not self.pooling
+
+    @property
+    def is_embedder(self) -> bool:
+        """Whether the architecture gives embeddings alone, of whatever pooling."""
+        return self.architecture in known_models().embedders
+
+    @property
+    def is_reranker(self) -> bool:
+        """Whether the architecture gives a score for a pair of texts alone."""
+        return self.architecture in known_models().rerankers
 
     def weights_dtype(self, dtype: str) -> str:
         """The dtype of linear layers' weights, as users see it, in a model of ``dtype``."""
@@ -82,29 +102,64 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "n_heads", default=1)
     quantization, stored, dtypes = _quantization(text.get(FIELD))
+    architecture, context = config["architectures"][0], _number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS)
+    if architecture in known_models().rerankers:
+        _check_reranker(architecture, config)
+    if "Roberta" in architecture:  # its positions begin after that of padding
+        context -= _number(text, "pad_token_id", default=1) + 1
     return OpaqueModel(
+        architecture=architecture,
         hidden_size=hidden,
         num_layers=_number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers", at_most=MAX_LAYERS),
         num_kv_heads=_number(text, "num_key_value_heads", "num_kv_heads", default=heads),
         head_dim=_number(text, "head_dim", default=max(hidden // heads, 1)),
         vocab_size=_number(text, "vocab_size", "padded_vocab_size"),
-        max_context_tokens=min(_number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS), MAX_CONTEXT_TOKENS),
+        max_context_tokens=min(context, MAX_CONTEXT_TOKENS),
         quantization=quantization,
         stored=stored,
         dtypes=dtypes,
+        pooling=config.get(_POOLING, ""),
     )
+
+
+def pooled_document(config: Mapping[str, Any], pooling: str) -> dict[str, Any]:
+    """A config.json for a pack, which tells vLLM's slots what to compute; ``pooling``: "" for tokens."""
+    document = {key: value for key, value in config.items() if key != _POOLING}
+    return {**document, _POOLING: pooling} if pooling else document
+
+
+def _check_reranker(architecture: str, config: Mapping[str, Any]) -> None:
+    """Raises ``UnsupportedModel`` for a classifier that gives a pair no score, or whose score vLLM does not compute."""
+    labels = config.get("id2label")
+    num_labels = len(labels) if isinstance(labels, Mapping) else 2  # as transformers has it
+    if num_labels != 1:
+        detail = f"a classifier is served as a reranker if it has one label; this one has {num_labels}"
+        raise UnsupportedModel(detail, "id2label")
+    num_types = config.get("type_vocab_size", 1)
+    if type(num_types) is not int or (num_types > 1 and architecture not in known_models().typed):
+        detail = f"vLLM gives the tokens of {architecture} no types, and this model has {shown(num_types)}"
+        raise UnsupportedModel(detail, "type_vocab_size")
+    field, saved = "sentence_transformers", config.get("sentence_transformers")
+    activation = saved.get("activation_fn") if isinstance(saved, Mapping) else saved
+    if activation is None:
+        field = "sbert_ce_default_activation_function"
+        activation = config.get(field)
+    if activation not in (None, *_ACTIVATIONS):
+        known = " or ".join(_ACTIVATIONS)
+        raise UnsupportedModel(f"the activation of scores must be {known}, not {shown(activation)}", field)
 
 
 def check_known(config: Mapping[str, Any]) -> None:
     """Raises ``UnsupportedModel`` unless vLLM serves the architecture as a model of text."""
     names, known = config.get("architectures"), known_models()
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if isinstance(name, str) and name in known.text:
+    served = known.text | known.embedders | known.rerankers
+    if isinstance(name, str) and name in served:
         return
     detail = f"architecture {shown(name)} is not known, to vLLM {known.version} neither"
     if isinstance(name, str) and name in known.multimodal:
         detail = f"{name} takes more than text, and only a text model of vLLM {known.version} can be served"
-    elif isinstance(name, str) and (near := get_close_matches(name, sorted(known.text), 1)):
+    elif isinstance(name, str) and (near := get_close_matches(name, sorted(served), 1)):
         detail += f"; the nearest that it knows is {near[0]}"
     raise UnsupportedModel(detail, "architectures")
 

@@ -7,15 +7,17 @@ import json
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from vllm import EngineArgs
+from vllm.config import PoolerConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams as VllmSampling
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -23,8 +25,17 @@ from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork, attended_positions
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.batching.validation import check_lengths, check_tokens
-from torchrelay.engine.core import EMPTY_STEP, GroupSpec, LoadFailed, NewToken, StepResult
+from torchrelay.engine.core import (
+    EMPTY_STEP,
+    Embedding,
+    GroupSpec,
+    LoadFailed,
+    NewToken,
+    Pooling,
+    StepResult,
+)
 from torchrelay.engine.kv.layout import KvShape
+from torchrelay.engine.model.pooling import embedding_of
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.opaque import OpaqueModel, known_models, read_model
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
@@ -47,6 +58,8 @@ _BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU; smaller on a GPU
 # Of the memory of a GPU: vLLM compares it with what is free, though ``kv_cache_memory_bytes`` decides what it takes.
 _GPU_SHARE = 0.01
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TOKEN_TYPES = "compressed_token_type_ids"  # vLLM's name of where those of type 1 begin
+_POOLINGS = {Pooling.LAST_TOKEN: "LAST", Pooling.FIRST_TOKEN: "CLS", Pooling.MEAN: "MEAN"}
 
 
 def _max_kv_tokens(model: ModelConfig | OpaqueModel, dtype: str, pool_bytes: int, num_devices: int) -> int:
@@ -61,11 +74,25 @@ def _max_kv_tokens(model: ModelConfig | OpaqueModel, dtype: str, pool_bytes: int
     return num_blocks * _BLOCK_TOKENS
 
 
-def _compute_a_token(vllm: LLMEngine) -> None:
-    """Computes a token, because vLLM accepts models that its kernels for this device refuse."""
-    vllm.add_request("first", {"prompt_token_ids": [0]}, VllmSampling(max_tokens=1, detokenize=False))
+def _compute_a_token(vllm: LLMEngine, pooling: PoolingParams | None, num_values: int) -> None:
+    """Computes a token, or a vector that must have ``num_values``, because vLLM accepts models that its kernels for
+    this device refuse.
+    """
+    params = pooling or VllmSampling(max_tokens=1, detokenize=False)
+    vllm.add_request("first", {"prompt_token_ids": [0]}, params)
     while vllm.has_unfinished_requests():
-        vllm.step()
+        for output in vllm.step():
+            if isinstance(output, PoolingRequestOutput) and output.outputs.data.numel() != num_values:
+                raise LoadFailed(f"its vectors have {output.outputs.data.numel()} numbers, not {num_values}")
+
+
+def _pooling_params(pooling: Pooling, second_text: int = 0) -> PoolingParams:
+    """The parameters of embeddings as the model gives them, because the gateway normalizes, or of scores.
+    ``second_text``: the first token of type 1; 0: there is none.
+    """
+    if pooling is not Pooling.SCORE:
+        return PoolingParams(task="embed", use_activation=False)
+    return PoolingParams(task="classify", extra_kwargs={_TOKEN_TYPES: second_text} if second_text else None)
 
 
 def _discard(vllm: LLMEngine | None) -> None:
@@ -83,6 +110,8 @@ class VllmModel:
         manifest = slab.manifest
         self._settings, self._manifest, self._hooks = settings, manifest, hooks
         self._model = read_model(manifest.config, is_opaque=manifest.is_opaque)
+        pooling = self._model.pooling if isinstance(self._model, OpaqueModel) else ""
+        self._pooling = Pooling(pooling) if pooling else None
         self._max_kv_tokens = _max_kv_tokens(self._model, manifest.dtype, settings.kv_pool_bytes, group.num_devices)
         self._compiled = str(hooks.compiled or "")
         self._advances, self._computed = 0, ComputedTime()
@@ -130,7 +159,8 @@ class VllmModel:
                 times_s.append(time.monotonic())
                 vllm = LLMEngine(config, GroupExecutor, log_stats=False, multiprocess_mode=False)
                 times_s.append(time.monotonic())
-                _compute_a_token(vllm)
+                first = _pooling_params(self._pooling) if self._pooling else None
+                _compute_a_token(vllm, first, 1 if self._pooling is Pooling.SCORE else self._model.hidden_size)
                 times_s.append(time.monotonic())
         except Exception as error:  # vLLM documents none: of pydantic, of torch, of its own
             self._group.begin_close()
@@ -146,21 +176,24 @@ class VllmModel:
         return vllm
 
     def _engine_args(self, folder: str) -> EngineArgs:
-        settings = self._settings
+        settings, pooling = self._settings, self._pooling
         return EngineArgs(
             model=folder,
             hf_config_path=folder,
+            runner="pooling" if pooling else "generate",
+            pooler_config=PoolerConfig(seq_pooling_type=_POOLINGS.get(pooling)) if pooling else None,
             skip_tokenizer_init=True,
             generation_config="vllm",
             load_format=LOAD_FORMAT,
             model_loader_extra_config={"pack": self._pack, "choices": self._choices, "group": self._group},
-            logits_processors=[SlotSampler],
+            logits_processors=None if pooling else [SlotSampler],
             dtype=_DTYPES[self._manifest.dtype],
             max_model_len=min(self._model.max_context_tokens, self._max_kv_tokens),
             tensor_parallel_size=self._group.num_devices,
             kv_cache_memory_bytes=settings.kv_pool_bytes // self._group.num_devices,
-            enable_prefix_caching=settings.prefix_cache,
-            max_num_batched_tokens=max(settings.token_budget, 512),
+            # Of a model that pools, vLLM knows whether prompts can be cached, and whether a step must hold whole ones.
+            enable_prefix_caching=None if pooling and settings.prefix_cache else settings.prefix_cache,
+            max_num_batched_tokens=None if pooling else max(settings.token_budget, 512),
             enforce_eager=not settings.vllm_graphs,  # compilation takes a minute
             gpu_memory_utilization=EngineArgs.gpu_memory_utilization if settings.device == "cpu" else _GPU_SHARE,
             async_scheduling=False,
@@ -186,8 +219,9 @@ class VllmModel:
     # Requests
 
     def prefill(self, group: GroupSpec) -> None:
-        if group.pooling is not None:
-            raise InvalidRequest("vLLM computes no embeddings in this slot", field="pooling")
+        if group.pooling is not self._pooling:
+            given = self._pooling.value if self._pooling else "no"
+            raise InvalidRequest(f"vLLM computes {given} pooling of this model", field="pooling")
         if group.sampling.prompt_logprobs is not None:
             raise InvalidRequest(
                 "vLLM reports no logprobs of prompts in this slot; set the model's engine to torchrelay",
@@ -210,6 +244,8 @@ class VllmModel:
     def adapter_reader(self, adapter_id: str, document: bytes, weights: bytes) -> VllmAdapterReader:
         if not self._settings.max_adapter_rank:
             raise InvalidRequest("slots of vLLM serve adapters up to max_adapter_rank, which is 0 here", field="model")
+        if self._pooling:
+            raise InvalidRequest("vLLM serves no adapters of a model of embeddings or scores", field="model")
         if not self._takes_adapters:
             architecture = self._manifest.architecture
             raise InvalidRequest(f"vLLM serves no adapters of the architecture {architecture}", field="model")
@@ -217,7 +253,8 @@ class VllmModel:
 
     @property
     def _takes_adapters(self) -> bool:
-        return bool(self._settings.max_adapter_rank) and self._manifest.architecture in known_models().adapters
+        is_on = bool(self._settings.max_adapter_rank) and self._pooling is None
+        return is_on and self._manifest.architecture in known_models().adapters
 
     def _started(self) -> LLMEngine | None:
         if self._is_broken:
@@ -231,7 +268,13 @@ class VllmModel:
         prompt = {"prompt_token_ids": choice.prompt, "cache_salt": choice.group.tenant_id or "-"}
         adapter = choice.group.adapter
         lora = adapter.request if isinstance(adapter, VllmAdapter) else None
-        vllm.add_request(choice.request_id, prompt, vllm_sampling(choice), lora_request=lora)  # type: ignore[arg-type]
+        params: VllmSampling | PoolingParams
+        if self._pooling:
+            is_typed = self._pooling is Pooling.SCORE and self._manifest.config.get("type_vocab_size", 1) > 1
+            params = _pooling_params(self._pooling, choice.group.second_text if is_typed else 0)
+        else:
+            params = vllm_sampling(choice)
+        vllm.add_request(choice.request_id, prompt, params, lora_request=lora)  # type: ignore[arg-type]
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         ended = [
@@ -280,26 +323,33 @@ class VllmModel:
             self.cancel(group_id)
         return tuple(late)
 
-    def _result(self, outputs: list[RequestOutput], step_s: float, expired: tuple[str, ...]) -> StepResult:
+    def _result(
+        self, outputs: Sequence[RequestOutput | PoolingRequestOutput], step_s: float, expired: tuple[str, ...]
+    ) -> StepResult:
         tokens: list[NewToken] = []
+        embeddings: list[Embedding] = []
         prefilled: dict[str, None] = {}
         ended: list[str] = []  # by the sampler, which vLLM does not know yet
         num_prefilled = num_prefill_attended = num_decoding = num_decode_attended = 0
         for output in outputs:
             choice = self._choices.get(output.request_id)
-            if choice is None or not output.outputs[0].token_ids:
+            if choice is None or not (self._pooling or output.outputs[0].token_ids):
                 continue
-            context = len(choice.prompt)
-            if choice.new:
+            context, num_cached, begins = len(choice.prompt), output.num_cached_tokens or 0, not choice.new
+            if not begins:
                 num_decoding += 1
                 num_decode_attended += context + len(choice.new)
-                token = choice.accept()
             else:
-                num_cached = output.num_cached_tokens or 0
                 prefilled[choice.group.group_id] = None
                 num_prefilled += context - num_cached
                 num_prefill_attended += attended_positions(num_cached, context)
-                token = replace(choice.accept(), num_cached=min(num_cached, choice.group.num_prompt_tokens))
+            if isinstance(output, PoolingRequestOutput):
+                embeddings.append(embedding_of(choice.group.group_id, output.outputs.data, num_cached))
+                del self._choices[output.request_id]
+                continue
+            token = choice.accept()
+            if begins:
+                token = replace(token, num_cached=min(num_cached, choice.group.num_prompt_tokens))
             tokens.append(token)
             if token.finish is not None:
                 del self._choices[output.request_id]
@@ -311,7 +361,14 @@ class VllmModel:
             self._vllm.abort_request(ended)
         self._work = StepWork(num_prefilled, num_prefill_attended, num_decoding, num_decode_attended)
         return StepResult(
-            tuple(tokens), tuple(prefilled), num_prefilled, num_decoding, step_s, self._work, expired=expired
+            tuple(tokens),
+            tuple(prefilled),
+            num_prefilled,
+            num_decoding,
+            step_s,
+            self._work,
+            embeddings=tuple(embeddings),
+            expired=expired,
         )
 
     # Metrics

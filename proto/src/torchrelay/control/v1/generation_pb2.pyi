@@ -208,6 +208,7 @@ class AttemptStart(_message.Message):
     DISTINCT_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """of the worker this is sent to; refused by any other"""
     tenant_id: _builtins.str
@@ -217,6 +218,8 @@ class AttemptStart(_message.Message):
     traceparent: _builtins.str
     pooling: _types_pb2.Pooling.ValueType
     """set: the prefill worker ends the attempt with an embedding, and no decode worker has it"""
+    second_text: _builtins.int
+    """where the second text of a pair begins, by the tokenizer's types of tokens; 0: nowhere"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -270,10 +273,11 @@ class AttemptStart(_message.Message):
         distinct_prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
         pooling: _types_pb2.Pooling.ValueType = ...,
         adapter: _types_pb2.Adapter | None = ...,
+        second_text: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prompt_source", b"prompt_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "distinct_prompt_tokens", b"distinct_prompt_tokens", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "distinct_prompt_tokens", b"distinct_prompt_tokens", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "second_text", b"second_text", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

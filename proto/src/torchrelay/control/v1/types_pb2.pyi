@@ -50,6 +50,8 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     """that of an encoder's first token, [CLS]"""
     POOLING_MEAN: _Pooling.ValueType  # 3
     """the mean of an encoder's"""
+    POOLING_SCORE: _Pooling.ValueType  # 4
+    """instead of hidden states: the one number that a classifier gives for a pair of texts"""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """Which hidden states of a prompt, after the final norm, become its embedding."""
@@ -62,6 +64,8 @@ POOLING_FIRST_TOKEN: Pooling.ValueType  # 2
 """that of an encoder's first token, [CLS]"""
 POOLING_MEAN: Pooling.ValueType  # 3
 """the mean of an encoder's"""
+POOLING_SCORE: Pooling.ValueType  # 4
+"""instead of hidden states: the one number that a classifier gives for a pair of texts"""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final

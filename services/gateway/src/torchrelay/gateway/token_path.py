@@ -19,6 +19,8 @@ from torchrelay.gateway.dialects.anthropic.dialect import COUNT_PATH, AnthropicD
 from torchrelay.gateway.dialects.anthropic.dialect import PATH as MESSAGES_PATH
 from torchrelay.gateway.dialects.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
 from torchrelay.gateway.dialects.embeddings.asgi_app import EmbeddingsApp
+from torchrelay.gateway.dialects.embeddings.rerank import PATH as RERANK_PATH
+from torchrelay.gateway.dialects.embeddings.rerank import RerankApp
 from torchrelay.gateway.dialects.inference_v1.servicer import GatewayServicer
 from torchrelay.gateway.dialects.open_inference.servicer import OpenInferenceServicer
 from torchrelay.gateway.dialects.openai.dialect import PATHS as COMPLETION_PATHS
@@ -106,6 +108,7 @@ async def open_token_path(
             MESSAGES_PATH: AnswersApp(anthropic, *parts, write_gap_s),
             COUNT_PATH: CountTokensApp(anthropic, *parts),
             EMBEDDINGS_PATH: EmbeddingsApp(openai, *parts),
+            RERANK_PATH: RerankApp(openai, *parts),
         }
         calls = PublicCalls(keys, shares, settings.message_timeout_s, settings.answer_silence_s)
         servicers = (

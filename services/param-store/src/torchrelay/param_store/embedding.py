@@ -12,12 +12,20 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from torchrelay.control.v1 import types_pb2
+from torchrelay.modelspec.config import ModelConfig
+from torchrelay.modelspec.opaque import OpaqueModel
 from torchrelay.param_store.model_files import MODULES, POOLING
 
 _MODE: Final = "pooling_mode_"
-_POOLINGS: Final[dict[bool, dict[str, int]]] = {  # of encoders and of decoders
-    True: {f"{_MODE}mean_tokens": types_pb2.POOLING_MEAN, f"{_MODE}cls_token": types_pb2.POOLING_FIRST_TOKEN},
-    False: {f"{_MODE}lasttoken": types_pb2.POOLING_LAST_TOKEN},
+_OF_ENCODERS: Final[dict[str, int]] = {
+    f"{_MODE}mean_tokens": types_pb2.POOLING_MEAN,
+    f"{_MODE}cls_token": types_pb2.POOLING_FIRST_TOKEN,
+}
+_OF_DECODERS: Final[dict[str, int]] = {f"{_MODE}lasttoken": types_pb2.POOLING_LAST_TOKEN}
+_POOLINGS: Final = {  # by the kind of model; None: of an architecture of embeddings that only vLLM computes
+    True: ("an encoder", _OF_ENCODERS),
+    False: ("a decoder", _OF_DECODERS),
+    None: ("this architecture", _OF_ENCODERS | _OF_DECODERS),
 }
 _PACKAGE: Final = "sentence_transformers."
 _IS_NORMALIZED: Final = {  # by the kinds of modules
@@ -29,11 +37,16 @@ T = TypeVar("T")
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True):
-    """The embedding of a text: its pooled hidden states, normalized to length 1 or as they are."""
+    """The embedding of a text: its pooled hidden states, normalized to length 1 or as they are. Or a pair's score."""
 
     pooling: int  # a number of the protocol
     num_dimensions: int
     is_normalized: bool
+
+    @property
+    def pooling_name(self) -> str:
+        """The pooling as a pack for vLLM names it."""
+        return types_pb2.Pooling.Name(types_pb2.Pooling.ValueType(self.pooling)).removeprefix("POOLING_").lower()
 
 
 class UnsupportedEmbedding(Exception):
@@ -49,10 +62,22 @@ class _Module(msgspec.Struct):
     path: str = ""
 
 
-def declared_embedding(read: Callable[[str], bytes | None], hidden_size: int, is_encoder: bool) -> EmbeddingSpec | None:
+def model_embedding(read: Callable[[str], bytes | None], config: ModelConfig | OpaqueModel) -> EmbeddingSpec | None:
     """The embedding of a model, if it has any. ``read``: the content of a file of the model; None if it has none.
 
     Raises ``UnsupportedEmbedding``.
+    """
+    if isinstance(config, OpaqueModel) and config.is_reranker:
+        return EmbeddingSpec(types_pb2.POOLING_SCORE, 1, False)
+    is_encoder = None if isinstance(config, OpaqueModel) and config.is_embedder else config.encoder is not None
+    return declared_embedding(read, config.hidden_size, is_encoder)
+
+
+def declared_embedding(
+    read: Callable[[str], bytes | None], hidden_size: int, is_encoder: bool | None
+) -> EmbeddingSpec | None:
+    """The embedding that the files declare. ``is_encoder``: None if any pooling will do. Raises as
+    ``model_embedding``.
     """
     encoded = read(MODULES)
     if encoded is None:
@@ -80,11 +105,11 @@ def _is_normalized(modules: list[_Module]) -> bool:
     return _IS_NORMALIZED[kinds]
 
 
-def _pooling(pooling: dict[str, Any], hidden_size: int, is_encoder: bool) -> int:
+def _pooling(pooling: dict[str, Any], hidden_size: int, is_encoder: bool | None) -> int:
     modes = [name for name, is_on in pooling.items() if name.startswith(_MODE) and is_on]
-    known = _POOLINGS[is_encoder]
+    kind, known = _POOLINGS[is_encoder]
     if len(modes) != 1 or modes[0] not in known:
-        given, kind = ", ".join(modes) or "none", "an encoder" if is_encoder else "a decoder"
+        given = ", ".join(modes) or "none"
         raise UnsupportedEmbedding(POOLING, f"the pooling of {kind} must be {' or '.join(known)}, not {given}")
     size = pooling.get("word_embedding_dimension")
     if size != hidden_size:

@@ -22,6 +22,7 @@ from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.dialects.embeddings.asgi_app import MAX_RUNNING
 from torchrelay.gateway.dialects.embeddings.vectors import encoded, reply_parts
+from torchrelay.gateway.inference.text.prompt_encoder import EncodedPrompt
 
 INPUTS = [PROMPT, [50, 51, 52], [60, 61, 62, 63, 64]]
 
@@ -155,7 +156,8 @@ def test_long_reply_is_made_a_vector_at_a_time(as_base64: bool) -> None:
 
 async def test_call_that_begins_no_input_keeps_no_reservation(rig: TokenPathRig) -> None:
     model = rig.ports.published["acme/embed"]
-    async with rig.token_path.pipeline.embeddings(PRINCIPAL, model, INPUTS, "req-1", 0):
+    prompts = [EncodedPrompt(each) for each in INPUTS]
+    async with rig.token_path.pipeline.embeddings(PRINCIPAL, model, prompts, "req-1", 0):
         assert rig.ports.reserved
     assert not rig.ports.reserved and not rig.ports.opened
 

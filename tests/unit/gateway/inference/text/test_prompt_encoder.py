@@ -67,13 +67,13 @@ class EncoderRig:
 
     async def text(self, model: PublishedModel, params: GenerateParams) -> str:
         """The text of the prompt's token ids."""
-        token_ids = await self.prompts.token_ids(PRINCIPAL, model, params)
+        token_ids = (await self.prompts.encode(PRINCIPAL, model, params)).token_ids
         decoder = await self.prompts.decoder(PRINCIPAL, model)
         return decoder.tokens.decode(token_ids, skip_special_tokens=False)
 
     async def error(self, model: PublishedModel, params: GenerateParams) -> TorchrelayError:
         with pytest.raises(TorchrelayError) as caught:
-            await self.prompts.token_ids(PRINCIPAL, model, params)
+            await self.prompts.encode(PRINCIPAL, model, params)
         return caught.value
 
 
@@ -98,7 +98,9 @@ async def test_texts_and_chats_become_tokens(rig: EncoderRig) -> None:
     model = rig.model(config=config)
     assert await rig.text(model, TEXT) == "hello"
     assert await rig.text(model, CHAT) == "<s>größer?\nJa 🔥"
-    assert await rig.prompts.token_ids(PRINCIPAL, model, GenerateParams("echo", token_ids=(1, 2))) == array("i", (1, 2))
+    assert (await rig.prompts.encode(PRINCIPAL, model, GenerateParams("echo", token_ids=(1, 2)))).token_ids == array(
+        "i", (1, 2)
+    )
     both = rig.model(config=config, template=b"{{ bos_token }} of the file")
     assert await rig.text(both, CHAT) == "<s> of the file"
 
@@ -150,6 +152,20 @@ async def test_bos_is_added_once_if_asked_for(rig: EncoderRig) -> None:
         assert await rig.text(model, replace(CHAT, add_special_tokens=adds)) == expected
 
 
+async def test_pairs_are_encoded_by_the_tokenizers_own_template(rig: EncoderRig) -> None:
+    tokenizer = Tokenizer.from_str(with_bos().decode())
+    tokenizer.enable_truncation(2)
+    model, pair = rig.model(tokenizer=tokenizer.to_str().encode()), replace(TEXT, second_text="again")
+    assert await rig.text(model, pair) == "<s>hello<s>again"
+    assert (await rig.prompts.encode(PRINCIPAL, model, pair)).second_text == 0, "both texts have one type"
+    bos = tokenizer.token_to_id("<s>")
+    assert bos is not None
+    template = TemplateProcessing(single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", bos)])
+    tokenizer.post_processor = template
+    typed = await rig.prompts.encode(PRINCIPAL, rig.model(tokenizer=tokenizer.to_str().encode()), pair)
+    assert typed.second_text > 1 and typed.token_ids[typed.second_text] == bos
+
+
 async def test_decoder_is_loaded_without_a_prompt(rig: EncoderRig) -> None:
     decoder = await rig.prompts.decoder(PRINCIPAL, rig.model())
     assert await rig.prompts.decoder(PRINCIPAL, rig.model()) is decoder
@@ -176,7 +192,7 @@ async def test_refused_prompts_name_the_cause(rig: EncoderRig) -> None:
     error = await rig.error(rig.model(vocab_size=10), GenerateParams("echo", token_ids=(10,)))
     assert error.message == "token id 10 is out of range; the model's token ids are 0 to 9"
     with pytest.raises(InvalidRequest, match=r"has no tokenizer\.json"):
-        await rig.prompts.token_ids(PRINCIPAL, published_model(file_digests={}), TEXT)
+        await rig.prompts.encode(PRINCIPAL, published_model(file_digests={}), TEXT)
 
 
 async def test_files_that_fail_are_named(rig: EncoderRig) -> None:

@@ -41,7 +41,8 @@ def check_output(spec: GroupSpec, has_head: bool, is_encoder: bool) -> None:
     """Checks that the model gives what the group asks for. Raises ``InvalidRequest``."""
     if spec.pooling is None and not has_head:
         raise InvalidRequest("the model has no head for tokens; it gives embeddings alone", field="pooling")
-    if spec.pooling is not None and (spec.pooling is Pooling.LAST_TOKEN) == is_encoder:
+    computed = (Pooling.FIRST_TOKEN, Pooling.MEAN) if is_encoder else (Pooling.LAST_TOKEN,)
+    if spec.pooling is not None and spec.pooling not in computed:
         kind = "an encoder" if is_encoder else "a decoder"
         raise InvalidRequest(f"pooling {spec.pooling.value} is not computed by {kind}", field="pooling")
 

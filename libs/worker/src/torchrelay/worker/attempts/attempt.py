@@ -41,6 +41,7 @@ _POOLINGS = {
     types_pb2.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
     types_pb2.POOLING_FIRST_TOKEN: Pooling.FIRST_TOKEN,
     types_pb2.POOLING_MEAN: Pooling.MEAN,
+    types_pb2.POOLING_SCORE: Pooling.SCORE,
 }
 DEADLINE_ERROR = pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
 
@@ -98,6 +99,7 @@ class Attempt:
             deadline_s=None if (left_s := self.left_s()) is None else time.monotonic() + left_s,
             distinct_prompt_tokens=array("q", self.start.distinct_prompt_tokens),
             pooling=_POOLINGS[self.start.pooling],
+            second_text=self.start.second_text,
             adapter=self.adapter,
         )
 

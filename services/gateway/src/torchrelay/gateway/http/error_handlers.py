@@ -19,7 +19,8 @@ from torchrelay.gateway.exchange.errors import body, refusal
 log = get_logger(__name__)
 # Paths of inference, which clients build from a base address with or without the version.
 _PATHS: Final = frozenset(
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "embeddings", "messages", "models")
+    f"/v1/{name}"
+    for name in ("chat/completions", "completions", "responses", "embeddings", "rerank", "messages", "models")
 )
 
 

@@ -14,6 +14,8 @@ from torchrelay.gateway.dialects.anthropic.dialect import PATH as MESSAGES_PATH
 from torchrelay.gateway.dialects.anthropic.requests import Body as MessagesBody
 from torchrelay.gateway.dialects.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
 from torchrelay.gateway.dialects.embeddings.requests import EmbeddingsBody
+from torchrelay.gateway.dialects.embeddings.rerank import PATH as RERANK_PATH
+from torchrelay.gateway.dialects.embeddings.rerank import RerankBody
 from torchrelay.gateway.dialects.openai.requests import ChatBody, CompletionBody
 from torchrelay.gateway.dialects.responses.requests import ResponseBody
 from torchrelay.gateway.exchange.errors import ErrorBody
@@ -66,6 +68,7 @@ TOKEN_PATHS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, in OpenAI's format"),
     "/v1/completions": (CompletionBody, "The continuation of prompts, in OpenAI's format"),
     EMBEDDINGS_PATH: (EmbeddingsBody, "Embeddings of texts, in OpenAI's format"),
+    RERANK_PATH: (RerankBody, "Documents by their relevance to a query, in the format of Jina, Cohere and vLLM"),
     "/v1/responses": (ResponseBody, "An answer to a conversation, in the format of OpenAI's Responses"),
     "/v1/messages": (MessagesBody, "An answer to messages, in Anthropic's format"),
     "/v1/messages/count_tokens": (MessagesBody, "The number of prompt tokens of messages; nothing runs"),
@@ -116,7 +119,7 @@ def _add_ranges(properties: dict[str, Any]) -> None:
 
 def _token_operation(path: str, summary: str, body: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {_JSON: {"schema": {"type": "object"}}}
-    if path not in (EMBEDDINGS_PATH, "/v1/messages/count_tokens"):
+    if path not in (EMBEDDINGS_PATH, RERANK_PATH, COUNT_PATH):
         answer["text/event-stream"] = {"schema": _EVENT}
     return {
         "summary": summary,

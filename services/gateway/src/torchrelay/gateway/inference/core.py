@@ -27,6 +27,7 @@ class GenerateParams(SharedSampling):
     messages: tuple[ChatMessage, ...] | None = None
     continues_last: bool = False  # the answer continues the last message, which is the assistant's
     text: str | None = None
+    second_text: str | None = None  # of a pair whose first is ``text``
     token_ids: Sequence[int] | None = None
     tools: tuple[dict[str, Any], ...] = ()  # that the answer may call, beside messages
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # more variables for the chat template
@@ -72,6 +73,7 @@ class ResolvedRequest:
     service_class: ServiceClass = ServiceClass.STANDARD
     format_field: str = "tools"  # of the request, that has the format of the answer
     pooling: int = 0  # of the protocol: instead of tokens the prompt's embedding is computed; 0: tokens
+    second_text: int = 0  # where the second text of a pair begins, by the tokenizer's types of tokens; 0: nowhere
 
     @property
     def distinct_prompt_tokens(self) -> Sequence[int]:

@@ -29,6 +29,7 @@ class Operation(StrEnum):
     CHAT = "chat"
     COMPLETION = "text_completion"
     EMBEDDINGS = "embeddings"
+    RERANK = "rerank"
 
 
 class InferenceMetrics:

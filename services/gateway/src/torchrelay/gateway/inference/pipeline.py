@@ -24,7 +24,7 @@ from torchrelay.common.errors import (
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.common.tokens.text_stream import prompt_end, prompt_text
 from torchrelay.common.tokens.token_bytes import TokenBytes
-from torchrelay.control.v1 import generation_pb2
+from torchrelay.control.v1 import generation_pb2, types_pb2
 from torchrelay.gateway.core import (
     EmbeddingSpec,
     FinishCause,
@@ -53,7 +53,7 @@ from torchrelay.gateway.inference.metrics import InferenceMetrics, Operation
 from torchrelay.gateway.inference.sampling import GenerationBounds, context_exceeded, sampling_of
 from torchrelay.gateway.inference.text.decoder_cache import ModelDecoder
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
-from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
+from torchrelay.gateway.inference.text.prompt_encoder import EncodedPrompt, PromptEncoder
 
 MAX_FIRST_TOKENS = 10_000  # kept for the console
 
@@ -158,6 +158,11 @@ def _refuse_admin(principal: Principal) -> None:
         raise PermissionDenied("the admin key cannot call models; create a tenant key (torchrelay key create)")
 
 
+def _is_reranker(model: PublishedModel) -> bool:
+    embedding = model.version.embedding
+    return embedding is not None and embedding.pooling == types_pb2.POOLING_SCORE
+
+
 class RequestPipeline:
     """Resolves, tokenizes, limits and runs requests."""
 
@@ -238,7 +243,7 @@ class RequestPipeline:
         self,
         principal: Principal,
         model: PublishedModel,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[EncodedPrompt],
         request_id: str,
         arrived_unix_us: int,
     ) -> AsyncIterator[Callable[[int], RequestSession]]:
@@ -261,7 +266,7 @@ class RequestPipeline:
                 f"{request_id}-{index}" if index else request_id,
                 principal,
                 model,
-                prompts[index],
+                prompts[index].token_ids,
                 prompt_end=(),
                 sampling=generation_pb2.Sampling(),
                 num_choices=1,
@@ -269,14 +274,16 @@ class RequestPipeline:
                 deadline_unix_us=deadline_unix_us,
                 service_class=principal.service_class,
                 pooling=model.version.embedding.pooling,
+                second_text=prompts[index].second_text,
             )
             session = RequestSession(self._new(resolved, bill.reservation, bill), (), bill.reservation.rate)
             sessions.append(session)
             self._run(session.request)
             return session
 
+        operation = Operation.RERANK if _is_reranker(model) else Operation.EMBEDDINGS
         try:
-            async with self._entered(admit(), Operation.EMBEDDINGS, request_id, model.name):
+            async with self._entered(admit(), operation, request_id, model.name):
                 yield start
         finally:
             bill.end()
@@ -338,10 +345,21 @@ class RequestPipeline:
         model = await self._catalog.resolve(principal, params.model)
         return len((await self._prompts.encode(principal, model, params)).token_ids)
 
+    async def reranker(self, principal: Principal, name: str) -> PublishedModel:
+        """A model that gives scores. Raises ``InvalidRequest`` for another."""
+        _refuse_admin(principal)
+        model = await self._catalog.resolve(principal, name)
+        if not _is_reranker(model):
+            message = f"{model.name} is no reranker: /v1/rerank takes classifiers of one label"
+            raise InvalidRequest(message, field="model")
+        return model
+
     async def embedding_model(self, principal: Principal, name: str) -> tuple[PublishedModel, EmbeddingSpec]:
         """A model, and the embeddings that it declares. Raises ``InvalidRequest`` if it declares none."""
         _refuse_admin(principal)
         model = await self._catalog.resolve(principal, name)
+        if _is_reranker(model):
+            raise InvalidRequest(f"{model.name} is a reranker: it gives scores alone, by /v1/rerank", field="model")
         if model.version.embedding is None:
             message = f"{model.name} declares no embeddings; publish it with modules.json and 1_Pooling/config.json"
             raise InvalidRequest(message, field="model")
@@ -349,9 +367,9 @@ class RequestPipeline:
 
     async def embedding_prompt(
         self, principal: Principal, model: PublishedModel, params: GenerateParams
-    ) -> Sequence[int]:
-        """The token ids of a text to embed, which may fill the context. Raises ``InvalidRequest``."""
-        prompt = await self._prompts.token_ids(principal, model, params)
+    ) -> EncodedPrompt:
+        """The tokens of a text to embed or a pair to score, which may fill the context. Raises ``InvalidRequest``."""
+        prompt = await self._prompts.encode(principal, model, params)
         context = model.version.shape.max_context_tokens
         if len(prompt) > context:
             raise context_exceeded(len(prompt), context, params.prompt_field)
@@ -386,7 +404,8 @@ class RequestPipeline:
     async def _prepare(self, principal: Principal, params: GenerateParams, bounds: GenerationBounds) -> PreparedRequest:
         model = await self._catalog.resolve(principal, params.model)
         if model.version.has_no_head:
-            message = f"{model.name} has no head for tokens: it gives embeddings alone, by /v1/embeddings"
+            given = "scores alone, by /v1/rerank" if _is_reranker(model) else "embeddings alone, by /v1/embeddings"
+            message = f"{model.name} has no head for tokens: it gives {given}"
             raise InvalidRequest(message, field="model")
         encoded = await self._prompts.encode(principal, model, params)
         prompt = encoded.token_ids

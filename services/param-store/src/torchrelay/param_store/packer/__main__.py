@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.modelspec.config import ModelConfig, declared_dtype, read_config
-from torchrelay.modelspec.opaque import OpaqueModel
+from torchrelay.modelspec.opaque import OpaqueModel, pooled_document
 from torchrelay.param_store.model_files import CONFIG
 from torchrelay.param_store.packer.adapter import check_adapter
 from torchrelay.param_store.packer.checkpoint import Checkpoint, read_checkpoint
@@ -64,16 +64,17 @@ def pack(
         document, model = int8_config(document, model)
     check_engine(model, engines, is_quantized_here=bool(quantize))
     check_eos(folder, document, model.vocab_size)
-    embeds = check_embedding(folder, model)
+    embedding = check_embedding(folder, model)
     document_notes = check_other_documents(folder)
     completed_files = check_tokenizer(folder, model.vocab_size)
     if quantize:
         completed_files[CONFIG] = json.dumps(document).encode()
     checkpoint = read_checkpoint(folder)
     if isinstance(model, OpaqueModel):
-        plan = plan_opaque(model, document, checkpoint, declared_dtype(document))
+        plan = plan_opaque(model, document, checkpoint, declared_dtype(document), embeds=embedding is not None)
+        document = pooled_document(document, "" if embedding is None else embedding.pooling_name)
     else:
-        document, plan = _plan(document, model, checkpoint, embeds, quantize)
+        document, plan = _plan(document, model, checkpoint, embedding is not None, quantize)
     num_bytes = plan.layout.num_bytes
     if largest_slot_bytes and num_bytes > largest_slot_bytes:
         detail = f"the weights need {num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"

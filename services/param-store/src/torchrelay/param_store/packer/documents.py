@@ -18,7 +18,7 @@ from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.modelspec.errors import UnsupportedModel
 from torchrelay.modelspec.opaque import VLLM, OpaqueModel, check_known, read_opaque
 from torchrelay.modelspec.text_part import text_config
-from torchrelay.param_store.embedding import UnsupportedEmbedding, declared_embedding
+from torchrelay.param_store.embedding import EmbeddingSpec, UnsupportedEmbedding, model_embedding
 from torchrelay.param_store.model_files import (
     ADDED_TOKENS,
     CONFIG,
@@ -172,8 +172,8 @@ def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
             return  # of the other file, tokens beyond the vocabulary are ignored
 
 
-def check_embedding(folder: Path, config: ModelConfig | OpaqueModel) -> bool:
-    """Checks the files that declare embeddings; returns whether the model gives any.
+def check_embedding(folder: Path, config: ModelConfig | OpaqueModel) -> EmbeddingSpec | None:
+    """Checks the files that declare embeddings; returns those that the model gives, if any.
 
     Raises ``PackRefused``, also for a model that gives neither tokens nor embeddings.
     """
@@ -182,19 +182,19 @@ def check_embedding(folder: Path, config: ModelConfig | OpaqueModel) -> bool:
         return _read_bounded(folder, file) if (folder / file).exists() else None
 
     try:
-        declared = declared_embedding(read, config.hidden_size, config.encoder is not None)
+        declared = model_embedding(read, config)
     except UnsupportedEmbedding as error:
         raise PackRefused(error.file, error.detail) from None
     if isinstance(config, OpaqueModel):
-        if declared is not None:
-            raise PackRefused(MODULES, f"a model that only {VLLM} computes gives no embeddings; leave this file out")
-        return False
-    if declared is not None and config.vllm is not None:
+        is_quantized, headless = config.quantization is not None, config.architecture if config.is_embedder else ""
+    else:
+        is_quantized, headless = config.vllm is not None, "" if config.has_head else config.architecture.headless_name
+    if declared is not None and is_quantized:
         raise PackRefused(CONFIG, "quantization_config: models with weights that are quantized so give no embeddings")
-    if declared is None and not config.has_head:
-        name = config.architecture.headless_name
-        raise PackRefused(CONFIG, f"architectures: {name} has no head for tokens, and no {MODULES} declares embeddings")
-    return declared is not None
+    if declared is None and headless:
+        detail = f"architectures: {headless} has no head for tokens, and no {MODULES} declares embeddings"
+        raise PackRefused(CONFIG, detail)
+    return declared
 
 
 def _optional(folder: Path, file: str) -> dict[str, Any]:

@@ -17,11 +17,17 @@ _NOTE: Final = (
     "only the engine vllm computes this architecture: an instance answers once all of it is loaded, and its prompts and"
     " answers do not move to other instances"
 )
+_EMBEDS_ALONE: Final = "with its embeddings declared, the model gives these alone: vLLM computes either them or tokens"
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
 
 
 def plan_opaque(
-    model: OpaqueModel, document: dict[str, Any], checkpoint: Checkpoint, declared_dtype: str | None
+    model: OpaqueModel,
+    document: dict[str, Any],
+    checkpoint: Checkpoint,
+    declared_dtype: str | None,
+    *,
+    embeds: bool = False,
 ) -> PackPlan:
     """Plans the pack. Tensors of dtypes that neither the model nor its quantization has are left out: the buffers of
     older exports, for example. The engine misses what it needs and does not get.
@@ -39,7 +45,8 @@ def plan_opaque(
     weights = [stored for stored in ordered if stored.dtype in DTYPE_BYTES]
     if not weights:
         raise PackRefused(checkpoint.file, f"no tensor has one of the dtypes {', '.join(DTYPE_BYTES)}")
-    notes = [*checkpoint.notes, _NOTE]
+    is_alone = model.is_embedder or model.is_reranker
+    notes = [*checkpoint.notes, _NOTE, *([_EMBEDS_ALONE] if embeds and not is_alone else [])]
     if left_out := sorted(checkpoint.tensors.keys() - {stored.name for stored in ordered}):
         notes.append(f"tensors of other dtypes than {', '.join(known)} were left out: {listed(left_out)}")
     if unread := unread_keys(document):

@@ -18,7 +18,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.opaque import OpaqueModel, read_model
-from torchrelay.param_store.embedding import EmbeddingSpec, declared_embedding
+from torchrelay.param_store.embedding import EmbeddingSpec, model_embedding
 from torchrelay.param_store.model_files import ADAPTER_FILES, eos_token_ids
 from torchrelay.param_store.remote.keys import compiled_key, file_key, manifest_key, owner_key, pack_key, version_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
@@ -173,7 +173,7 @@ class Versions:
             manifest=manifest,
             config=config,
             eos_token_ids=tuple(eos_token_ids(read, manifest.config)),
-            embedding=declared_embedding(read, config.hidden_size, config.encoder is not None),
+            embedding=model_embedding(read, config),
             stored_bytes=self._stored_bytes(document, manifest.num_bytes + len(encoded)),
         )
 

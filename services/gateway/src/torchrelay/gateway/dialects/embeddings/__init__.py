@@ -1,1 +1,1 @@
-"""Vectors of texts, at ``/v1/embeddings``."""
+"""Vectors of texts, at ``/v1/embeddings``, and scores of pairs of texts, at ``/v1/rerank``."""

@@ -135,6 +135,7 @@ class Attempt:
             prompt_end=self.resolved.prompt_end,
             distinct_prompt_tokens=self.resolved.distinct_prompt_tokens,
             pooling=types_pb2.Pooling.ValueType(self.resolved.pooling),
+            second_text=self.resolved.second_text,
             adapter=_adapter(self.resolved.model.version),
         )
         start.sampling.max_tokens = self.plan.max_tokens

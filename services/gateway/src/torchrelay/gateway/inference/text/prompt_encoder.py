@@ -46,6 +46,10 @@ class EncodedPrompt:
     token_ids: Sequence[int]  # an array: a tuple takes ten times as much memory
     syntax: AnswerSyntax = PLAIN
     grammar: str = ""
+    second_text: int = 0  # where that of a pair begins, by the types of tokens; 0: nowhere
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 class PromptEncoder:
@@ -71,10 +75,6 @@ class PromptEncoder:
                 decoder = await self._decoders.load(principal.tenant_id, files[0])
         return decoder
 
-    async def token_ids(self, principal: Principal, model: PublishedModel, params: GenerateParams) -> Sequence[int]:
-        """The prompt. Raises as ``encode``."""
-        return (await self.encode(principal, model, params)).token_ids
-
     async def encode(self, principal: Principal, model: PublishedModel, params: GenerateParams) -> EncodedPrompt:
         """The prompt. Raises ``InvalidRequest`` if it is empty, has an unknown id, or the template rejects it, and if
         no answer can follow the format.
@@ -96,8 +96,8 @@ class PromptEncoder:
         shape, field = model.version.shape, params.prompt_field
         max_chars = shape.max_context_tokens * MAX_CHARS_PER_CONTEXT_TOKEN
         text = params.text or ""
-        if len(text) > max_chars:
-            raise too_many_characters(len(text), model, field)
+        if (num_chars := len(text) + len(params.second_text or "")) > max_chars:
+            raise too_many_characters(num_chars, model, field)
         file_ids = [_tokenizer_file(model)]
         if params.messages is not None:
             _check_integers(params)
@@ -115,6 +115,7 @@ class PromptEncoder:
             template_kwargs=params.template_kwargs,
             answer_format=params.answer_format,
             text=text,
+            second_text=params.second_text,
             adds_special_tokens=_adds_special_tokens(params),
         )
         tenant = principal.tenant_id
@@ -126,8 +127,8 @@ class PromptEncoder:
         except PromptKilled as killed:
             raise kill_error(killed, self._limits, field) from killed
         match answer:
-            case TokenIds(packed, syntax, grammar):
-                return EncodedPrompt(array("i", packed), syntax, grammar)
+            case TokenIds(packed, syntax, grammar, second_text):
+                return EncodedPrompt(array("i", packed), syntax, grammar, second_text)
             case Refusal("format"):
                 format_field = "tools" if params.answer_format is None else params.answer_format.field
                 raise refusal_error(answer, model, format_field)

@@ -75,6 +75,7 @@ class Prompt(msgspec.Struct, tag=True, frozen=True):
     template_kwargs: dict[str, Any] = {}  # more variables for it
     answer_format: AnswerFormat | None = None
     text: str = ""
+    second_text: str | None = None  # of a pair
     adds_special_tokens: bool = False  # those of the tokenizer, such as BOS
 
 
@@ -90,6 +91,7 @@ class TokenIds(msgspec.Struct, tag=True, frozen=True):
     packed: bytes  # int32, in the machine's byte order
     syntax: AnswerSyntax = PLAIN  # of the answer to messages
     grammar: str = ""  # of the answer; empty: any text
+    second_text: int = 0  # where that of a pair begins, by the types of tokens; 0: nowhere
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):

@@ -106,8 +106,8 @@ class TextService:
                 syntax = msgspec.structs.replace(syntax, begins_thinking=False)
             if prompt.answer_format is not None and prompt.answer_format.content:
                 syntax = msgspec.structs.replace(syntax, calls_alone=True)
-            token_ids = self._encode(prompt, text)
-            return TokenIds(token_ids.tobytes(), syntax, self._grammar(prompt, syntax))
+            token_ids, second_text = self._encode(prompt, text)
+            return TokenIds(token_ids.tobytes(), syntax, self._grammar(prompt, syntax), second_text)
         except PromptRefused as error:
             return error.refusal
 
@@ -185,13 +185,16 @@ class TextService:
     def _file(self, prompt: Prompt, name: str) -> Any:
         return next((self._loaded[file] for file in prompt.files if file[0] == name), None)
 
-    def _encode(self, prompt: Prompt, text: str) -> array[int]:
+    def _encode(self, prompt: Prompt, text: str) -> tuple[array[int], int]:
+        """The tokens of a text or a pair, and where those of the pair's second type begin; 0: nowhere."""
         tokenizer: Tokenizer = self._file(prompt, TOKENIZER)
         try:
             with cpu_limit(signal.ITIMER_VIRTUAL, self._limits.prompt_cpu_s):
                 # A batch of one, because only batches can skip text offsets, a fifth of the work.
-                encoding = tokenizer.encode_batch_fast([text], add_special_tokens=prompt.adds_special_tokens)[0]
-                ids = encoding.ids[_num_repeated(encoding) :]
+                given = text if prompt.second_text is None else (text, prompt.second_text)
+                encoding = tokenizer.encode_batch_fast([given], add_special_tokens=prompt.adds_special_tokens)[0]
+                num_left_out = 0 if prompt.second_text is not None else _num_repeated(encoding)
+                ids = encoding.ids[num_left_out:]
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # NOTE: a panic of the library is not an Exception
@@ -202,7 +205,8 @@ class TextService:
         if (highest := max(ids, default=0)) >= prompt.vocab_size:
             token = str(tokenizer.id_to_token(highest))[:MAX_DETAIL_CHARS]
             raise PromptRefused(Refusal("vocabulary", token, highest))
-        return array("i", ids)
+        is_typed = prompt.second_text is not None and 1 in encoding.type_ids
+        return array("i", ids), encoding.type_ids.index(1) if is_typed else 0
 
 
 def _num_repeated(encoding: Encoding) -> int:
