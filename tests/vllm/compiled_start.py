@@ -26,6 +26,8 @@ async def start(settings: dict[str, Any], version: types_pb2.ModelVersion) -> di
         await running.load(version, [PREFILL, DECODE])
         await eventually(lambda: worker.slot.state in (READY, FREE), "the end of the load", 500)
         assert worker.slot.state == READY, worker.slot.error
+        assert worker.loader is not None and worker.loader._compiled is not None
+        await worker.loader._compiled.keep()
         await running.unload()
         await running.until_free()
         await running.close()

@@ -28,7 +28,7 @@ def test_worker_gets_its_own_key_and_token_for_store_of_its_host() -> None:
     reply = enrolled("node-a", "node-a-0")
     assert reply.node_key == derive_node_key(KEY, "node-a-0").hex()
     assert reply.store_token == call_token(derive_node_key(KEY, "node-a"), Caller.WORKER)
-    assert reply.compiled_key == derive_compiled_key(KEY).hex()
+    assert reply.compiled_key == derive_compiled_key(KEY, "node-").hex() != derive_compiled_key(KEY).hex()
 
 
 @pytest.mark.parametrize(("store_id", "worker_id"), [("store-local", ""), ("store-local", "node-a"), ("node-a", "w")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,9 +14,10 @@ import pytest
 from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import RunningStore, publish, refusal, running_store
 from torchrelay.common.errors import InvalidRequest, NotFound
+from torchrelay.common.host.owned_folder import OwnedFolder
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.worker.settings import WorkerSettings
-from torchrelay.worker.slot.compiled_code import CompiledCode, environment
+from torchrelay.worker.slot.compiled_code import CompiledCode, compiled_folder, compiling_environment
 
 KEY = bytes(range(32))
 HERE = {"device": "gpu", "torch": "2"}
@@ -48,8 +50,8 @@ def compile_kernel(folder: Path, program: Path) -> str:
 
 
 def code(store: RunningStore, pack_id: str, folder: Path, key: bytes = KEY, **changes: str) -> CompiledCode:
-    folder.mkdir(parents=True, exist_ok=True)
-    return CompiledCode(store.stub, key, pack_id, {**HERE, **changes}, folder)
+    folder.mkdir(parents=True)
+    return CompiledCode(store.stub, key, pack_id, {**HERE, **changes}, OwnedFolder("code-", folder))
 
 
 def put(code: CompiledCode, name: str, content: bytes) -> None:
@@ -140,10 +142,25 @@ async def test_code_of_no_pack_is_refused_and_what_a_pack_left_is_deleted(tmp_pa
 
 def test_an_environment_has_versions_and_variables_of_compilers_but_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = WorkerSettings(worker_id="w", node_key="0" * 64, token_budget=64)
-    before = environment(settings)
+    before = compiling_environment(settings)
     assert before["torch"] and before["token_budget"] == "64" and before["device"]
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
-    monkeypatch.setenv("TORCHRELAY_COMPILED_KEY", "secret")
-    assert environment(settings) == before
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHRELAY_COMPILED_KEY", "CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP"):
+        monkeypatch.setenv(name, "of one worker")
+    settings = settings.model_copy(update={"worker_id": "another", "kv_pool_bytes": 3 << 20})
+    assert compiling_environment(settings) == before
     monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
-    assert environment(settings) == {**before, "TORCHINDUCTOR_FREEZING": "1"}
+    assert compiling_environment(settings) == {**before, "TORCHINDUCTOR_FREEZING": "1"}
+
+
+def test_folder_goes_with_its_owner_or_is_removed_by_a_later_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrelay.worker.slot.compiled_code.gettempdir", lambda: str(tmp_path))
+    killed = tmp_path / "torchrelay-compiled-of-a-killed-worker"
+    killed.mkdir()
+    owned = compiled_folder()
+    other = compiled_folder()
+    assert set(tmp_path.iterdir()) == {owned.path, other.path}
+    del owned
+    gc.collect()
+    assert set(tmp_path.iterdir()) == {other.path}

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Final
-from weakref import finalize
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from torchrelay.common.errors import InvalidRequest, Overloaded
 from torchrelay.common.host.machine import SHARED_MEMORY
+from torchrelay.common.host.owned_folder import OwnedFolder
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX: Final = "torchrelay-adapter-"
+ADAPTER_PREFIX: Final = "torchrelay-adapter-"
 _numbers: Final = count(1)  # vLLM tells adapters apart by them
 
 
@@ -37,33 +31,13 @@ class VllmAdapter:
     folder: Folder
 
 
-class Folder:
-    """A folder in shared memory with the files of an adapter, locked and later removed by this object."""
+class Folder(OwnedFolder):
+    """A folder in shared memory with the files of an adapter."""
 
     def __init__(self, document: bytes, weights: bytes) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=SHARED_MEMORY))
-        descriptor = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        finalize(self, _remove, self.path, descriptor)
+        super().__init__(ADAPTER_PREFIX, SHARED_MEMORY)
         (self.path / _CONFIG).write_bytes(document)
         (self.path / _WEIGHTS).write_bytes(weights)
-
-
-def _remove(path: Path, descriptor: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(descriptor)
-
-
-def remove_stale_folders() -> None:
-    """Removes folders that workers of this host have left behind, because they were killed."""
-    for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a worker has it
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 class VllmAdapterReader:

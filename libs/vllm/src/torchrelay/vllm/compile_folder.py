@@ -7,7 +7,8 @@ import json
 import os
 from typing import Any
 
-import torch._inductor.config as inductor
+from torch._inductor import config
+from torch._inductor.utils import clear_caches
 
 _VARIABLES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
@@ -16,7 +17,8 @@ def compile_into(folder: str) -> None:
     """Makes this process compile into ``folder``; empty: where it does already."""
     if folder:
         os.environ.update({name: os.path.join(folder, part) for name, part in _VARIABLES.items()})
-        inductor.cpp_cache_precompile_headers = False  # the key of compiled code would have the path of the headers
+        config.cpp_cache_precompile_headers = False  # the key of compiled code would have the path of the headers
+        clear_caches()  # what another model has compiled in this process would be missing in the folder
 
 
 def name_of(document: dict[str, Any]) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 # vLLM reads these when it is imported. The worker owns its threads, and nothing is fetched or sent.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -16,11 +14,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+from torchrelay.common.host.machine import SHARED_MEMORY
+from torchrelay.common.host.owned_folder import OwnedFolder, remove_stale_folders
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
-from torchrelay.vllm.adapter_folder import remove_stale_folders
+from torchrelay.vllm.adapter_folder import ADAPTER_PREFIX
 from torchrelay.vllm.device_group import DeviceGroup
 from torchrelay.vllm.served_model import VllmModel
 from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.compiled_code import compiled_folder
 from torchrelay.worker.slot.engine import Capabilities, Engine, EngineHooks
 
 
@@ -40,13 +41,13 @@ class VllmEngine(Engine):
 
     def start(self) -> None:
         """Starts the processes of the further devices; the import of this module has warmed this process up."""
-        remove_stale_folders()
+        remove_stale_folders(ADAPTER_PREFIX, SHARED_MEMORY)
         num_threads = max(torch.get_num_threads() // self._settings.devices, 1)
         torch.set_num_threads(num_threads)
         self._group.start(num_threads)
 
-    def compiled_folder(self, root: Path) -> Path | None:
-        return Path(tempfile.mkdtemp(dir=root)) if self._settings.vllm_graphs else None
+    def compiled_folder(self) -> OwnedFolder | None:
+        return compiled_folder() if self._settings.vllm_graphs else None
 
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> VllmModel:
         self.check_computes(slab.manifest)

@@ -7,8 +7,6 @@ import time
 from collections.abc import Coroutine
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from nats.aio.client import Client
@@ -36,7 +34,7 @@ from torchrelay.worker.device import device_fault
 from torchrelay.worker.metrics.step_metrics import StepMetrics
 from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
-from torchrelay.worker.slot.compiled_code import CompiledCode, environment
+from torchrelay.worker.slot.compiled_code import CompiledCode, compiling_environment
 from torchrelay.worker.slot.engine import Engine
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.engines import load_engine
@@ -88,8 +86,7 @@ class Worker:
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store
         self._load: asyncio.Task[None] | None = None
-        self._temporary = TemporaryDirectory(prefix="torchrelay-compiled-")
-        self._environment = environment(settings)  # loads change the variables of this process
+        self._environment = compiling_environment(settings)  # loads change the variables of this process
         self.loader: Loader | None = None  # of the last load
         self._fault = ""  # why the engine gave up the instance
         self._spawned: set[asyncio.Task[None]] = set()
@@ -182,14 +179,11 @@ class Worker:
             self._fail_attempts(code, error or "the instance was unloaded")
             self.adapters.clear()
             await self.slot.release(error, store_was_lost)
-            if compiled is not None and not error:
-                self.spawn(compiled.keep(), "compiled code")  # of steps that the load has not made
             log.info("slot_free", instance_id=hosted.instance_id)
 
     def _compiled_code(self, pack_id: str) -> CompiledCode | None:
         """Where this load compiles, if other workers may have the result."""
-        key, folder = self.settings.compiled_key, self.served_by.compiled_folder(Path(self._temporary.name))
-        if not key or folder is None:
+        if not (key := self.settings.compiled_key) or (folder := self.served_by.compiled_folder()) is None:
             return None
         return CompiledCode(self._store, bytes.fromhex(key), pack_id, self._environment, folder)
 
@@ -309,4 +303,3 @@ class Worker:
         self.engine.post(self.served_by.close)
         await asyncio.to_thread(self.engine.close)
         self.holder.close()
-        self._temporary.cleanup()

@@ -16,8 +16,11 @@ def join_token(cluster_key: bytes, scope: str, expires_unix_s: int) -> str:
     return f"{scope}.{expires_unix_s}.{_mac(cluster_key, scope, str(expires_unix_s))}"
 
 
-def check_join_token(cluster_key: bytes, token: str, node_id: str, now_unix_s: float) -> None:
-    """Raises ``CallerUnknown`` unless it is a token of this cluster, ``CallerRefused`` if not for this id and time."""
+def check_join_token(cluster_key: bytes, token: str, node_id: str, now_unix_s: float) -> str:
+    """Returns the scope.
+
+    Raises ``CallerUnknown`` unless it is a token of this cluster, ``CallerRefused`` if not for this id and time.
+    """
     scope, _, rest = token.partition(".")
     expires, _, mac = rest.partition(".")
     if not hmac.compare_digest(_mac(cluster_key, scope, expires).encode(), mac.encode()):
@@ -26,6 +29,7 @@ def check_join_token(cluster_key: bytes, token: str, node_id: str, now_unix_s: f
         raise CallerRefused(f"the join token is for ids that begin with {scope!r}, not for {node_id!r}")
     if now_unix_s >= int(expires):
         raise CallerRefused("the join token has expired: make a new one")
+    return scope
 
 
 def _mac(cluster_key: bytes, scope: str, expires: str) -> str:

@@ -49,9 +49,11 @@ def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:
     return framed_mac(cluster_key, b"torchrelay node key", node_id.encode())
 
 
-def derive_compiled_key(cluster_key: bytes) -> bytes:
-    """The key of all workers for the MACs of the compiled code that they share, 32 bytes."""
-    return framed_mac(cluster_key, b"torchrelay compiled code")
+def derive_compiled_key(cluster_key: bytes, scope: str = "") -> bytes:
+    """The key for the MACs of the compiled code that workers share, 32 bytes: of workers with a join token of this
+    scope, or of the others.
+    """
+    return framed_mac(cluster_key, b"torchrelay compiled code", scope.encode())
 
 
 def broker_password(cluster_key: bytes, broker: str, user: str) -> str:

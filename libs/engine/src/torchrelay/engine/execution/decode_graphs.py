@@ -5,11 +5,12 @@ the addresses that it was made with, so a batch is copied into a *fixed* batch o
 compute with an old token and write to a scratch slot, which no other row reads.
 
     eager --all layers loaded, and nothing to compute, or a first batch of that size--> recorded --> replayed
-      '--no memory for it--> eager for good
+      '--no memory for it, or a failure--> eager for good
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,6 +25,7 @@ from torchrelay.engine.kernels.layer import LayerView
 from torchrelay.engine.model.batch import Batch, LayerKind
 from torchrelay.engine.model.decoder import Decoder
 
+_log = logging.getLogger(__name__)
 BATCH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Recorded before a batch needs them. The largest comes first, since the smaller ones then fit into its memory.
 SIZES_AHEAD: Final = (32, 24, 16, 8, 4, 2, 1)
@@ -61,7 +63,7 @@ class DecodeGraphs:
     _is_loaded: Callable[[], bool]  # every layer has arrived, so that a recording lacks none
     _dtype: torch.dtype
     _device: torch.device
-    _recorded: dict[int, tuple[FixedBatch, Replay] | None] = field(default_factory=dict)  # None: there was no memory
+    _recorded: dict[int, tuple[FixedBatch, Replay] | None] = field(default_factory=dict)  # None: it failed
     is_recording: bool = False
     num_recorded: int = 0
 
@@ -86,7 +88,8 @@ class DecodeGraphs:
         try:
             fixed = FixedBatch(size, self._backend, self._kinds, self._scratch, self._dtype, self._device)
             self._recorded[size] = fixed, self._capturer.capture(lambda: self._compute(fixed.batch))
-        except torch.OutOfMemoryError:
+        except Exception:  # no memory, or a kernel that cannot be recorded; the next step shows a fault of the device
+            _log.warning("a decode step of %d rows is not recorded", size, exc_info=True)
             self._recorded[size] = None
         finally:
             self.num_recorded += 1  # before the next line: a thread that sees the end sees the advance too

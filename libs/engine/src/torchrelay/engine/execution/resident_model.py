@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,7 @@ from torchrelay.transfer.manifest import Manifest
 # Hidden states that prompts hold between layers while the model loads. They lie outside the pool, so they may take only
 # a small part of what it takes. A position of Llama 3.1 8B has 8 KB of them, and 128 KB of KV.
 _HIDDEN_STATES_SHARE: Final = 1 / 16
+_log = logging.getLogger(__name__)
 
 
 class ResidentModel:
@@ -81,7 +83,7 @@ class ResidentModel:
             self.graphs = self._graphs(decoder, capturer)
             if capturer is not None and self.pages.kv.numel():
                 self._preparations.append(partial(self._compile_prompt, decoder))
-                if self.graphs is not None and decodes:
+                if self.graphs is not None and decodes and config.has_head:
                     self._preparations += (partial(self.graphs.record, size) for size in SIZES_AHEAD)
         self.reorderer = reorderer and reorderer(self.weights, config.num_layers)
 
@@ -115,7 +117,8 @@ class ResidentModel:
         hidden = decoder.embed(batch)
         while layer < num_layers:
             hidden, layer = decoder.run_layers(layer, num_layers, hidden, batch)
-        decoder.logits(hidden)
+        if self.config.has_head:
+            decoder.logits(hidden)
 
     def segment_ready(self, segment: int) -> None:
         """(any thread) Takes a segment into use whose bytes are verified. Idempotent."""
@@ -145,8 +148,12 @@ class ResidentModel:
         return bool(self._preparations) and self.weights.gate.all_open
 
     def prepare(self) -> None:
-        """Makes the next preparation, which takes up to seconds; it counts for no step."""
-        self._preparations.popleft()()
+        """Makes the next preparation, which takes up to seconds; it counts for no step. After a failure makes none."""
+        try:
+            self._preparations.popleft()()
+        except Exception:  # of a compiler or of the device, whose faults the next step shows
+            _log.warning("a preparation has failed; steps compile and record by themselves", exc_info=True)
+            self._preparations.clear()
         profile.take()
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from torchrelay.common.host.owned_folder import OwnedFolder
 from torchrelay.common.latency.latency_model import LatencyModel, StepWork
 from torchrelay.engine.core import GroupAdapterReader, GroupSpec, LoadFailed, StepResult
 from torchrelay.modelspec.opaque import read_model
@@ -116,8 +117,8 @@ class Engine(ABC):
         if engine not in ("", self.capabilities.engine):
             raise LoadFailed(f"only the engine {engine} computes these weights")
 
-    def compiled_folder(self, root: Path) -> Path | None:
-        """A folder of this process for what a load compiles, ``root`` or below it; None: loads compile nothing."""
+    def compiled_folder(self) -> OwnedFolder | None:
+        """The folder for what the next load compiles; None: loads compile nothing."""
         return None
 
     @abstractmethod

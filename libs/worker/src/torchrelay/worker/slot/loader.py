@@ -53,6 +53,7 @@ class Loader:
     _retry_s: float = 0.5
     slab: MappedSlab | None = None
     closing: bool = False  # releasing the instance; must not be cancelled again
+    _sharing: asyncio.Task[None] | None = None
     _instance: ServedModel | None = None
     _mapped_at: tuple[str, int] = ("", 0)  # arena file and offset
     _next_segment: int = 0
@@ -65,11 +66,9 @@ class Loader:
         hold = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=self._worker_id, waits_for_relay=True))
         try:
             with span_of("worker.load", traceparent, pack_id=pack_id):
-                if self._compiled is not None:
-                    await self._compiled.fetch()
                 await self._load(hold)
             if self._compiled is not None:
-                await self._compiled.keep()
+                self._sharing = asyncio.create_task(self._compiled.share())
             # The mapping outlives the store; a store that restarts must learn of the pin again.
             async for attempt in stamina.retry_context(
                 _HOLD_LOST, attempts=None, timeout=None, wait_initial=self._retry_s, wait_exp_base=1, wait_jitter=0
@@ -85,6 +84,8 @@ class Loader:
             raise
         finally:
             self.closing = True
+            if self._sharing is not None:
+                self._sharing.cancel()
             try:
                 await self._close()
             finally:
@@ -121,8 +122,15 @@ class Loader:
     async def _follow(self, replies: AsyncIterator[pb.HoldReply]) -> None:
         """Maps the pack at the first reply and opens its segments as further replies announce them."""
         begin = now_unix_us()
-        reply = await anext(replies)
-        self._slot.add_phase("hold", begin)
+        fetching = None if self._compiled is None else asyncio.create_task(self._compiled.fetch())
+        try:
+            reply = await anext(replies)
+            self._slot.add_phase("hold", begin)
+            if fetching is not None:
+                await fetching
+        finally:
+            if fetching is not None:
+                fetching.cancel()
         begin = now_unix_us()
         self._mapped_at = (reply.arena_path, reply.slab_offset)
         slab = self.slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from torchrelay.common.host.owned_folder import OwnedFolder
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.warm_up import warm_up
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.compiled_code import compiled_folder
 from torchrelay.worker.slot.engine import Capabilities, Engine, EngineHooks
 
 
@@ -21,6 +22,7 @@ class RelayEngine(Engine):
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
+        self._compiled: OwnedFolder | None = None
         self._pool = KvPool(settings.kv_pool_bytes, settings.device)
         cores_file = settings.cores_file if self._pool.device.type == "cpu" else None
         self._active_processes = None if cores_file is None else ActiveProcesses(cores_file)
@@ -28,9 +30,11 @@ class RelayEngine(Engine):
     def start(self) -> None:
         warm_up(self._pool)
 
-    def compiled_folder(self, root: Path) -> Path | None:
+    def compiled_folder(self) -> OwnedFolder | None:
         """The same for all loads, because a process compiles a kernel once for all models."""
-        return None if self._settings.device == "cpu" else root
+        if self._compiled is None and self._settings.device != "cpu":
+            self._compiled = compiled_folder()
+        return self._compiled
 
     def load(self, slab: MappedSlab, hooks: EngineHooks) -> Instance:
         settings = self._settings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from torchrelay.common.identity.callers import Caller, MethodCallers
 from torchrelay.control.v1 import param_store_pb2_grpc
 from torchrelay.param_store.grpc.copy_rpcs import CopyRpcs
@@ -9,6 +11,7 @@ from torchrelay.param_store.grpc.upload_rpcs import UploadRpcs
 from torchrelay.param_store.grpc.version_rpcs import VersionRpcs
 from torchrelay.param_store.store import Store
 
+_MAX_WRITTEN_ARCHIVES = 2
 _SERVICE = "/torchrelay.control.v1.ParamStore"
 _UPLOADS = ("BeginUpload", "DescribeUpload", "PutFile", "Commit", "AbortUpload")
 _VERSIONS = ("Describe", "ListVersions", "DeleteVersion", "DeleteUnnamed")
@@ -25,3 +28,4 @@ class ParamStoreServicer(UploadRpcs, VersionRpcs, CopyRpcs, param_store_pb2_grpc
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._writing = asyncio.Semaphore(_MAX_WRITTEN_ARCHIVES)

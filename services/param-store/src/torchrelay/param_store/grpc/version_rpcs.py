@@ -13,6 +13,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc.messages import version_description
+from torchrelay.param_store.remote.keys import compiled_key, file_key
 from torchrelay.param_store.remote.versions import check_digest
 from torchrelay.param_store.store import Store
 
@@ -27,20 +28,26 @@ class VersionRpcs:
     """Describe, ReadFile, ListVersions, DeleteVersion, DeleteUnnamed, ReadCompiled, WriteCompiled."""
 
     store: Store
+    _writing: asyncio.Semaphore  # for archives, which are in memory until they are complete
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         version = await asyncio.to_thread(self.store.versions.describe, request.version_id)
         return pb.DescribeReply(version=version_description(version))
 
     async def ReadFile(self, request: pb.ReadFileRequest, context: Context) -> AsyncIterator[pb.FileBytes]:
-        versions, digest, hasher = self.store.versions, request.digest, blake3()
-        num_bytes = await asyncio.to_thread(versions.file_size, digest)
+        hasher = blake3()
+        async for part in self._parts(file_key(request.digest)):
+            hasher.update(part.data)
+            yield part
+        check_digest(hasher, request.digest)
+
+    async def _parts(self, key: str) -> AsyncIterator[pb.FileBytes]:
+        versions = self.store.versions
+        num_bytes = await asyncio.to_thread(versions.size, key)
         for begin in range(0, num_bytes, _READ_BYTES):
-            part = await asyncio.to_thread(versions.read_part, digest, begin, min(_READ_BYTES, num_bytes - begin))
-            hasher.update(part)
+            part = await asyncio.to_thread(versions.read_part, key, begin, min(_READ_BYTES, num_bytes - begin))
             for offset in range(0, len(part), _PIECE_BYTES):
                 yield pb.FileBytes(data=part[offset : offset + _PIECE_BYTES])
-        check_digest(hasher, digest)
 
     async def DeleteVersion(self, request: pb.DeleteVersionRequest, context: Context) -> pb.DeleteVersionReply:
         delete = self.store.versions.delete
@@ -63,9 +70,8 @@ class VersionRpcs:
         return pb.DeleteUnnamedReply(num_bytes_freed=num_bytes)
 
     async def ReadCompiled(self, request: pb.CompiledKey, context: Context) -> AsyncIterator[pb.FileBytes]:
-        archive = await asyncio.to_thread(self.store.versions.read_compiled, request.pack_id, request.digest)
-        for offset in range(0, len(archive), _PIECE_BYTES):
-            yield pb.FileBytes(data=archive[offset : offset + _PIECE_BYTES])
+        async for part in self._parts(compiled_key(request.pack_id, request.digest)):
+            yield part
 
     async def WriteCompiled(
         self, request_iterator: AsyncIterator[pb.WriteCompiledRequest], context: Context
@@ -73,11 +79,12 @@ class VersionRpcs:
         first, archive = await anext(request_iterator, None), bytearray()
         if first is None or first.WhichOneof("part") != "key":
             raise InvalidRequest("the first message of WriteCompiled must be key", field="key")
-        async for part in request_iterator:
-            archive += part.data
-            if len(archive) > _MAX_COMPILED_BYTES:
-                raise InvalidRequest(f"compiled code may have at most {_MAX_COMPILED_BYTES} bytes", field="data")
         key = first.key
-        await asyncio.to_thread(self.store.versions.keep_compiled, key.pack_id, key.digest, bytes(archive))
+        async with self._writing:
+            async for part in request_iterator:
+                archive += part.data
+                if len(archive) > _MAX_COMPILED_BYTES:
+                    raise InvalidRequest(f"compiled code may have at most {_MAX_COMPILED_BYTES} bytes", field="data")
+            await asyncio.to_thread(self.store.versions.keep_compiled, key.pack_id, key.digest, bytes(archive))
         log.info("compiled_kept", pack_id=key.pack_id, digest=key.digest, num_bytes=len(archive))
         return pb.WriteCompiledReply()

@@ -20,7 +20,15 @@ from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.opaque import OpaqueModel, read_model
 from torchrelay.param_store.embedding import EmbeddingSpec, model_embedding
 from torchrelay.param_store.model_files import ADAPTER_FILES, eos_token_ids
-from torchrelay.param_store.remote.keys import compiled_key, file_key, manifest_key, owner_key, pack_key, version_key
+from torchrelay.param_store.remote.keys import (
+    compiled_key,
+    file_key,
+    manifest_key,
+    owner_key,
+    pack_key,
+    parse_pack_key,
+    version_key,
+)
 from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.transfer.manifest import Manifest, decode_manifest, pack_id_of
 
@@ -189,22 +197,18 @@ class Versions:
         check_digest(blake3(data), digest)
         return data
 
-    def file_size(self, digest: str) -> int:
-        """The size of a version's file. Raises ``NotFound``."""
-        return self._remote.size(file_key(digest))
+    def size(self, key: str) -> int:
+        """The size of a file or an archive by its key in the remote store. Raises ``NotFound``."""
+        return self._remote.size(key)
 
-    def read_part(self, digest: str, begin: int, num_bytes: int) -> bytes:
-        """A part of a version's file, not verified. Raises ``NotFound``, ``DataCorrupted``."""
-        part, reader = bytearray(num_bytes), self._remote.open_range(file_key(digest))
+    def read_part(self, key: str, begin: int, num_bytes: int) -> bytes:
+        """A part of it, not verified. Raises ``NotFound``, ``DataCorrupted``."""
+        part, reader = bytearray(num_bytes), self._remote.open_range(key)
         try:
             reader.read_into(begin, memoryview(part), threading.Event())
         finally:
             reader.close()
         return bytes(part)
-
-    def read_compiled(self, pack_id: str, digest: str) -> bytes:
-        """The archive that a worker has kept for the pack; only workers can verify it. Raises ``NotFound``."""
-        return self._remote.get_bytes(compiled_key(pack_id, digest))
 
     def keep_compiled(self, pack_id: str, digest: str, archive: bytes) -> None:
         """Stores the archive until the pack is deleted. Raises ``NotFound`` if there is no pack."""
@@ -234,8 +238,9 @@ class Versions:
             self._remote.delete(version_key(version_id))  # first: a version must never name what is missing
             del self._keys_of[version_id]
             gone = keys - self._named(stored.keys() - {version_id})
-            compiled = {each.key for each in self._remote.objects("compiled/") if owner_key(each.key) in gone}
-            return sum(self._delete(key) for key in sorted(gone | compiled))
+            if any(parse_pack_key(key)[0] for key in gone):
+                gone |= {each.key for each in self._remote.objects("compiled/") if owner_key(each.key) in gone}
+            return sum(self._delete(key) for key in sorted(gone))
 
     def delete_unnamed(self, older_than_s: float) -> int:
         """Deletes packs and files that no version names and that were stored at least ``older_than_s`` ago: a process

@@ -161,7 +161,7 @@ def enroll(cluster_key: bytes, request: scheduler_pb2.EnrollRequest, unix_s: flo
     is_worker = bool(request.worker_id)
     for field in ("store_id", "worker_id") if is_worker else ("store_id",):
         node_id = getattr(request, field)
-        check_join_token(cluster_key, request.join_token, node_id, unix_s)
+        scope = check_join_token(cluster_key, request.join_token, node_id, unix_s)
         if re.fullmatch(NODE_ID, node_id) is None:
             raise InvalidRequest(f"{node_id!r} is not 1 to 63 letters, digits, hyphens and underscores", field=field)
     store_key = derive_node_key(cluster_key, request.store_id)
@@ -171,5 +171,5 @@ def enroll(cluster_key: bytes, request: scheduler_pb2.EnrollRequest, unix_s: flo
     return scheduler_pb2.EnrollReply(
         node_key=node_key,
         store_token=call_token(store_key, Caller.WORKER),
-        compiled_key=derive_compiled_key(cluster_key).hex(),
+        compiled_key=derive_compiled_key(cluster_key, scope).hex(),
     )
