@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 from torchrelay.cli.api.model_files import adapter_paths, model_paths
 from torchrelay.cli.api.model_source import ModelSource
@@ -66,23 +65,22 @@ def _needed_engine(source: ModelSource, to_int8: bool, engine: str) -> str:
     try:
         return read_config(config).needed_engine
     except UnsupportedModel as error:
-        if not to_int8 and _is_for_vllm(config, engine, error.field):
+        refusal = error
+    if to_int8 and refusal.field == "quantization_config":
+        raise CliError(f"{path}: {config['architectures'][0]} cannot be quantized here", "upload without --quantize")
+    if not to_int8 and _may_be_for_vllm(engine, refusal.field):
+        try:
+            check_known(config)
+            read_opaque(config)
             return VLLM
-        is_of_int8 = to_int8 and error.field == "quantization_config"
-        advice = "upload without --quantize" if is_of_int8 else "nothing was sent"
-        raise CliError(f"{path}: {error}", f"the field is {error.field}; {advice}") from error
+        except UnsupportedModel as error:
+            refusal = error
+    raise CliError(f"{path}: {refusal}", f"the field is {refusal.field}; nothing was sent")
 
 
-def _is_for_vllm(config: dict[str, Any], engine: str, refused_field: str) -> bool:
-    """Whether vLLM may compute what Torchrelay's engine refuses."""
-    if engine not in ("", "auto", VLLM) or (engine != VLLM and refused_field != "architectures"):
-        return False
-    try:
-        check_known(config)
-        read_opaque(config)
-    except UnsupportedModel:
-        return False
-    return True
+def _may_be_for_vllm(engine: str, refused_field: str) -> bool:
+    """Whether vLLM is asked for what Torchrelay's engine refuses."""
+    return engine == VLLM or (engine in ("", "auto") and refused_field == "architectures")
 
 
 def _check_header(source: ModelSource, path: str) -> None:

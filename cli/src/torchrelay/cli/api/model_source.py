@@ -12,7 +12,7 @@ from torchrelay.cli.errors import CliError
 
 READ_BYTES = 1 << 20
 _MAX_DOCUMENT_BYTES = 16 << 20  # of config, index and tokenizer_config; the param-store accepts no more
-NEED_FOLDER = "give the folder of a Hugging Face model"
+NEED_FOLDER = "give the folder of a Hugging Face model, or OWNER/NAME to take it from the hub"
 ProgressCallback = Callable[[str, int, int], None]  # a stage or a file, bytes done, bytes in total
 
 _BENEATH = ("1_Pooling/*", "additional_chat_templates/*")  # files of a model that are not in its top folder

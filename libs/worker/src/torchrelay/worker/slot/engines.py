@@ -25,7 +25,10 @@ def load_engine(settings: WorkerSettings) -> Engine:
         if not engine.capabilities.kv_handover and len(settings.role_names) < len(ROLES):
             raise InvalidRequest(f"engine {name!r} hands no KV over: its worker plays both roles", field="roles")
         return engine
-    raise InvalidRequest(f"engine {name!r} is not installed: pip install torchrelay-{name}", field="engine")
+    raise InvalidRequest(
+        f"engine {name!r} is not installed: install torchrelay-{name} with {name} beside it, as docs/{name}.md says",
+        field="engine",
+    )
 
 
 def _check_devices(kind: type[Engine], settings: WorkerSettings) -> None:
