@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 128}
 IDENTITY = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
 RERANKERS: dict[str, dict[str, Any]] = {  # with more of config.json
     "BertForSequenceClassification": {},
+    "BertForSequenceClassification-untyped": {},
     "XLMRobertaForSequenceClassification": IDENTITY,
     "ModernBertForSequenceClassification": {},
     "Qwen3ForSequenceClassification": {"num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0},
@@ -107,8 +108,8 @@ async def test_vectors_equal_those_of_vllm_with_the_files(tmp_path: Path, nats_u
 
 @pytest.mark.parametrize("name", RERANKERS)
 async def test_scores_equal_those_of_vllm_with_the_files(tmp_path: Path, nats_url: str, name: str) -> None:
-    checkpoint = make_encoder(tmp_path / "model", name, num_labels=1, **SIZES, **RERANKERS[name])
-    is_typed = name.startswith("Bert")
+    checkpoint = make_encoder(tmp_path / "model", name.partition("-")[0], num_labels=1, **SIZES, **RERANKERS[name])
+    is_typed = name == "BertForSequenceClassification"
     if is_typed:  # transformers has 2 by default
         path = checkpoint / "config.json"
         document = json.loads(path.read_text())

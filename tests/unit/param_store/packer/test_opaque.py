@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import declare_embeddings, make_checkpoint, make_encoder
 from tests.unit.param_store.test_model_files import published
 from torchrelay.control.v1 import types_pb2
-from torchrelay.modelspec.opaque import MAX_CONTEXT_TOKENS, num_token_types, read_opaque, served_document
+from torchrelay.modelspec.opaque import (
+    MAX_CONTEXT_TOKENS,
+    num_token_types,
+    read_opaque,
+    served_document,
+    takes_token_types,
+)
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.transfer.manifest import Manifest, decode_manifest
@@ -147,6 +153,16 @@ def test_types_of_tokens_are_those_of_transformers(name: str, by_default: int) -
 def test_models_that_vllm_pools_as_their_config_says_are_refused(tmp_path: Path, checkpoint: Path, name: str) -> None:
     folder = changed(checkpoint, tmp_path / "model", architectures=[name])
     assert f"architectures: architecture {name!r} is not known" in refusal(declare_embeddings(folder), "vllm")
+
+
+def test_a_pack_says_whether_the_tokenizer_gives_types_of_tokens(tmp_path: Path) -> None:
+    name = "BertForSequenceClassification"
+    folder = changed(make_encoder(tmp_path / "made", name, num_labels=1), tmp_path / "model", torchrelay_untyped=True)
+    assert takes_token_types(name, packed(folder)[0].config), "the upload does not say it"
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}))
+    assert not takes_token_types(name, config := packed(folder)[0].config)
+    assert "torchrelay_untyped" not in served_document(config)
 
 
 NORMAL = "torch.nn.modules.activation.ReLU"

@@ -26,7 +26,9 @@ _MAX_NUMBER: Final = 2**31 - 1
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 MAX_CONTEXT_TOKENS: Final = 1 << 20  # vLLM makes tables of this length
 _DEFAULT_CONTEXT_TOKENS: Final = 2048  # of a config that names none
-_POOLING: Final = "torchrelay_pooling"  # a key of the packed config.json, beside those of the upload
+# Keys of the packed config.json, beside those of the upload.
+_POOLING: Final = "torchrelay_pooling"
+_UNTYPED: Final = "torchrelay_untyped"  # the tokenizer gives no types of tokens
 # Beneath a key that vLLM reads all keys count, but these, which name files, models or code.
 _NESTED: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
 _REFUSED: Final = re.compile(
@@ -123,10 +125,17 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
     )
 
 
-def pooled_document(config: Mapping[str, Any], pooling: str) -> dict[str, Any]:
+def pooled_document(config: Mapping[str, Any], pooling: str, *, is_typed: bool = True) -> dict[str, Any]:
     """A config.json for a pack, which tells vLLM's slots what to compute; ``pooling``: "" for tokens."""
-    document = {key: value for key, value in config.items() if key != _POOLING}
+    document = {key: value for key, value in config.items() if key not in (_POOLING, _UNTYPED)}
+    if not is_typed:
+        document[_UNTYPED] = True
     return {**document, _POOLING: pooling} if pooling else document
+
+
+def takes_token_types(architecture: str, packed: Mapping[str, Any]) -> bool:
+    """Whether the tokens of a pair have types; ``packed``: the config.json of a pack of a reranker."""
+    return not packed.get(_UNTYPED) and bool(num_token_types(architecture, packed) > 1)
 
 
 def _check_reranker(architecture: str, config: Mapping[str, Any]) -> None:

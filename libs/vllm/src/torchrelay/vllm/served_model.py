@@ -37,7 +37,7 @@ from torchrelay.engine.core import (
 from torchrelay.engine.kv.layout import KvShape
 from torchrelay.engine.model.pooling import embedding_of
 from torchrelay.modelspec.config import ModelConfig
-from torchrelay.modelspec.opaque import OpaqueModel, known_models, num_token_types, read_model
+from torchrelay.modelspec.opaque import OpaqueModel, known_models, read_model, takes_token_types
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.vllm.adapter_folder import VllmAdapter, VllmAdapterReader
 from torchrelay.vllm.arriving_pack import ArrivingPack
@@ -275,7 +275,7 @@ class VllmModel:
         params: VllmSampling | PoolingParams
         if self._pooling:
             manifest = self._manifest
-            is_typed = self._pooling is Pooling.SCORE and num_token_types(manifest.architecture, manifest.config) > 1
+            is_typed = self._pooling is Pooling.SCORE and takes_token_types(manifest.architecture, manifest.config)
             params = _pooling_params(self._pooling, choice.group.second_text if is_typed else 0)
         else:
             params = vllm_sampling(choice)
