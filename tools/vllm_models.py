@@ -43,9 +43,18 @@ CLASSES = (
     modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 CLASSIFIER = "ForSequenceClassification"
-# What these give is no vector of the hidden size, or depends on other files.
-OTHER_EMBEDDERS = frozenset(
-    ("BertForMaskedLM", "BertSpladeSparseEmbeddingModel", "BgeM3EmbeddingModel", "JinaEmbeddingsV5Model", "Terratorch")
+# What these give is no vector of the hidden size, depends on other files, or is pooled as their config.json alone says.
+LEFT_OUT = frozenset(
+    (
+        "BertForMaskedLM",
+        "BertSpladeSparseEmbeddingModel",
+        "BgeM3EmbeddingModel",
+        "JinaEmbeddingsV5Model",
+        "LlamaBidirectionalForSequenceClassification",
+        "LlamaBidirectionalModel",
+        "Terratorch",
+        "VoyageQwen3BidirectionalEmbedModel",
+    )
 )
 KEY = re.compile(r"[a-z][A-Za-z0-9_]{1,63}")
 REFUSED = re.compile(
@@ -112,8 +121,8 @@ def of_text(names: Iterable[str]) -> dict[str, Any]:
 def models_document() -> dict[str, Any]:
     """The file's content for the installed vLLM."""
     root, text = Path(vllm.__file__).parent, registry._TEXT_GENERATION_MODELS
-    embedders = of_text(registry._EMBEDDING_MODELS.keys() - text.keys() - OTHER_EMBEDDERS)
-    classifiers = of_text(registry._SEQUENCE_CLASSIFICATION_MODELS)
+    embedders = of_text(registry._EMBEDDING_MODELS.keys() - text.keys() - LEFT_OUT)
+    classifiers = of_text(registry._SEQUENCE_CLASSIFICATION_MODELS.keys() - LEFT_OUT)
     # vLLM makes these of models of text, with settings of their own.
     made = [name for name in MODELS_CONFIG_MAP if name.replace(CLASSIFIER, "ForCausalLM") in text.keys() - {name}]
     keys = set(keys_of_transformers({*text, *embedders, *classifiers, *made}))

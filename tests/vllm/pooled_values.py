@@ -17,7 +17,7 @@ def main(folder: str, prompts: str, is_reranker: str = "") -> None:
 
     assert VllmEngine.capabilities.engine == "vllm"
     settings: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 8 << 20}
-    llm = LLM(folder, runner="pooling", max_model_len=96, **settings)
+    llm = LLM(folder, runner="pooling", max_model_len=96 if is_reranker else 1024, **settings)
     if is_reranker:
         query, documents = json.loads(prompts)
         print(json.dumps([output.outputs.score for output in llm.score(query, documents, use_tqdm=False)]))

@@ -20,19 +20,22 @@ from tests.unit.param_store.running_store import publish, running_store
 from torchrelay.common.tokens.tokenizer import load_tokenizer
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
+from torchrelay.vllm.served_model import VllmModel
 
-SETTINGS: dict[str, Any] = {"apart": False, "engine": "vllm", "kv_pool_bytes": 8 << 20}
-PROMPTS = [[(7 * salt + 3 * index) % 100 for index in range(length)] for salt, length in enumerate((1, 33, 64))]
+SETTINGS: dict[str, Any] = {"apart": False, "engine": "vllm", "kv_pool_bytes": 8 << 20, "token_budget": 600}
+PROMPTS = [[(7 * salt + 3 * index) % 100 for index in range(length)] for salt, length in enumerate((1, 33, 64, 700))]
 EMBEDDERS = {  # pooling and normalization
     "ModernBertModel": ("mean_tokens", types_pb2.POOLING_MEAN, True),
     "ModernBertModel-cls": ("cls_token", types_pb2.POOLING_FIRST_TOKEN, False),
     "glm4": ("lasttoken", types_pb2.POOLING_LAST_TOKEN, True),
 }
 QUERY, DOCUMENTS = "what is a relay", ["a relay pass weights", "two hosts", "relays relays relays of two weights"]
+LONG: dict[str, Any] = {"max_position_embeddings": 1024}
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 128}
 IDENTITY = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
 RERANKERS: dict[str, dict[str, Any]] = {  # with more of config.json
     "BertForSequenceClassification": {},
+    "BertForSequenceClassification-untyped": {},
     "XLMRobertaForSequenceClassification": IDENTITY,
     "ModernBertForSequenceClassification": {},
     "Qwen3ForSequenceClassification": {"num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0},
@@ -64,13 +67,19 @@ def values(request: Request) -> list[float]:
     return list(struct.unpack(f"<{len(last.embedding) // 4}f", last.embedding))
 
 
+def max_step_tokens(scene: RolesTestbed) -> int:
+    instance = scene.prefill.worker.engine.instance
+    assert isinstance(instance, VllmModel) and instance._vllm is not None
+    return int(instance._vllm.vllm_config.scheduler_config.max_num_batched_tokens)
+
+
 @pytest.mark.parametrize("name", EMBEDDERS)
 async def test_vectors_equal_those_of_vllm_with_the_files(tmp_path: Path, nats_url: str, name: str) -> None:
     mode, pooling, is_normalized = EMBEDDERS[name]
     if name == "glm4":
-        checkpoint = make_checkpoint(tmp_path / "model", name, **SIZES)
+        checkpoint = make_checkpoint(tmp_path / "model", name, **SIZES, **LONG)
     else:
-        checkpoint = make_encoder(tmp_path / "model", name.partition("-")[0], **SIZES)
+        checkpoint = make_encoder(tmp_path / "model", name.partition("-")[0], **SIZES, **LONG)
     declare_embeddings(checkpoint, 128, mode=mode, is_normalized=is_normalized)
     expected = await vllm_alone(str(checkpoint), json.dumps(PROMPTS))
     async with running_store(tmp_path / "published") as store:
@@ -88,6 +97,8 @@ async def test_vectors_equal_those_of_vllm_with_the_files(tmp_path: Path, nats_u
             given = values(request)
             length = math.hypot(*given) if is_normalized else 1.0
             assert [value / length for value in given] == pytest.approx(vector, abs=1e-5)
+        # The budget where vLLM computes a prompt in chunks, and otherwise the longest prompt.
+        assert max_step_tokens(scene) == (600 if name == "glm4" else 1024)
         tokens = await scene.send(scene.request(PROMPTS[1]))
         await tokens.finished()
         assert "pooling of this model" in tokens.error().message
@@ -97,8 +108,13 @@ async def test_vectors_equal_those_of_vllm_with_the_files(tmp_path: Path, nats_u
 
 @pytest.mark.parametrize("name", RERANKERS)
 async def test_scores_equal_those_of_vllm_with_the_files(tmp_path: Path, nats_url: str, name: str) -> None:
-    checkpoint = make_encoder(tmp_path / "model", name, num_labels=1, **SIZES, **RERANKERS[name])
-    is_typed = name.startswith("Bert")
+    checkpoint = make_encoder(tmp_path / "model", name.partition("-")[0], num_labels=1, **SIZES, **RERANKERS[name])
+    is_typed = name == "BertForSequenceClassification"
+    if is_typed:  # transformers has 2 by default
+        path = checkpoint / "config.json"
+        document = json.loads(path.read_text())
+        assert document.pop("type_vocab_size") == 2
+        path.write_text(json.dumps(document))
     path = checkpoint / "tokenizer_config.json"
     inputs = {"model_input_names": ["input_ids", *(["token_type_ids"] if is_typed else [])]}
     path.write_text(json.dumps(json.loads(path.read_text()) | inputs))

@@ -183,7 +183,20 @@ FAULTS = [
     *faults(RERANK, "documents", "documents has 2,049 entries; at most 2,048 are allowed", ["a"] * (MAX_INPUTS + 1)),
     *faults(RERANK, "documents", "documents[1]: prompt is too long", ["a", "word " * 200]),
     *faults(RERANK, "documents", "must be a list", "a"),
-    *faults(RERANK, "documents", "prompt is too long", ["a"], query="word " * 200),
+    *faults(RERANK, "query", "prompt is too long", "word " * 200),
+    *faults(
+        RERANK,
+        "documents",
+        "has 81,922,048 characters; at most 8,388,608 are allowed (max_body_bytes): send fewer",
+        ["a"] * MAX_INPUTS,
+        query="word " * 8000,
+    ),
+    *faults(
+        RERANK, "documents", "documents[1]: Object contains unknown field `title`", ["a", {"text": "a", "title": "b"}]
+    ),
+    *faults(
+        RERANK, "documents", "documents[0]: Object contains unknown field `xxxxx", [{"text": "a", "x" * 10**5: "b"}]
+    ),
     *faults(RERANK, "query", "query", 3),
     *faults(RERANK, "top_n", "top_n must be at least 1", 0),
     *faults(RERANK, "max_tokens_per_doc", "is not supported", 512),

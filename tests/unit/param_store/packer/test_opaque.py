@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import declare_embeddings, make_checkpoint, make_encoder
 from tests.unit.param_store.test_model_files import published
 from torchrelay.control.v1 import types_pb2
-from torchrelay.modelspec.opaque import MAX_CONTEXT_TOKENS, read_opaque, served_document
+from torchrelay.modelspec.opaque import (
+    MAX_CONTEXT_TOKENS,
+    num_token_types,
+    read_opaque,
+    served_document,
+    takes_token_types,
+)
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.transfer.manifest import Manifest, decode_manifest
@@ -132,6 +138,31 @@ def test_a_classifier_of_one_label_is_a_reranker(tmp_path: Path) -> None:
     assert (version.engine, version.has_no_head, version.embedding.num_dimensions) == ("vllm", True, 1)
     assert version.embedding.pooling == types_pb2.POOLING_SCORE and not version.embedding.is_normalized
     assert version.shape.max_context_tokens == 98, "its positions begin at 2"
+    unpadded = changed(tmp_path / "model", tmp_path / "unpadded", pad_token_id=0)
+    assert published(unpadded).shape.max_context_tokens == 99
+
+
+@pytest.mark.parametrize(
+    ("name", "by_default"), [("BertForSequenceClassification", 2), ("GPT2ForSequenceClassification", 1)]
+)
+def test_types_of_tokens_are_those_of_transformers(name: str, by_default: int) -> None:
+    assert num_token_types(name, {}) == by_default and num_token_types(name, {"type_vocab_size": 3}) == 3
+
+
+@pytest.mark.parametrize("name", ["LlamaBidirectionalModel", "VoyageQwen3BidirectionalEmbedModel"])
+def test_models_that_vllm_pools_as_their_config_says_are_refused(tmp_path: Path, checkpoint: Path, name: str) -> None:
+    folder = changed(checkpoint, tmp_path / "model", architectures=[name])
+    assert f"architectures: architecture {name!r} is not known" in refusal(declare_embeddings(folder), "vllm")
+
+
+def test_a_pack_says_whether_the_tokenizer_gives_types_of_tokens(tmp_path: Path) -> None:
+    name = "BertForSequenceClassification"
+    folder = changed(make_encoder(tmp_path / "made", name, num_labels=1), tmp_path / "model", torchrelay_untyped=True)
+    assert takes_token_types(name, packed(folder)[0].config), "the upload does not say it"
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}))
+    assert not takes_token_types(name, config := packed(folder)[0].config)
+    assert "torchrelay_untyped" not in served_document(config)
 
 
 NORMAL = "torch.nn.modules.activation.ReLU"
@@ -143,6 +174,9 @@ NORMAL = "torch.nn.modules.activation.ReLU"
         ("ModernBertForSequenceClassification", {"id2label": {"0": "a", "1": "b", "2": "c"}}, "this one has 3"),
         ("ModernBertForSequenceClassification", {"id2label": None}, "id2label: a classifier is served as a reranker"),
         ("ModernBertForSequenceClassification", {"type_vocab_size": 2}, "type_vocab_size: vLLM gives the tokens of"),
+        ("ModernBertForSequenceClassification", {"problem_type": "single_label_classification"},
+         "problem_type: transformers refuses single_label_classification of one label"),
+        ("XLMRobertaForSequenceClassification", {"pad_token_id": -1}, "pad_token_id must be a whole number from 0 to "),
         ("BertForSequenceClassification", {"type_vocab_size": "2"}, "type_vocab_size: vLLM gives the tokens of"),
         ("BertForSequenceClassification", {"sentence_transformers": {"activation_fn": NORMAL}},
          f"sentence_transformers: the activation of scores must be torch.nn.modules.activation.Sigmoid or torch.nn."

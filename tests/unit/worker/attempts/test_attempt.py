@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
+from torchrelay.common.errors import InvalidRequest
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.types_pb2 import EngineProgress
@@ -30,6 +33,13 @@ async def test_group_carries_request_parameters() -> None:
     assert (group.group_id, group.prompt, group.num_prompt_tokens) == ("req-1/2", (5, 6, 7), 3)
     assert group.sampling.stop_token_ids == frozenset({2})
     assert [(c.choice, c.forced_output) for c in group.choices] == [(0, ()), (3, (9, 9))]
+
+
+async def test_a_pooling_that_this_worker_does_not_know_is_refused() -> None:
+    unknown = max(types_pb2.Pooling.values()) + 1  # of a newer gateway
+    with pytest.raises(InvalidRequest, match=f"this worker does not know pooling {unknown}") as refused:
+        Attempt(start(pooling=unknown), Outbox("gw"), {}).group()
+    assert refused.value.field == "pooling"
 
 
 async def test_group_has_the_distinct_tokens_of_the_prompt() -> None:

@@ -26,13 +26,16 @@ _MAX_NUMBER: Final = 2**31 - 1
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 MAX_CONTEXT_TOKENS: Final = 1 << 20  # vLLM makes tables of this length
 _DEFAULT_CONTEXT_TOKENS: Final = 2048  # of a config that names none
-_POOLING: Final = "torchrelay_pooling"  # a key of the packed config.json, beside those of the upload
+# Keys of the packed config.json, beside those of the upload.
+_POOLING: Final = "torchrelay_pooling"
+_UNTYPED: Final = "torchrelay_untyped"  # the tokenizer gives no types of tokens
 # Beneath a key that vLLM reads all keys count, but these, which name files, models or code.
 _NESTED: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
 _REFUSED: Final = re.compile(
     r"auto_map|attribute_map|.*_name_or_path|trust_remote_code|(quantization|compression)_config"
 )
 _ACTIVATIONS: Final = ("torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity")  # of scores
+_OF_SEVERAL: Final = "single_label_classification"  # a label of several
 _MXFP4: Final = "mxfp4"
 _FP8: Final = "F8_E4M3"
 
@@ -106,7 +109,7 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
     if architecture in known_models().rerankers:
         _check_reranker(architecture, config)
     if "Roberta" in architecture:  # its positions begin after that of padding
-        context -= _number(text, "pad_token_id", default=1) + 1
+        context -= _number(text, "pad_token_id", default=1, at_least=0) + 1
     return OpaqueModel(
         architecture=architecture,
         hidden_size=hidden,
@@ -122,10 +125,17 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
     )
 
 
-def pooled_document(config: Mapping[str, Any], pooling: str) -> dict[str, Any]:
+def pooled_document(config: Mapping[str, Any], pooling: str, *, is_typed: bool = True) -> dict[str, Any]:
     """A config.json for a pack, which tells vLLM's slots what to compute; ``pooling``: "" for tokens."""
-    document = {key: value for key, value in config.items() if key != _POOLING}
+    document = {key: value for key, value in config.items() if key not in (_POOLING, _UNTYPED)}
+    if not is_typed:
+        document[_UNTYPED] = True
     return {**document, _POOLING: pooling} if pooling else document
+
+
+def takes_token_types(architecture: str, packed: Mapping[str, Any]) -> bool:
+    """Whether the tokens of a pair have types; ``packed``: the config.json of a pack of a reranker."""
+    return not packed.get(_UNTYPED) and bool(num_token_types(architecture, packed) > 1)
 
 
 def _check_reranker(architecture: str, config: Mapping[str, Any]) -> None:
@@ -135,7 +145,9 @@ def _check_reranker(architecture: str, config: Mapping[str, Any]) -> None:
     if num_labels != 1:
         detail = f"a classifier is served as a reranker if it has one label; this one has {num_labels}"
         raise UnsupportedModel(detail, "id2label")
-    num_types = config.get("type_vocab_size", 1)
+    if config.get("problem_type") == _OF_SEVERAL:
+        raise UnsupportedModel(f"transformers refuses {_OF_SEVERAL} of one label", "problem_type")
+    num_types = num_token_types(architecture, config)
     if type(num_types) is not int or (num_types > 1 and architecture not in known_models().typed):
         detail = f"vLLM gives the tokens of {architecture} no types, and this model has {shown(num_types)}"
         raise UnsupportedModel(detail, "type_vocab_size")
@@ -147,6 +159,11 @@ def _check_reranker(architecture: str, config: Mapping[str, Any]) -> None:
     if activation not in (None, *_ACTIVATIONS):
         known = " or ".join(_ACTIVATIONS)
         raise UnsupportedModel(f"the activation of scores must be {known}, not {shown(activation)}", field)
+
+
+def num_token_types(architecture: str, config: Mapping[str, Any]) -> Any:
+    """The number of types of tokens, as transformers has it: 2 by default where there are any. It may be no number."""
+    return config.get("type_vocab_size", 2 if architecture in known_models().typed else 1)
 
 
 def check_known(config: Mapping[str, Any]) -> None:
@@ -194,12 +211,18 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
-def _number(config: Mapping[str, Any], *keys: str, default: int | None = None, at_most: int = _MAX_NUMBER) -> int:
+def _number(
+    config: Mapping[str, Any],
+    *keys: str,
+    default: int | None = None,
+    at_least: int = 1,
+    at_most: int = _MAX_NUMBER,
+) -> int:
     """The first of the keys that config.json has: architectures spell them differently."""
     key = next((each for each in keys if config.get(each) is not None), keys[0])
     value = config.get(key, default)
-    if type(value) is not int or not 0 < value <= at_most:
-        raise UnsupportedModel(f"{key} must be a whole number from 1 to {at_most:,}, not {shown(value)}", key)
+    if type(value) is not int or not at_least <= value <= at_most:
+        raise UnsupportedModel(f"{key} must be a whole number from {at_least} to {at_most:,}, not {shown(value)}", key)
     return value
 
 

@@ -37,7 +37,7 @@ from torchrelay.engine.core import (
 from torchrelay.engine.kv.layout import KvShape
 from torchrelay.engine.model.pooling import embedding_of
 from torchrelay.modelspec.config import ModelConfig
-from torchrelay.modelspec.opaque import OpaqueModel, known_models, read_model
+from torchrelay.modelspec.opaque import OpaqueModel, known_models, read_model, takes_token_types
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.vllm.adapter_folder import VllmAdapter, VllmAdapterReader
 from torchrelay.vllm.arriving_pack import ArrivingPack
@@ -177,7 +177,8 @@ class VllmModel:
 
     def _engine_args(self, folder: str) -> EngineArgs:
         settings, pooling = self._settings, self._pooling
-        return EngineArgs(
+        context, budget = min(self._model.max_context_tokens, self._max_kv_tokens), max(settings.token_budget, 512)
+        args = EngineArgs(
             model=folder,
             hf_config_path=folder,
             runner="pooling" if pooling else "generate",
@@ -188,12 +189,12 @@ class VllmModel:
             model_loader_extra_config={"pack": self._pack, "choices": self._choices, "group": self._group},
             logits_processors=None if pooling else [SlotSampler],
             dtype=_DTYPES[self._manifest.dtype],
-            max_model_len=min(self._model.max_context_tokens, self._max_kv_tokens),
+            max_model_len=context,
             tensor_parallel_size=self._group.num_devices,
             kv_cache_memory_bytes=settings.kv_pool_bytes // self._group.num_devices,
-            # Of a model that pools, vLLM knows whether prompts can be cached, and whether a step must hold whole ones.
+            # Of a model that pools, vLLM knows whether prompts can be cached.
             enable_prefix_caching=None if pooling and settings.prefix_cache else settings.prefix_cache,
-            max_num_batched_tokens=None if pooling else max(settings.token_budget, 512),
+            max_num_batched_tokens=budget,
             enforce_eager=not settings.vllm_graphs,  # compilation takes a minute
             gpu_memory_utilization=EngineArgs.gpu_memory_utilization if settings.device == "cpu" else _GPU_SHARE,
             async_scheduling=False,
@@ -203,6 +204,9 @@ class VllmModel:
             distributed_executor_backend=GroupExecutor,
             disable_log_stats=True,
         )
+        if pooling and not args.create_model_config().is_chunked_prefill_supported:  # a step computes whole prompts
+            args.max_num_batched_tokens = max(budget, context)
+        return args
 
     def close(self) -> None:
         vllm, self._vllm = self._vllm, None
@@ -270,7 +274,8 @@ class VllmModel:
         lora = adapter.request if isinstance(adapter, VllmAdapter) else None
         params: VllmSampling | PoolingParams
         if self._pooling:
-            is_typed = self._pooling is Pooling.SCORE and self._manifest.config.get("type_vocab_size", 1) > 1
+            manifest = self._manifest
+            is_typed = self._pooling is Pooling.SCORE and takes_token_types(manifest.architecture, manifest.config)
             params = _pooling_params(self._pooling, choice.group.second_text if is_typed else 0)
         else:
             params = vllm_sampling(choice)

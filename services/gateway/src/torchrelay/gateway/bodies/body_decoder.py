@@ -32,6 +32,7 @@ _MAX_PARTS = 200_000  # objects, lists and fields of a body; of each, decoding m
 _MAX_QUOTES = 4 * _MAX_PARTS  # of two texts for each of these
 _MAX_COMMAS = 3_500_000  # a token id of one digit takes nine bytes of a list that grows, for two of the body
 _MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value would take seconds
+_MAX_FAULT_CHARS = 200  # of a message of msgspec, which may quote the name of a field
 _MALFORMED = "JSON is malformed: "  # how messages of msgspec begin
 _MAX_HARMLESS_BYTES = 32  # of a refused field's value that asks for nothing
 
@@ -148,7 +149,7 @@ def _explain(fault: str, encoded: bytes | bytearray) -> tuple[str, str | None]:
     if missing:
         return f"{where} is missing", name
     if expected is None:
-        return f"{where}: {_PATH.sub('', fault)}".removeprefix(": "), name
+        return f"{where}: {_PATH.sub('', fault)[:_MAX_FAULT_CHARS]}".removeprefix(": "), name
     kinds = [_KINDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
     wanted = f"{_BOUNDS[expected[2]]} {expected[3]}" if expected[2] else " or ".join(kinds)
     got = _GOT.search(fault)

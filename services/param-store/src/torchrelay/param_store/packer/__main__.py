@@ -35,6 +35,7 @@ from torchrelay.param_store.packer.documents import (
     check_eos,
     check_other_documents,
     check_tokenizer,
+    gives_token_types,
     read_model_config,
 )
 from torchrelay.param_store.packer.embedding_checkpoint import served_tensors, without_missing_head
@@ -72,7 +73,8 @@ def pack(
     checkpoint = read_checkpoint(folder)
     if isinstance(model, OpaqueModel):
         plan = plan_opaque(model, document, checkpoint, declared_dtype(document), embeds=embedding is not None)
-        document = pooled_document(document, "" if embedding is None else embedding.pooling_name)
+        is_typed = not model.is_reranker or gives_token_types(folder)
+        document = pooled_document(document, "" if embedding is None else embedding.pooling_name, is_typed=is_typed)
     else:
         document, plan = _plan(document, model, checkpoint, embedding is not None, quantize)
     num_bytes = plan.layout.num_bytes

@@ -275,6 +275,12 @@ def check_other_documents(folder: Path) -> tuple[str, ...]:
     return ()
 
 
+def gives_token_types(folder: Path) -> bool:
+    """Whether the tokenizer gives types of tokens, as transformers does unless its config leaves them out."""
+    names = _optional(folder, TOKENIZER_CONFIG).get("model_input_names")
+    return not isinstance(names, list) or "token_type_ids" in names
+
+
 def _check_texts(file: str, document: dict[str, Any]) -> None:
     """Checks the texts that the gateway takes from a document: chat templates, special tokens."""
     for name, value in document.items():

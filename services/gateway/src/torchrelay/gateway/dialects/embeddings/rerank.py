@@ -21,7 +21,7 @@ from torchrelay.gateway.limits.shares import ShareAccount
 PATH: Final = "/v1/rerank"
 
 
-class Document(msgspec.Struct):
+class Document(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
@@ -46,15 +46,26 @@ FIELDS: Final = OtherFields(
 _DECODER: msgspec.json.Decoder[RerankBody] = msgspec.json.Decoder(RerankBody)
 
 
-def decode_rerank(encoded: bytes | bytearray) -> RerankBody:
-    """Raises ``InvalidRequest`` naming the faulty field."""
+def decode_rerank(encoded: bytes | bytearray, max_chars: int) -> RerankBody:
+    """``max_chars``: of all pairs, each of which has the query. Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_DECODER, encoded, FIELDS)
     if not body.documents:
         raise InvalidRequest("documents must not be empty", field="documents")
     if len(body.documents) > MAX_INPUTS:
         message = f"documents has {len(body.documents):,} entries; at most {MAX_INPUTS:,} are allowed"
         raise InvalidRequest(message, field="documents")
+    num_chars = len(body.query) * len(body.documents) + sum(map(len, _texts(body)))
+    if num_chars > max_chars:
+        message = (
+            f"the query with each of the documents has {num_chars:,} characters; at most {max_chars:,} are allowed "
+            "(max_body_bytes): send fewer documents at once, or a shorter query"
+        )
+        raise InvalidRequest(message, field="documents")
     return body
+
+
+def _texts(body: RerankBody) -> list[str]:
+    return [each if isinstance(each, str) else each.text for each in body.documents]
 
 
 class RerankApp(VectorsApp):
@@ -62,7 +73,7 @@ class RerankApp(VectorsApp):
 
     async def complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:
         with self.shares.body_bytes.account(principal.tenant_id) as body_bytes:
-            body = decode_rerank(await self.read(exchange, body_bytes))
+            body = decode_rerank(await self.read(exchange, body_bytes), self._max_body_bytes)
             async with exchange.request.until_disconnect():
                 await exchange.reply(msgspec.json.encode(await self._reply(exchange, principal, body, held)))
 
@@ -70,7 +81,10 @@ class RerankApp(VectorsApp):
         self, exchange: HttpExchange, principal: Principal, body: RerankBody, held: ShareAccount
     ) -> dict[str, Any]:
         model = await self.pipeline.reranker(principal, body.model)
-        texts = [each if isinstance(each, str) else each.text for each in body.documents]
+        if body.query:  # a query that is too long is refused once and by its name
+            query = GenerateParams(body.model, text=body.query, text_field="query")
+            await self.pipeline.embedding_prompt(principal, model, query)
+        texts = _texts(body)
         pairs = [
             GenerateParams(body.model, text=body.query, second_text=text, text_field="documents") for text in texts
         ]
