@@ -25,6 +25,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.model_executor.models import registry, supports_lora, supports_multimodal
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+from torchrelay.modelspec.text_part import MULTIMODAL
+
 OUTPUT = Path(__file__).resolve().parents[1] / "libs/modelspec/src/torchrelay/modelspec/vllm_models.json"
 READERS = (
     "model_executor/layers/pooler/activations.py",
@@ -37,7 +39,9 @@ READERS = (
 )
 OWN_CONFIGS = "transformers_utils/configs"
 CONFIGS = re.compile(r"(hf_|text_|hf_text_|rope_|yarn_)?(config|parameters|scaling)|kwargs")
+IMAGE_MODELS = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 CLASSES = (
+    IMAGE_MODELS,
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -56,12 +60,13 @@ LEFT_OUT = frozenset(
         "VoyageQwen3BidirectionalEmbedModel",
     )
 )
+BIDIRECTIONAL = frozenset(("PaliGemmaForConditionalGeneration",))  # in prompts, as its text part alone is not
 KEY = re.compile(r"[a-z][A-Za-z0-9_]{1,63}")
 REFUSED = re.compile(
     r"(.*_)?(backbone|class|code|compression|custom|draft|file|map|modules?|name|path|peft|plan|processor|quantization"
     r"|quantized?|remote|speculative|speculators|tokenizer|weights)(_.*)?"
 )
-ALLOWED = frozenset(("text_config", "model_type", "architectures", "torch_dtype", "dtype"))
+ALLOWED = frozenset(("text_config", "vision_config", "model_type", "architectures", "torch_dtype", "dtype"))
 
 
 def keys_of_source(tree: ast.AST) -> Iterator[str]:
@@ -118,6 +123,21 @@ def of_text(names: Iterable[str]) -> dict[str, Any]:
     return {name: kind for name, kind in kinds.items() if kind is not None and not supports_multimodal(kind)}
 
 
+def with_images() -> Iterator[str]:
+    """Models of images and text whose config has their text part apart, and which can be imported here."""
+    for model_type, name in IMAGE_MODELS.items():
+        is_listed = name in registry._MULTIMODAL_MODELS.keys() - BIDIRECTIONAL - set(MULTIMODAL)
+        if not is_listed or "text_config" not in sub_configs(model_type):
+            continue
+        if registry.ModelRegistry._try_load_model_cls(name) is not None:
+            yield name
+
+
+def sub_configs(model_type: str) -> dict[str, Any]:
+    kind: type[PreTrainedConfig] | None = dict(CONFIG_MAPPING.items()).get(model_type)
+    return {} if kind is None else kind.sub_configs
+
+
 def models_document() -> dict[str, Any]:
     """The file's content for the installed vLLM."""
     root, text = Path(vllm.__file__).parent, registry._TEXT_GENERATION_MODELS
@@ -125,7 +145,8 @@ def models_document() -> dict[str, Any]:
     classifiers = of_text(registry._SEQUENCE_CLASSIFICATION_MODELS.keys() - LEFT_OUT)
     # vLLM makes these of models of text, with settings of their own.
     made = [name for name in MODELS_CONFIG_MAP if name.replace(CLASSIFIER, "ForCausalLM") in text.keys() - {name}]
-    keys = set(keys_of_transformers({*text, *embedders, *classifiers, *made}))
+    images = set(with_images())
+    keys = set(keys_of_transformers({*text, *embedders, *classifiers, *made, *images}))
     paths = {root / reader for reader in READERS}
     listed = {**registry._EMBEDDING_MODELS, **registry._SEQUENCE_CLASSIFICATION_MODELS}
     for module, _ in (*text.values(), *(listed[name] for name in (*embedders, *classifiers))):  # some by full names
@@ -146,6 +167,7 @@ def models_document() -> dict[str, Any]:
         "embedders": sorted(embedders),
         "rerankers": sorted({*classifiers, *made}),
         "typed": [name for name, kind in classifiers.items() if "token_type_ids" in signature(kind.forward).parameters],
+        "images": sorted(images),
         "multimodal": sorted(registry._MULTIMODAL_MODELS),
         "config_keys": sorted(known | ALLOWED),
     }

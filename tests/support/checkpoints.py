@@ -294,10 +294,19 @@ MULTIMODAL = {
     ),
 }
 
+OPAQUE_MULTIMODAL = {  # whose text part vLLM alone computes
+    "idefics3": Multimodal(
+        "Idefics3",
+        {"model_type": "llama", "hidden_size": 128, "head_dim": 32, "pad_token_id": 258},
+        {**_VISION, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        {"image_token_id": 300, "pad_token_id": 258},
+    ),
+}
+
 
 def make_multimodal_checkpoint(folder: Path, name: str) -> Path:
     """Writes config.json, model.safetensors and a tokenizer of a model with vision tower and projector."""
-    transformers, kind = _transformers(), MULTIMODAL[name]
+    transformers, kind = _transformers(), (MULTIMODAL | OPAQUE_MULTIMODAL)[name]
     text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "eos_token_id": 257}
     settings = getattr(transformers, f"{kind.name}Config")(

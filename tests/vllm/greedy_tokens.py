@@ -18,6 +18,7 @@ def main(folder: str, prompts: str, num_tokens: str) -> None:
         folder,
         dtype=dtype,
         skip_tokenizer_init=True,
+        language_model_only=True,  # of a model that takes images too
         enforce_eager=True,
         max_model_len=256,
         kv_cache_memory_bytes=8 << 20,

@@ -12,15 +12,26 @@ from typing import Any
 import pytest
 
 from tests.integration.roles_testbed import running_testbed
-from tests.support.checkpoints import OPAQUE_FAMILIES, make_checkpoint
+from tests.support.checkpoints import (
+    OPAQUE_FAMILIES,
+    OPAQUE_MULTIMODAL,
+    make_checkpoint,
+    make_multimodal_checkpoint,
+)
 from tests.unit.param_store.running_store import publish, running_store
 from tests.vllm.test_quantized import NUM_TOKENS, PROMPTS, vllm_alone
 from torchrelay.modelspec.opaque import known_models
 
 
-@pytest.mark.parametrize("family", sorted(OPAQUE_FAMILIES))
+def opaque_checkpoint(folder: Path, family: str) -> Path:
+    if family in OPAQUE_MULTIMODAL:
+        return make_multimodal_checkpoint(folder, family)
+    return make_checkpoint(folder, family, num_attention_heads=4, hidden_size=128)
+
+
+@pytest.mark.parametrize("family", sorted({*OPAQUE_FAMILIES, *OPAQUE_MULTIMODAL}))
 async def test_answers_equal_those_of_vllm_with_the_files(tmp_path: Path, nats_url: str, family: str) -> None:
-    checkpoint = make_checkpoint(tmp_path / "model", family, num_attention_heads=4, hidden_size=128)
+    checkpoint = opaque_checkpoint(tmp_path / "model", family)
     expected = await vllm_alone(checkpoint)
     async with running_store(tmp_path / "published") as store:
         description = await publish(store, checkpoint)

@@ -74,7 +74,8 @@ def refusal(folder: Path, *engines: str) -> str:
     [
         ({"architectures": ["Glm4ForCausalLN"]}, "architectures: architecture 'Glm4ForCausalLN' is not known, to "),
         ({"architectures": ["Glm4ForCausalLN"]}, "; the nearest that it knows is Glm4ForCausalLM"),
-        ({"architectures": ["Glm4vForConditionalGeneration"]}, "takes more than text, and only a text model of vLLM "),
+        ({"architectures": ["Glm4vForConditionalGeneration"]}, "takes more than text, and vLLM 0.32"),
+        ({"architectures": ["Idefics3ForConditionalGeneration"]}, "text_config: text_config must be an object"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers: num_hidden_layers must be a whole number from 1 to 4,096"),
         ({"max_position_embeddings": 0}, "max_position_embeddings: max_position_embeddings must be a whole number"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}},

@@ -39,6 +39,7 @@ from torchrelay.common.quantities import format_bytes
 if TYPE_CHECKING:
     from torchrelay.cli.gguf.conversion import Conversion
 
+_PATHS = {"generate": "/v1/completions", "embed": "/v1/embeddings", "score": "/v1/rerank"}  # by a model's task
 EXAMPLE = """Example:  torchrelay upload Qwen/Qwen3-0.6B --name qwen3
 
 Or:       torchrelay upload ./Qwen3-0.6B --name qwen3
@@ -168,9 +169,8 @@ def upload(
     if may_chat:
         console.err().print(f"[dim]next: torchrelay chat {model['id']}[/]")
     else:
-        console.err().print(
-            "[dim]the model has no chat template: call /v1/completions, /v1/embeddings or /v1/rerank[/]"
-        )
+        calls = " or ".join(_PATHS[task] for task in model.get("tasks", ["generate"]))
+        console.err().print(f"[dim]the model has no chat template: call {calls}[/]")
 
 
 def _opened(source: Path, hub: HubName | None) -> tuple[ModelSource, str]:

@@ -50,6 +50,7 @@ class KnownModels:
     embedders: frozenset[str]  # architectures that give embeddings of text alone
     rerankers: frozenset[str]  # classifiers of text, of which those of one label score pairs
     typed: frozenset[str]  # those of them that take types of tokens
+    images: frozenset[str]  # architectures that take images too, and whose text part vLLM computes alone
     multimodal: frozenset[str]
     config_keys: frozenset[str]  # of config.json, and of its text_config
 
@@ -85,6 +86,11 @@ class OpaqueModel:
         return not self.pooling
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the architecture takes images, of which only the text part is served."""
+        return self.architecture in known_models().images
+
+    @property
     def is_embedder(self) -> bool:
         """Whether the architecture gives embeddings alone, of whatever pooling."""
         return self.architecture in known_models().embedders
@@ -101,11 +107,12 @@ class OpaqueModel:
 
 def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
     """Reads a config.json, of whatever architecture. Raises ``UnsupportedModel``."""
-    text = text_config(config)
+    architecture = config["architectures"][0]
+    text = _text_part(config) if architecture in known_models().images else text_config(config)
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "n_heads", default=1)
     quantization, stored, dtypes = _quantization(text.get(FIELD))
-    architecture, context = config["architectures"][0], _number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS)
+    context = _number(text, *_CONTEXT_KEYS, default=_DEFAULT_CONTEXT_TOKENS)
     if architecture in known_models().rerankers:
         _check_reranker(architecture, config)
     if "Roberta" in architecture:  # its positions begin after that of padding
@@ -123,6 +130,14 @@ def read_opaque(config: Mapping[str, Any]) -> OpaqueModel:
         dtypes=dtypes,
         pooling=config.get(_POOLING, ""),
     )
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text part of a model of images, with the quantization of the whole."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise UnsupportedModel(f"text_config must be an object, not {shown(text)}", "text_config")
+    return {**text, FIELD: config[FIELD]} if config.get(FIELD) else text
 
 
 def pooled_document(config: Mapping[str, Any], pooling: str, *, is_typed: bool = True) -> dict[str, Any]:
@@ -170,12 +185,12 @@ def check_known(config: Mapping[str, Any]) -> None:
     """Raises ``UnsupportedModel`` unless vLLM serves the architecture as a model of text."""
     names, known = config.get("architectures"), known_models()
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    served = known.text | known.embedders | known.rerankers
+    served = known.text | known.embedders | known.rerankers | known.images
     if isinstance(name, str) and name in served:
         return
     detail = f"architecture {shown(name)} is not known, to vLLM {known.version} neither"
     if isinstance(name, str) and name in known.multimodal:
-        detail = f"{name} takes more than text, and only a text model of vLLM {known.version} can be served"
+        detail = f"{name} takes more than text, and vLLM {known.version} does not compute its text part alone"
     elif isinstance(name, str) and (near := get_close_matches(name, sorted(served), 1)):
         detail += f"; the nearest that it knows is {near[0]}"
     raise UnsupportedModel(detail, "architectures")

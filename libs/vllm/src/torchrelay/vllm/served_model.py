@@ -183,6 +183,7 @@ class VllmModel:
             hf_config_path=folder,
             runner="pooling" if pooling else "generate",
             pooler_config=PoolerConfig(seq_pooling_type=_POOLINGS.get(pooling)) if pooling else None,
+            language_model_only=isinstance(self._model, OpaqueModel) and self._model.takes_images,
             skip_tokenizer_init=True,
             generation_config="vllm",
             load_format=LOAD_FORMAT,

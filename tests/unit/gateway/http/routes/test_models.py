@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 from anthropic.types import ModelInfo
 
+from tests.support.gateway_ports import published_model
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
+from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.catalog.model_settings import ModelSettings
+from torchrelay.gateway.core import EmbeddingSpec
+from torchrelay.gateway.http.routes.models import tasks_of
 
 
 async def test_model_is_read_changed_and_deleted_by_both_names(rig: RestRig) -> None:
@@ -40,6 +44,21 @@ async def test_anthropic_clients_get_models_in_their_format(rig: RestRig) -> Non
     shown = ModelInfo.model_validate(listed["data"][0])
     assert (shown.type, shown.id, shown.display_name) == ("model", "acme/glossary", "acme/glossary")
     assert (shown.created_at.timestamp(), shown.max_input_tokens) == (model["created"], model["context_length"])
+
+
+@pytest.mark.parametrize(
+    ("pooling", "has_no_head", "tasks"),
+    [
+        (types_pb2.POOLING_MEAN, False, ["generate", "embed"]),
+        (types_pb2.POOLING_MEAN, True, ["embed"]),
+        (types_pb2.POOLING_SCORE, True, ["score"]),
+    ],
+)
+def test_model_tells_its_tasks(pooling: types_pb2.Pooling.ValueType, has_no_head: bool, tasks: list[str]) -> None:
+    model = published_model(
+        "acme/vectors", file_digests={}, embedding=EmbeddingSpec(pooling, 8, False), has_no_head=has_no_head
+    )
+    assert tasks_of(model.version) == tasks
 
 
 async def test_aliases_resolve_and_are_listed(rig: RestRig) -> None:

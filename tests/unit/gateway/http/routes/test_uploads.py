@@ -55,6 +55,7 @@ async def test_files_are_sent_in_slices_and_published_by_commit(rig: RestRig) ->
     model = reply.json()
     assert (model["id"], model["version"], model["idle_timeout_s"]) == ("acme/glossary", "version-one", 3)
     assert (model["context_length"], model["size_bytes"], model["owned_by"]) == (128, 900, "acme")
+    assert model["tasks"] == ["generate"]
     assert rig.store.largest_slot_bytes == 12345
     assert rig.events == [("published", "acme/glossary")]
     assert (await rig.acme.get("/v1/models")).json()["data"] == [model]

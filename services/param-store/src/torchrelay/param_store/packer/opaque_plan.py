@@ -18,6 +18,7 @@ _NOTE: Final = (
     " answers do not move to other instances"
 )
 _EMBEDS_ALONE: Final = "with its embeddings declared, the model gives these alone: vLLM computes either them or tokens"
+_TEXT_ALONE: Final = "of this model of images and text only the text part is served: requests with images are refused"
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
 
 
@@ -47,6 +48,8 @@ def plan_opaque(
         raise PackRefused(checkpoint.file, f"no tensor has one of the dtypes {', '.join(DTYPE_BYTES)}")
     is_alone = model.is_embedder or model.is_reranker
     notes = [*checkpoint.notes, _NOTE, *([_EMBEDS_ALONE] if embeds and not is_alone else [])]
+    if model.takes_images:
+        notes.append(_TEXT_ALONE)
     if left_out := sorted(checkpoint.tensors.keys() - {stored.name for stored in ordered}):
         notes.append(f"tensors of other dtypes than {', '.join(known)} were left out: {listed(left_out)}")
     if unread := unread_keys(document):

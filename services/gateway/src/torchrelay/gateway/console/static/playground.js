@@ -95,11 +95,12 @@ export function Playground({ isAdmin }) {
   if (isAdmin)
     return html`<p class="empty">
     The admin key cannot chat, since nobody would pay. Sign in with a tenant's key.</p>`;
-  if (models.data?.data.length === 0)
+  const chats = (models.data?.data ?? []).filter((model) => model.tasks.includes("generate"));
+  if (models.data && chats.length === 0)
     return html`<p class="empty">
-    There is no model yet: <a href="#/models">upload one</a>.</p>`;
+    There is no model yet that answers: <a href="#/models">upload one</a>.</p>`;
   return html`<form onSubmit=${submit}>
-    <${Select} label="Model" name="model" options=${(models.data?.data ?? []).map((model) => model.id)} />
+    <${Select} label="Model" name="model" options=${chats.map((model) => model.id)} />
     <label>Prompt <textarea name="prompt" rows="3" required onKeyDown=${sendOnEnter} title="Enter sends it, Shift and Enter begin a line"></textarea></label>
     <details><summary>Settings</summary>
       <label>System message <textarea name="system" rows="2"></textarea></label>

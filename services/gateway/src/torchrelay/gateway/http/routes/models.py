@@ -11,6 +11,7 @@ from fastapi import APIRouter, Header, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied
+from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.catalog.model_settings import OPERATORS_FIELDS, ModelSettings
 from torchrelay.gateway.core import (
     ANY_ENGINE,
@@ -204,6 +205,14 @@ def shown_to_anthropic(model: PublishedModel) -> dict[str, Any]:
     }
 
 
+def tasks_of(version: Version) -> list[str]:
+    """The results that a model gives, in vLLM's words: generate (tokens), embed, score (of reranked documents)."""
+    if version.embedding is not None and version.embedding.pooling == types_pb2.POOLING_SCORE:
+        return ["score"]
+    tasks = [] if version.has_no_head else ["generate"]
+    return [*tasks, "embed"] if version.embedding is not None else tasks
+
+
 def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
     """A model in OpenAI's format, extended by its version and settings."""
     version = model.version
@@ -216,6 +225,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "parent": model.parent or None,
         "version": version.version_id,
         "context_length": version.shape.max_context_tokens,
+        "tasks": tasks_of(version),
         "architecture": version.architecture,
         "dtype": version.dtype,
         "size_bytes": version.own_bytes,
