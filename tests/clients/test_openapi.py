@@ -40,6 +40,7 @@ def statuses(clients: Clients, key: str, folder: Path, *options: str) -> dict[st
         *("--header", f"Authorization: Bearer {key}"),
         *("--phases", "coverage,fuzzing", "--max-examples", str(NUM_EXAMPLES), "--generation-deterministic"),
         *("--checks", ",".join(CHECKS), "--continue-on-failure", "--no-shrink"),
+        *("--suppress-health-check", "too_slow"),  # which measures wall time
         *("--workers", "1", "--request-timeout", "120", "--warnings", "off", "--no-color"),
         *("--report", "ndjson", "--report-ndjson-path", str(folder / "report")),
         *options,
