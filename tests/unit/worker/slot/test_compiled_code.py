@@ -6,15 +6,17 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import RunningStore, publish, refusal, running_store
 from torchrelay.common.errors import InvalidRequest, NotFound
-from torchrelay.common.host.owned_folder import OwnedFolder
+from torchrelay.common.host.owned_folder import OwnedFolder, remove_stale_folders
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.compiled_code import CompiledCode, compiled_folder, compiling_environment
@@ -164,3 +166,19 @@ def test_folder_goes_with_its_owner_or_is_removed_by_a_later_process(
     del owned
     gc.collect()
     assert set(tmp_path.iterdir()) == {other.path}
+
+
+def test_new_folder_that_another_process_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, mkdtemp = list[str](), tempfile.mkdtemp
+
+    def removed_at_first(**arguments: Any) -> str:
+        made.append(mkdtemp(**arguments))
+        if len(made) == 1:
+            remove_stale_folders("code-", tmp_path)
+        return made[-1]
+
+    monkeypatch.setattr("tempfile.mkdtemp", removed_at_first)
+    owned = OwnedFolder("code-", tmp_path)
+    assert [str(path) for path in tmp_path.iterdir()] == [str(owned.path)] == made[1:]
+    remove_stale_folders("code-", tmp_path)
+    assert owned.path.exists(), "it is locked"

@@ -34,7 +34,6 @@ class VllmEngine(Engine):
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
         self._group = DeviceGroup(settings.devices, int(settings.device.partition(":")[2] or 0))
-
         if settings.device == "cpu":
             # vLLM 0.32 cannot read there what it has saved of a whole model, and would compile the model at each start.
             os.environ["VLLM_USE_AOT_COMPILE"] = "0"

@@ -36,8 +36,9 @@ class WorkerSettings(ServiceSettings):
     compiled_key: str = Field(
         "",
         pattern="^([0-9a-fA-F]{64})?$",
-        description="Hex key of 32 bytes, of all workers: derive_compiled_key(cluster key). With it, workers share what"
-        " their compilers have written, through the remote store; empty: each compiles for itself.",
+        description="Hex key of 32 bytes, of all workers of one join scope: derive_compiled_key(cluster key,"
+        " scope). With it, they share what their compilers have written, through the remote store; empty: each compiles"
+        " for itself.",
     )
     roles: str = Field("prefill,decode", description="Roles that this process can play: prefill, decode or both.")
     port: int = Field(0, description="gRPC port; 0: any free port.")

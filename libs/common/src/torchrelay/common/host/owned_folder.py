@@ -15,10 +15,23 @@ class OwnedFolder:
     """A new folder in ``parent``, locked and later removed by this object."""
 
     def __init__(self, prefix: str, parent: Path) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        descriptor = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        finalize(self, _remove, self.path, descriptor)
+        while (descriptor := _locked(path := Path(tempfile.mkdtemp(prefix=prefix, dir=parent)))) is None:
+            pass
+        self.path = path
+        finalize(self, _remove, path, descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor that holds the lock; None: another process has taken the new folder for a stale one."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    if path.exists():
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _remove(path: Path, descriptor: int) -> None:

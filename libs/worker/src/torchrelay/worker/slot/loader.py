@@ -49,7 +49,7 @@ class Loader:
     _store: ParamStoreAsyncStub
     _worker_id: str
     _latency: Latency
-    _compiled: CompiledCode | None  # None: its output is not shared
+    _compiled: CompiledCode | None  # None: no worker shares what the load compiles
     _retry_s: float = 0.5
     slab: MappedSlab | None = None
     closing: bool = False  # releasing the instance; must not be cancelled again

@@ -202,7 +202,7 @@ class Versions:
         return self._remote.size(key)
 
     def read_part(self, key: str, begin: int, num_bytes: int) -> bytes:
-        """A part of it, not verified. Raises ``NotFound``, ``DataCorrupted``."""
+        """A part of a file or an archive, not verified. Raises ``NotFound``, ``DataCorrupted``."""
         part, reader = bytearray(num_bytes), self._remote.open_range(key)
         try:
             reader.read_into(begin, memoryview(part), threading.Event())
