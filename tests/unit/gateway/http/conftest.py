@@ -61,8 +61,8 @@ class RestRig:
 
     async def client_of(self, tenant: str, storage_quota_bytes: int | None = None) -> httpx.AsyncClient:
         """A client with a key of another, new tenant; the caller closes it."""
-        made = await self.parts.tenants.create(tenant, storage_quota_bytes)
-        _, token = await self.parts.keys.create(tenant, made.tenant_id)
+        made = await self.parts.tenants.create(tenant, storage_quota_bytes=storage_quota_bytes)
+        _, token = await self.parts.keys.create(made.tenant_id)
         return client(self.url, token)
 
 
@@ -120,7 +120,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         app = AsgiRouter(dict.fromkeys(TOKEN_PATHS, _tokens), pages, rest, parts.keys, shares)
         http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
         url = f"http://127.0.0.1:{http.port}"
-        _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
+        _, token = await parts.keys.create(parts.acme.tenant_id, name="first")
         admin = await stack.enter_async_context(client(url, "tra-test"))
         acme = await stack.enter_async_context(client(url, token))
         yield RestRig(url, parts, store, services, admin, acme, settings, shares, http.port, events, app)

@@ -57,6 +57,7 @@ log = get_logger(__name__)
 GC_THRESHOLD = 20_000  # allocations between young collections; a request makes a few hundred
 POSTGRESQL_QUERIES = 4  # at once, of 10 connections; SQLite has two, of which authentication needs one
 MINIMUMS_EVERY_S = 5.0  # between looks at which models have a minimum of instances
+LAST_USES_EVERY_S = 30.0
 END_S = 1.0  # for the remaining requests to report why they end
 
 
@@ -217,10 +218,13 @@ async def _make_components(
     health = Health({"database": database.ask}, others)
     stack.push_async_callback(health.close)
     shares = connection_shares(settings, queries_at_once=1 if database.is_sqlite else POSTGRESQL_QUERIES)
+    limits = Limiter(settings.redis_url, database, settings.reservation_lease_s)
+    stack.push_async_callback(limits.close)
     services = Services(
         database=database,
         tenants=Tenants(database, table_versions),
         keys=keys,
+        limits=limits,
         catalog=catalog,
         prices=prices,
         uploads=Uploads(
@@ -241,8 +245,6 @@ async def _make_components(
         model_changed=nats_events.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))
-    limits = Limiter(settings.redis_url, database, settings.reservation_lease_s)
-    stack.push_async_callback(limits.close)
     return _Components(services, ledger, limits, shares, nats_events, scheduler_channel, store_channel)
 
 
@@ -266,7 +268,8 @@ def _jobs(
         retired_s=settings.retired_version_s,
     )
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
-    return background(components.nats_events.run(), beating, sweep.run(), collecting, return_free_memory())
+    noting_uses = repeat("last_uses", components.services.keys.write_last_uses, LAST_USES_EVERY_S)
+    return background(components.nats_events.run(), beating, sweep.run(), collecting, noting_uses, return_free_memory())
 
 
 def main() -> None:

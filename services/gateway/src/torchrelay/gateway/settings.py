@@ -39,7 +39,9 @@ class GatewaySettings(ServiceSettings):
         "sqlite:///torchrelay.db",
         description="sqlite:///path (one gateway only) or postgresql://user:password@host/name.",
     )
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: no rate limits or budgets.")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: each gateway limits its share."
+    )
     scheduler_address: str = Field(
         "127.0.0.1:7101",
         description="host:port of the scheduler's gRPC server; of several schedulers with a lease IP:port,IP:port, or "
@@ -124,7 +126,9 @@ class GatewaySettings(ServiceSettings):
     sweep_after_s: float = Field(
         10.0, gt=0, description="A gateway whose heartbeat stops this long is gone; its requests are settled."
     )
-    reservation_lease_s: float = Field(900.0, gt=0, description="Lifetime of a budget reservation never released.")
+    reservation_lease_s: float = Field(
+        60.0, gt=0, description="Lifetime of a request's reservation in its limits once its gateway is gone."
+    )
     upload_lease_s: float = Field(86400.0, gt=0, description="Lifetime of an upload never committed.")
     max_open_uploads: int = Field(16, ge=1, description="Uploads that one tenant may have open at once.")
     open_upload_bytes_per_tenant: int = Field(

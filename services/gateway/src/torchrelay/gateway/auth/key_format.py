@@ -16,9 +16,9 @@ _ID_CHARS, _SECRET_CHARS, _CHECKSUM_CHARS = 16, 32, 7
 _TOKEN = re.compile(rf"tr-([{_ALPHABET}]{{{_ID_CHARS}}})-[{_ALPHABET}]{{{_SECRET_CHARS + _CHECKSUM_CHARS}}}")
 
 
-def new_token() -> tuple[str, str]:
-    """A new key: its public id, and the whole token."""
-    key_id = _random(_ID_CHARS)
+def new_token(key_id: str = "") -> tuple[str, str]:
+    """A new key, or a new secret of the key with this id: the public id, and the whole token."""
+    key_id = key_id or _random(_ID_CHARS)
     body = f"tr-{key_id}-{_random(_SECRET_CHARS)}"
     return key_id, body + _checksum(body)
 

@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, func, insert, or_, select, true, tuple_, update
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
+from torchrelay.common.errors import Conflict, ModelNotFound, NotFound, PermissionDenied
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.model_settings import TenantSettings
 from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota, used_bytes
@@ -67,7 +67,10 @@ class Catalog:
         self._cache: VersionedCache[str, PublishedModel] = VersionedCache(capacity)
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
-        """The model ``name`` refers to, with its current price. Raises ``ModelNotFound``."""
+        """The model ``name`` refers to, with its current price.
+
+        Raises ``ModelNotFound``, or ``PermissionDenied`` for a model that the key may not call.
+        """
         if principal.is_admin and "/" not in name:
             raise _not_found(name, "; with the admin key, its name must include the tenant: TENANT/MODEL")
         full_name = name if "/" in name else f"{principal.tenant}/{name}"
@@ -82,6 +85,9 @@ class Catalog:
                 raise _not_found(name)
             if not principal.is_admin:  # whose version is not that of the model's tenant
                 self._cache.put(full_name, version, published)
+        if not _may_call(principal, published):
+            allowed = ", ".join(sorted(principal.models or ())) or "none"
+            raise PermissionDenied(f"this key may not call {published.name}; its models: {allowed}", field="model")
         price = await self._prices.current(published.name)
         return published if published.price is price else replace(published, price=price)
 
@@ -103,8 +109,9 @@ class Catalog:
         return await self._table_versions.confirmed("catalog")
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
-        """The models of the principal's tenant (all models for the admin), by name."""
-        return await self._listed(true() if principal.is_admin else models.c.tenant_id == principal.tenant_id)
+        """The models that the principal may call (all models for the admin), by name."""
+        listed = await self._listed(true() if principal.is_admin else models.c.tenant_id == principal.tenant_id)
+        return [each for each in listed if _may_call(principal, each)]
 
     async def with_minimum(self) -> list[PublishedModel]:
         """The models that have a minimum of instances, always or at times, by name. Raises ``Unavailable``."""
@@ -412,3 +419,10 @@ def _is(model: PublishedModel) -> tuple[ColumnElement[bool], ColumnElement[bool]
 
 def _not_found(name: str, hint: str = "") -> ModelNotFound:
     return ModelNotFound(f"the model {name[:200]!r} does not exist{hint}", field="model")
+
+
+def _may_call(principal: Principal, model: PublishedModel) -> bool:
+    if principal.models is None:
+        return True
+    names = {model.name, *(f"{principal.tenant}/{alias}" for alias in model.aliases)}
+    return not principal.models.isdisjoint(names)

@@ -22,6 +22,7 @@ from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.limits.change_rate import ChangeRate
+from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.limits.tenant_turns import TenantTurns
 from torchrelay.gateway.sql.database import Database
 
@@ -33,6 +34,7 @@ class Services:
     database: Database
     tenants: Tenants
     keys: ApiKeys
+    limits: Limiter
     catalog: Catalog
     prices: Prices
     uploads: Uploads

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Float,
     ForeignKey,
@@ -17,6 +18,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     text,
+    true,
 )
 
 metadata = MetaData(
@@ -47,6 +49,10 @@ tenants = Table(
     Column("budget_nano", BigInteger),
     Column("service_class", String),
     Column("created_unix_us", BigInteger, nullable=False),
+    Column("requests_per_minute", Integer),
+    Column("tokens_per_minute", BigInteger),
+    Column("concurrent_requests", Integer),
+    Column("budget_period", String),  # null: the budget is for ever
 )
 
 api_keys = Table(
@@ -60,6 +66,17 @@ api_keys = Table(
     Column("service_class", String),  # null: its tenant's
     Column("created_unix_us", BigInteger, nullable=False),
     Column("revoked_unix_us", BigInteger),
+    Column("tokens_per_minute", BigInteger),
+    Column("concurrent_requests", Integer),
+    Column("budget_nano", BigInteger),
+    Column("budget_period", String),
+    Column("models", Text),  # a JSON array; null: all of the tenant
+    Column("may_manage_keys", Boolean, nullable=False, server_default=true()),
+    Column("expires_unix_us", BigInteger),
+    Column("paused_unix_us", BigInteger),
+    Column("last_used_unix_us", BigInteger),  # written every half minute
+    Column("previous_mac", String),  # of the token before the last rotation
+    Column("previous_until_unix_us", BigInteger),
 )
 
 # Versions as described by the param-store; content-addressed, so tenants with equal uploads share a row.

@@ -5,22 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from torchrelay.gateway.auth.tenants import Tenant
 from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.http.dependencies import Admin, ServicesOf
+from torchrelay.gateway.http.routes.limits import LimitFields, limits_shown
 from torchrelay.gateway.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1/tenants")
 
 
-class TenantChange(BaseModel):
+class TenantChange(LimitFields):
     """Omitted fields stay unchanged; ``null`` means no limit, and no class."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     storage_quota_bytes: WholeNumber | None = Field(default=None, ge=0, lt=2**63)
-    budget_nano: WholeNumber | None = Field(default=None, ge=0, lt=2**53)
     service_class: ServiceClassName | None = None
 
 
@@ -42,7 +41,7 @@ async def all_tenants(services: ServicesOf, admin: Admin) -> dict[str, Any]:
 
 @router.patch("/{name}")
 async def change(services: ServicesOf, _admin: Admin, name: str, body: TenantChange) -> dict[str, Any]:
-    """A new budget or class applies to the next request; a smaller quota keeps stored models but rejects uploads."""
+    """New limits and a new class apply to the next request; a smaller quota keeps stored models but rejects uploads."""
     return _shown(await services.tenants.change(name, body.model_dump(exclude_unset=True)))
 
 
@@ -52,7 +51,7 @@ def _shown(tenant: Tenant) -> dict[str, Any]:
         "object": "tenant",
         "name": tenant.name,
         "storage_quota_bytes": tenant.storage_quota_bytes,
-        "budget_nano": tenant.budget_nano,
+        **limits_shown(tenant.limits),
         "service_class": tenant.service_class,
         "created": tenant.created_unix_us // 1_000_000,
     }

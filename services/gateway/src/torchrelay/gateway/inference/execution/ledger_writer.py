@@ -25,8 +25,6 @@ MAX_RELEASES = 4096  # waiting for a retry; further reservations are left to the
 class RequestBill(Protocol):
     """The part of a ``LedgerWriter`` that a request needs."""
 
-    def renew(self, reservation: Reservation) -> None: ...
-
     def open(self, opened: OpenedRequest) -> Opening: ...
 
     def settle(
@@ -78,10 +76,6 @@ class LedgerWriter:
     def num_waiting(self) -> int:
         """Writes not yet committed."""
         return len(self._tasks)
-
-    def renew(self, reservation: Reservation) -> None:
-        """Keeps the reservation of a request that goes on."""
-        self._limits.renew(reservation)
 
     def open(self, opened: OpenedRequest) -> Opening:
         """Writes the opened row."""
@@ -136,14 +130,17 @@ class LedgerWriter:
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
         self.billed_nano[self.labels.of(model)] += cost_nano
-        if not await self._limits.release(reservation, cost_nano) and len(self._releases) < self._max_releases:
-            self._own(self._release(reservation, cost_nano), self._releases)
+        num_tokens = max((each.num_prompt_tokens for each in usages), default=0)
+        num_tokens += sum(each.num_output_tokens for each in usages)
+        is_released = await self._limits.release(reservation, cost_nano, num_tokens)
+        if not is_released and len(self._releases) < self._max_releases:
+            self._own(self._release(reservation, cost_nano, num_tokens), self._releases)
 
-    async def _release(self, reservation: Reservation, cost_nano: int) -> None:
+    async def _release(self, reservation: Reservation, cost_nano: int, num_tokens: int) -> None:
         for delay_s in self._release_retry_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._closes.wait()
-            if await self._limits.release(reservation, cost_nano) or self._closes.is_set():
+            if await self._limits.release(reservation, cost_nano, num_tokens) or self._closes.is_set():
                 return
         log.warning("reservation_left_to_its_lease", reservation_id=reservation.reservation_id)
