@@ -29,6 +29,7 @@ from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
+from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.settings import GatewaySettings
 
 ROUTES = cache(rest_app.routes_app)  # FastAPI takes half a second for their first requests
@@ -101,6 +102,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             database=parts.database,
             tenants=parts.tenants,
             keys=parts.keys,
+            limits=Limiter("", parts.database, lease_s=60),
             catalog=parts.catalog,
             prices=parts.prices,
             uploads=Uploads(parts.database, parts.catalog, store_client),

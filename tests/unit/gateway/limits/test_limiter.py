@@ -56,7 +56,7 @@ class LimitRig:
     parts: AccountingRig
     limits: Limiter
     principal: Principal
-    redis: Redis
+    redis: Any  # its client, whose types depend on how it decodes
 
     async def admit(
         self,
@@ -199,6 +199,21 @@ async def test_key_and_tenant_are_both_asked(rig: LimitRig) -> None:
     assert [int(each.requests_left) for each in use.uses] == [8, 0]
 
 
+async def test_gateways_share_one_limit(rig: LimitRig, redis_url: str) -> None:
+    other = replace(rig, limits=Limiter(redis_url, rig.parts.database, lease_s=60))
+    other.limits._scripts = RedisScriptRunner(redis_url, answer_limit_s=60)
+    at_once: dict[str, Any] = {"requests_per_minute": 100, "tokens_per_minute": 10**6, "concurrent_requests": 90}
+    admitting = [each.admit(1, 1, **at_once) for _ in range(100) for each in (rig, other)]
+    results = await asyncio.gather(*admitting, return_exceptions=True)
+    admitted = [each for each in results if isinstance(each, Reservation)]
+    assert len(admitted) == 90
+    await asyncio.gather(*(rig.limits.release(each, 0, 2) for each in admitted))
+    results = await asyncio.gather(*(each.admit(1, 1, **at_once) for each in [rig, other] * 50), return_exceptions=True)
+    num_refilled = sum(isinstance(each, Reservation) for each in results) - 10
+    assert 0 <= num_refilled <= 20, "what some seconds refill"
+    await other.limits.close()
+
+
 async def test_largest_cost_is_reserved_until_the_release(rig: LimitRig) -> None:
     await rig.set_spent(400)
     first = await rig.admit(budget_nano=2500)  # 1010 at most
@@ -260,7 +275,7 @@ async def test_budget_of_a_key_counts_its_own_spending_in_the_period(rig: LimitR
     usage = ChoiceUsage("req-1", 0, 10, 0, 10, FinishCause.STOP)
     cost_nano = await rig.parts.ledger.settle("req-1", [usage])
     assert cost_nano > 0
-    of_key = {"scope": "limits", "budget_period": "day"}
+    of_key: dict[str, Any] = {"scope": "limits", "budget_period": "day"}
     with pytest.raises(
         QuotaExceeded, match=r"per day of this key exceeded.*wait until 20\d\d-.*torchrelay key set key-"
     ):
@@ -308,11 +323,11 @@ async def test_running_requests_outlive_their_leases(rig: LimitRig, redis_url: s
     short.limits._scripts = RedisScriptRunner(redis_url, answer_limit_s=60)
     kept = await short.admit(budget_nano=1010)
     running = f"relay:{{{rig.principal.tenant_id}}}:running"
-    [(_, begun)] = await rig.redis.zrange(running, 0, -1, withscores=True)
+    [[_, begun]] = await rig.redis.zrange(running, 0, -1, withscores=True)
 
     async def is_renewed() -> bool:
-        [(_, end)] = await rig.redis.zrange(running, 0, -1, withscores=True)
-        return float(end) > begun + 1.5
+        [[_, end]] = await rig.redis.zrange(running, 0, -1, withscores=True)
+        return bool(end > begun + 1.5)
 
     await eventually(is_renewed)
     with pytest.raises(RateLimited):

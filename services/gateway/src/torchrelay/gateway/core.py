@@ -27,7 +27,7 @@ URGENCY: Final = (ServiceClass.BATCH, ServiceClass.STANDARD, ServiceClass.INTERA
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a key, or all keys of a tenant together, may use; None: any number."""
+    """The limits of a key, or of all keys of a tenant together; None: any number."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and answers
@@ -263,7 +263,7 @@ NO_RATES: Final = RatesLeft()
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What ``Limiter.admit`` reserves for a request and ``Limiter.release`` settles."""
+    """A request's part of its limits: ``Limiter.admit`` reserves it, ``Limiter.release`` settles it."""
 
     reservation_id: str  # empty for callers without limits
     tenant_id: str

@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request asks for. An amount above the budget is reduced in steps, to no less than the least."""
+    """A request's needs. An amount above the budget is reduced in steps, to no less than the least."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -42,7 +42,7 @@ class Wish:
 
 @dataclass(slots=True)
 class Use:
-    """What a key or a tenant has left of its rates, and what it uses."""
+    """The use of a key's or tenant's limits, and the rest of its rates."""
 
     requests_left: float = 0.0  # 0 without a limit, as is the next
     tokens_left: float = 0.0
@@ -126,11 +126,12 @@ def share_of(limits: Limits, num_gateways: int, spent_nano: int) -> Limits:
 
 
 def refilled(left: float, per_minute: int, elapsed_s: float) -> float:
+    """Returns what is left of a rate after so many seconds."""
     return min(float(per_minute), left + max(0.0, elapsed_s) * per_minute / 60)
 
 
 def least_left(limit: int | None, left: float, other_limit: int | None, other_left: float) -> tuple[int, float] | None:
-    """Of two rates the limit, and what is left, of that with less left; None if there is neither."""
+    """Returns the limit and the rest of whichever rate has less left; None without a limit."""
     pairs = [(number, rest) for number, rest in ((limit, left), (other_limit, other_left)) if number is not None]
     return min(pairs, key=lambda pair: pair[1], default=None)
 

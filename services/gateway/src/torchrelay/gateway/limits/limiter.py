@@ -123,7 +123,7 @@ class Limiter:
             raise
 
     async def use_of(self, principal: Principal) -> LimitsUse:
-        """What the key and its tenant use of their limits. Raises ``Unavailable`` without SQL."""
+        """Returns what the key and its tenant use of their limits. Raises ``Unavailable`` without SQL."""
         limits = principal.limits, principal.tenant_limits
         verdict = await self._verdict(principal, Wish(), None)
         now = now_unix_us()
@@ -290,7 +290,7 @@ class Limiter:
         return await self._scripts.run(script, keys, args)
 
     async def _spent(self, principal: Principal, place: int, begin_us: int) -> int:
-        """What the key or tenant has spent since the begin of its budget's period; ``UNKNOWN`` without a budget."""
+        """Returns the spending since the begin of the budget's period; ``UNKNOWN`` without a budget."""
         limit = (principal.limits, principal.tenant_limits)[place]
         if limit.budget_nano is None:
             return UNKNOWN

@@ -1,4 +1,4 @@
-"""What this gateway has admitted itself: the state by which it decides while Redis does not answer."""
+"""A gateway's own admissions, by which it decides while Redis does not answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LocalUse:
         return decide(wish, shares, (uses[0], uses[1]))
 
     def note_spent(self, name: str, spent_nano: int, period_us: int, until_s: float, now_s: float) -> None:
-        """What the key or tenant had spent in its period, as SQL says."""
+        """Notes the spending of a key or tenant in its period, as SQL has it."""
         state = self._states.get(name)
         if state is None:
             state = self._states[name] = _State(Use(float("inf"), float("inf")), now_s)

@@ -1,4 +1,4 @@
-"""What a caller is told whose key or tenant has reached a limit."""
+"""The errors for callers whose key or tenant has reached a limit."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ def too_large(principal: Principal, place: int, num_tokens: int) -> InvalidReque
     """The refusal of a request that a limit of tokens per minute can never admit."""
     limit = _limits(principal)[place].tokens_per_minute
     return InvalidRequest(
-        f"this request may use {num_tokens:,} tokens, its prompt and max_tokens, but {_who(principal, place)} allows "
-        f"{limit:,} a minute: lower max_tokens or shorten the prompt",
+        f"this request may use {num_tokens:,} tokens, its prompt and max_tokens, but {_bearer(principal, place)} "
+        f"allows {limit:,} a minute: lower max_tokens or shorten the prompt",
         field="max_tokens",
     )
 
 
 def refusal(principal: Principal, wish: Wish, verdict: Verdict) -> TorchrelayError:
     """The error for a verdict that is not ``OK``."""
-    limit, who = _limits(principal)[verdict.place], _who(principal, verdict.place)
+    limit, bearer = _limits(principal)[verdict.place], _bearer(principal, verdict.place)
     rates = rates_left(_limits(principal), verdict)
     if verdict.outcome is Outcome.REQUESTS:
-        message = f"rate limit exceeded: {who} allows {limit.requests_per_minute:,} requests per minute"
+        message = f"rate limit exceeded: {bearer} allows {limit.requests_per_minute:,} requests per minute"
         return RateExceeded(message, rates, verdict.wait_s)
     if verdict.outcome is Outcome.TOKENS:
         left = max(0, int(verdict.uses[verdict.place].tokens_left))
         message = (
-            f"rate limit exceeded: {who} allows {limit.tokens_per_minute:,} tokens per minute, of which {left:,} are "
-            f"left; this request reserves {wish.num_tokens:,} for its prompt and answer"
+            f"rate limit exceeded: {bearer} allows {limit.tokens_per_minute:,} tokens per minute, of which {left:,} "
+            f"are left; this request reserves {wish.num_tokens:,} for its prompt and answer"
         )
         return RateExceeded(message, rates, verdict.wait_s)
     if verdict.outcome is Outcome.RUNNING:
-        message = f"{who} allows {limit.concurrent_requests:,} requests at once, and as many run: try again"
+        message = f"{bearer} allows {limit.concurrent_requests:,} requests at once, and as many run: try again"
         return RateLimited(message, retry_after_s=_RETRY_S)
     return _of_budget(principal, wish, verdict)
 
@@ -105,7 +105,7 @@ def _limits(principal: Principal) -> tuple[Limits, Limits]:
     return principal.limits, principal.tenant_limits
 
 
-def _who(principal: Principal, place: int) -> str:
+def _bearer(principal: Principal, place: int) -> str:
     return "this key" if place == KEY else f"the tenant {principal.tenant}, with all its keys,"
 
 
