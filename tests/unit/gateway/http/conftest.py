@@ -15,9 +15,11 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from tests.unit.gateway.conftest import AccountingRig
+from tests.unit.gateway.conftest import PEPPER, AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStore, serving
 from torchrelay.common.health import Health
+from torchrelay.gateway.auth.identities import Identities
+from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
@@ -98,9 +100,11 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         store = ScriptedStore()  # type: ignore[abstract]
         channel = await stack.enter_async_context(serving(store, ScriptedScheduler()))  # type: ignore[abstract]
         store_client, scheduler = StoreClient(channel, "store:1"), SchedulerClient(channel, "scheduler:1")
+        operators = Operators(parts.database, parts.table_versions, PEPPER)
         services = Services(
             database=parts.database,
             tenants=parts.tenants,
+            operators=operators,
             keys=parts.keys,
             limits=Limiter("", parts.database, lease_s=60),
             catalog=parts.catalog,
@@ -119,7 +123,9 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         )
         rest = rest_app.make_app(services)
         pages = rest_app.public_pages(rest, services.health)
-        app = AsgiRouter(dict.fromkeys(TOKEN_PATHS, _tokens), pages, rest, parts.keys, shares)
+        app = AsgiRouter(
+            dict.fromkeys(TOKEN_PATHS, _tokens), pages, rest, Identities(parts.keys, operators, None), shares
+        )
         http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create(parts.acme.tenant_id, name="first")

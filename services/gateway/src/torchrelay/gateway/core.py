@@ -11,6 +11,7 @@ ANY_ENGINE, OWN_ENGINE = "auto", "torchrelay"
 ENGINE_FORMS = r"^(auto|torchrelay|vllm(:([2-9]|[1-5]\d|6[0-4]))?)$"  # of a model's setting; vllm:2: on two devices
 _INT8: Final = "I8"
 ServiceClassName: TypeAlias = Literal["interactive", "standard", "batch"]
+Role: TypeAlias = Literal["viewer", "operator", "admin"]  # each may what those before it may
 BudgetPeriod: TypeAlias = Literal["day", "week", "month"]
 
 
@@ -41,12 +42,14 @@ NO_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The caller an API key identifies, with what it may do."""
+    """The caller that an API key or a token identifies, with what it may do."""
 
-    tenant_id: str  # empty for the admin key
+    tenant_id: str  # empty for operators
     tenant: str
     key_id: str
-    is_admin: bool = False
+    is_admin: bool = False  # an operator, of whatever role
+    role: Role = "admin"  # of an operator
+    person: str = ""  # the name of an operator, or of the owner of a token
     limits: Limits = NO_LIMITS  # of the key
     tenant_limits: Limits = NO_LIMITS
     service_class: ServiceClass = ServiceClass.STANDARD  # of its requests that name none
@@ -54,6 +57,11 @@ class Principal:
     models: frozenset[str] | None = None  # "tenant/model" or an alias of it; None: all of its tenant
     may_manage_keys: bool = True
     expires_unix_us: int | None = None
+
+    @property
+    def actor(self) -> str:
+        """The caller's name in the audit log."""
+        return self.person or f"key:{self.key_id}"
 
     def class_of(self, wanted: ServiceClass | None) -> ServiceClass:
         """The class of a request that names ``wanted``, or none."""

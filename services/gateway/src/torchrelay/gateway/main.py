@@ -22,6 +22,10 @@ from torchrelay.common.process.service import Serving, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
+from torchrelay.gateway.auth.grants import parse_grants
+from torchrelay.gateway.auth.identities import Identities
+from torchrelay.gateway.auth.oidc import OidcTokens
+from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.background import all_ended, background, repeat
 from torchrelay.gateway.billing.heartbeat import Heartbeat
@@ -86,7 +90,7 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
             open_token_path(
                 settings,
                 gateway_id,
-                keys=components.services.keys,
+                keys=components.identities,
                 catalog=components.services.catalog,
                 ledger=components.ledger,
                 limits=components.limits,
@@ -101,7 +105,9 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
         )
         await stack.enter_async_context(background(announcing))
         services = replace(components.services, model_changed=_model_changed(components.nats_events, token_path))
-        served = await stack.enter_async_context(_servers(settings, token_path, services, components.shares))
+        served = await stack.enter_async_context(
+            _servers(settings, token_path, services, components.shares, components.identities)
+        )
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
@@ -122,17 +128,21 @@ def _model_changed(nats_events: NatsEvents, token_path: TokenPath) -> ModelChang
 
 @asynccontextmanager
 async def _servers(
-    settings: GatewaySettings, token_path: TokenPath, services: Services, shares: ConnectionShares
+    settings: GatewaySettings,
+    token_path: TokenPath,
+    services: Services,
+    shares: ConnectionShares,
+    identities: Identities,
 ) -> AsyncIterator[Serving]:
     """The HTTP and gRPC servers, which leave together. Requests that outlast the grace end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     rest = make_app(services)
     pages = public_pages(rest, services.health)
-    router = AsgiRouter(token_path.apps, pages, rest, services.keys, shares)
+    router = AsgiRouter(token_path.apps, pages, rest, identities, shares)
     feed = LiveFeed(
         services.database, services.catalog, services.scheduler, services.health, token_path.pipeline.first_tokens
     )
-    console = ConsoleApp(router, feed, services.keys, shares)
+    console = ConsoleApp(router, feed, identities, shares)
     app = CorsApp(console, settings.allowed_origins) if settings.allowed_origins else console
     async with (
         background(repeat("console", feed.refresh, EVERY_S)),
@@ -173,6 +183,7 @@ async def _servers(
 @dataclass(frozen=True, slots=True)
 class _Components:
     services: Services
+    identities: Identities
     ledger: Ledger
     limits: Limiter
     shares: ConnectionShares
@@ -188,14 +199,20 @@ async def _make_components(
     nats_events = NatsEvents(
         settings.nats_url, settings.nats_prefix, gateway_id, table_versions.invalidate, settings.nats_replicas
     )
+    pepper = await load_pepper(database, settings.key_pepper)
     keys = ApiKeys(
         database,
         table_versions,
-        await load_pepper(database, settings.key_pepper),
+        pepper,
         admin_key=settings.admin_key,
         capacity=settings.cached_keys,
         announce=nats_events.key_revoked,
     )
+    operators, tenants = Operators(database, table_versions, pepper), Tenants(database, table_versions)
+    tokens = None
+    if settings.oidc_issuer:
+        grants = parse_grants(settings.oidc_grants)
+        tokens = OidcTokens(settings.oidc_issuer, settings.oidc_audience, grants, tenants, table_versions)
     prices = Prices(database, table_versions)
     catalog = Catalog(database, table_versions, prices, settings.cached_models, retired_s=settings.retired_version_s)
     tls = settings.tls
@@ -222,7 +239,8 @@ async def _make_components(
     stack.push_async_callback(limits.close)
     services = Services(
         database=database,
-        tenants=Tenants(database, table_versions),
+        tenants=tenants,
+        operators=operators,
         keys=keys,
         limits=limits,
         catalog=catalog,
@@ -245,7 +263,16 @@ async def _make_components(
         model_changed=nats_events.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))
-    return _Components(services, ledger, limits, shares, nats_events, scheduler_channel, store_channel)
+    return _Components(
+        services,
+        Identities(keys, operators, tokens),
+        ledger,
+        limits,
+        shares,
+        nats_events,
+        scheduler_channel,
+        store_channel,
+    )
 
 
 def _jobs(

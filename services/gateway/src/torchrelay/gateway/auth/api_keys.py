@@ -11,7 +11,7 @@ import json
 import secrets as random_secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -23,13 +23,14 @@ from torchrelay.common.recent import Recent
 from torchrelay.gateway.auth.key_format import key_id_of, mac_of, new_token
 from torchrelay.gateway.auth.limit_columns import LIMITS, check_period, limits_of
 from torchrelay.gateway.core import NO_LIMITS, URGENCY, Limits, Principal, ServiceClass, ServiceClassName
+from torchrelay.gateway.sql.audit import record
 from torchrelay.gateway.sql.database import ANSWER_LIMIT_S, Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import api_keys, secrets, tenants
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 MAX_KEYS = 1000  # of a tenant, that are not revoked
-ADMIN = Principal(tenant_id="", tenant="", key_id="admin", is_admin=True)
+ADMIN = Principal(tenant_id="", tenant="", key_id="admin", is_admin=True, person="admin key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class _Entry:
     previous_mac: str
     previous_until_unix_us: int
     is_paused: bool
+    is_suspended: bool  # its tenant
     principal: Principal
 
     def has(self, mac: str) -> bool:
@@ -109,7 +111,7 @@ class ApiKeys:
         Raises the same ``Unauthenticated`` for malformed, unknown and revoked keys, one with the time for an expired
         key, ``PermissionDenied`` for a paused one, and ``Unavailable`` without SQL.
         """
-        token = _token(authorization or "")
+        token = bearer_token(authorization or "")
         if not token:
             raise Unauthenticated("missing API key: send the header Authorization: Bearer tr-...")
         mac = mac_of(self._pepper, token)
@@ -130,6 +132,8 @@ class ApiKeys:
         if expires_us is not None and now_us >= expires_us:
             when = datetime.fromtimestamp(expires_us / 1e6, UTC)
             raise Unauthenticated(f"this API key expired at {when:%Y-%m-%d %H:%M} UTC; ask for a new one")
+        if entry.is_suspended:
+            raise PermissionDenied(f"the tenant {entry.principal.tenant} is suspended; ask the platform's operator")
         if entry.is_paused:
             raise PermissionDenied("this API key is paused; whoever manages the tenant's keys can resume it")
         self._used[key_id] = now_us
@@ -160,6 +164,7 @@ class ApiKeys:
             row.previous_mac or "",
             row.previous_until_unix_us or 0,
             row.paused_unix_us is not None,
+            row.tenant_suspended_unix_us is not None,
             _principal(row),
         )
         self._cache.put(key_id, version, entry)
@@ -178,7 +183,10 @@ class ApiKeys:
                 raise Conflict(f"the tenant has {MAX_KEYS} keys; revoke those that are not used", field="tenant")
             await connection.execute(insert(api_keys).values({**_stored(values), "created_unix_us": now_unix_us()}))
             row = (await connection.execute(_joined().where(api_keys.c.key_id == key_id))).one()
+            if row.tenant_deleted_unix_us is not None:
+                raise Conflict(f"the tenant {row.tenant_name} is deleted", field="tenant")
             _check(row, settings)
+            await record(connection, "key.create", key_id, tenant_id, None, _audited(row))
         return _info(row), token
 
     async def change(self, key_id: str, tenant_id: str | None, settings: Mapping[str, Any]) -> KeyInfo:
@@ -188,15 +196,18 @@ class ApiKeys:
         and ``InvalidRequest``.
         """
         mine = api_keys.c.key_id == key_id, api_keys.c.revoked_unix_us.is_(None), *_of(tenant_id)
+        action = "key.rotate" if "mac" in settings else "key.change"
         async with self._database.write() as connection:
+            await bump_version(connection, "keys")  # first: it locks a row, so that nobody changes the key meanwhile
+            before = (await connection.execute(_joined().where(*mine))).one_or_none()
             changed = await connection.execute(
                 update(api_keys).where(*mine).values({"key_id": key_id, **_stored(settings)})
             )
-            if changed.rowcount == 0:
+            if changed.rowcount == 0 or before is None:
                 raise _not_found(key_id)
             row = (await connection.execute(_joined().where(api_keys.c.key_id == key_id))).one()
             _check(row, settings)
-            await bump_version(connection, "keys")
+            await record(connection, action, key_id, row.tenant_id, _audited(before), _audited(row))
         await self._changed()
         return _info(row)
 
@@ -236,9 +247,11 @@ class ApiKeys:
         query = update(api_keys).where(api_keys.c.key_id == key_id, *_of(tenant_id))
         revoked_at = func.coalesce(api_keys.c.revoked_unix_us, now_unix_us())
         async with self._database.write() as connection:
-            changed = await connection.execute(query.values(revoked_unix_us=revoked_at))
-            if changed.rowcount == 0:
+            values = query.values(revoked_unix_us=revoked_at).returning(api_keys.c.tenant_id)
+            owner = (await connection.execute(values)).scalar_one_or_none()
+            if owner is None:
                 raise _not_found(key_id)
+            await record(connection, "key.revoke", key_id, owner)
             await bump_version(connection, "keys")
         await self._changed()
 
@@ -248,13 +261,14 @@ class ApiKeys:
             await self._announce()
 
 
-def _token(authorization: str) -> str:
-    """The token of ``Bearer tr-...``; empty if there is none."""
+def bearer_token(authorization: str) -> str:
+    """The token of ``Bearer ...``; empty if there is none."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-_OF_TENANT: Final = tuple(tenants.c[name].label(f"tenant_{name}") for name in ("name", "service_class", *LIMITS))
+_TENANT_COLUMNS: Final = ("name", "service_class", "suspended_unix_us", "deleted_unix_us", *LIMITS)
+_OF_TENANT: Final = tuple(tenants.c[name].label(f"tenant_{name}") for name in _TENANT_COLUMNS)
 
 
 def _joined() -> Select[Any]:
@@ -317,6 +331,12 @@ def _info(row: Row[Any]) -> KeyInfo:
         row.last_used_unix_us,
         row.previous_until_unix_us,
     )
+
+
+def _audited(row: Row[Any]) -> dict[str, Any]:
+    """The fields of a key that the audit log has: all but its secrets and times of use."""
+    shown = asdict(_info(row))
+    return {name: shown[name] for name in shown if name not in ("key_id", "tenant", "last_used_unix_us")}
 
 
 def _unknown() -> Unauthenticated:

@@ -27,6 +27,7 @@ from torchrelay.gateway.core import (
     Version,
 )
 from torchrelay.gateway.resource_names import is_name
+from torchrelay.gateway.sql.audit import record
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_catalog_of
 from torchrelay.gateway.sql.tables import aliases, models, replaced_versions, retired_versions, tenants, versions
@@ -147,6 +148,8 @@ class Catalog:
             rows = [{"tenant_id": model.tenant_id, "alias": name, "model": own_name} for name in sorted(set(names))]
             if rows:
                 await connection.execute(insert(aliases), rows)
+            before, after = {"aliases": list(model.aliases)}, {"aliases": sorted(set(names))}
+            await record(connection, "model.aliases", model.name, model.tenant_id, before, after)
         self._table_versions.invalidate()
 
     async def check_takes_upload(self, tenant_id: str, name: str) -> None:
@@ -170,9 +173,12 @@ class Catalog:
             if not _serves_adapters(model.version, settings.engine or ANY_ENGINE):
                 own_name = model.name.partition("/")[2]
                 await _check_has_no_adapters(connection, model.tenant_id, own_name, model.version.version_id)
-            changed = await connection.execute(update(models).where(*_is(model)).values(values))
-            if changed.rowcount == 0:
+            before = (await connection.execute(select(models).where(*_is(model)))).one_or_none()
+            if before is None:
                 raise _not_found(model.name)
+            await connection.execute(update(models).where(*_is(model)).values(values))
+            earlier = {name: getattr(before, name) for name in settings.columns()}
+            await record(connection, "model.change", model.name, model.tenant_id, earlier, settings.columns())
         self._table_versions.invalidate()
 
     async def delete(self, model: PublishedModel) -> None:
@@ -191,6 +197,7 @@ class Catalog:
                 of_model = table.c.tenant_id == model.tenant_id, table.c.model == own_name
                 await connection.execute(delete(table).where(*of_model))
             await _retire(self._database, connection, version_id, model.tenant_id)
+            await record(connection, "model.delete", model.name, model.tenant_id, {"version": version_id}, None)
         self._table_versions.invalidate()
 
     async def replaced(self, model: PublishedModel) -> list[ReplacedVersion]:
@@ -258,6 +265,9 @@ class Catalog:
         same_model = (models.c.tenant_id == tenant_id, models.c.name == name)
         previous = (await connection.execute(select(models.c.version_id).where(*same_model))).scalar_one_or_none()
         values = settings.columns() | {"version_id": version.version_id, "updated_unix_us": now}
+        before, after = None if previous is None else {"version": previous}, {"version": version.version_id}
+        tenant = (await connection.execute(select(tenants.c.name).where(tenants.c.tenant_id == tenant_id))).scalar_one()
+        await record(connection, "model.publish", f"{tenant}/{name}", tenant_id, before, after)
         if previous is None:
             defaults = {"idle_timeout_s": 0.0, "max_instances": 0, "created_unix_us": now}
             await connection.execute(insert(models).values(defaults | values | {"tenant_id": tenant_id, "name": name}))

@@ -53,6 +53,34 @@ tenants = Table(
     Column("tokens_per_minute", BigInteger),
     Column("concurrent_requests", Integer),
     Column("budget_period", String),  # null: the budget is for ever
+    Column("suspended_unix_us", BigInteger),
+    Column("deleted_unix_us", BigInteger),
+)
+
+# People who run the platform, each with a key.
+operators = Table(
+    "operators",
+    metadata,
+    Column("operator_id", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("role", String, nullable=False),
+    Column("mac", String, nullable=False),
+    Column("created_unix_us", BigInteger, nullable=False),
+    Column("revoked_unix_us", BigInteger),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("audit_id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("at_unix_us", BigInteger, nullable=False),
+    Column("actor", String, nullable=False),
+    Column("action", String, nullable=False),
+    Column("target", String, nullable=False),
+    Column("tenant_id", String),  # null: of operators alone
+    Column("before", Text),  # JSON
+    Column("after", Text),
+    Index("ix_audit_tenant_id_audit_id", "tenant_id", "audit_id"),
 )
 
 api_keys = Table(
