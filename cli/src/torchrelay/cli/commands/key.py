@@ -226,7 +226,7 @@ def _state(key: dict[str, Any]) -> str:
     if key.get("paused"):
         return "[yellow]paused[/]"
     expires = key.get("expires_at")
-    is_over = bool(expires) and datetime.fromisoformat(expires) <= datetime.now(UTC)
+    is_over = expires is not None and datetime.fromisoformat(expires) <= datetime.now(UTC)
     return "[red]expired[/]" if is_over else "active"
 
 

@@ -25,7 +25,7 @@ from torchrelay.cli.views import console
 from torchrelay.cli.views.console import ResultTable
 from torchrelay.common.quantities import format_bytes
 
-app = typer.Typer(no_args_is_help=True, help="Create, change and list tenants (admin).")
+app = typer.Typer(no_args_is_help=True, help="Create, change, suspend, delete and list tenants (admin).")
 
 
 StorageOption = Annotated[
@@ -111,6 +111,37 @@ def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
         raise CliError(error.message, f"create a key for it: torchrelay key create --tenant {body['name']}") from None
 
 
+@app.command(epilog="Example:  torchrelay tenant suspend acme\n\nBack:     torchrelay tenant suspend acme --resume")
+def suspend(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    resume: Annotated[bool, typer.Option("--resume", help="Accept its requests again.")] = False,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: AdminKeyOption = None,
+) -> None:
+    """Refuse all requests of a tenant, within a second; running ones go on to their end."""
+    with admin_access(home, url, key).client() as client:
+        client.call("PATCH", f"/v1/tenants/{quote(name)}", json={"suspended": not resume})
+    console.out().print(f"{name} is {'active' if resume else 'suspended'}")
+
+
+@app.command(epilog="Example:  torchrelay tenant delete acme --yes")
+def delete(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: AdminKeyOption = None,
+) -> None:
+    """Delete a tenant's keys, models and uploads for ever; its accounts stay, and so does its name."""
+    access = admin_access(home, url, key)
+    if not yes:
+        typer.confirm(f"delete all keys and models of {name}?", abort=True, err=True)
+    with access.client() as client:
+        deleted = client.call("DELETE", f"/v1/tenants/{quote(name)}")
+    console.out().print(f"deleted {name}; kept: {', '.join(deleted['kept'])}")
+
+
 @app.command("list", epilog="Example:  torchrelay tenant list")
 def list_tenants(
     home: HomeOption = None, url: UrlOption = None, key: AdminKeyOption = None, as_json: JsonOption = False
@@ -121,11 +152,14 @@ def list_tenants(
     if as_json:
         console.print_json(listed)
         return
-    columns = "tenant", "storage quota", "limits", "class", "created"
-    table = ResultTable(*columns, right=("storage quota",), whole=("tenant", "class", "created"), is_narrow=True)
+    columns = "tenant", "storage quota", "limits", "class", "created", "state"
+    table = ResultTable(
+        *columns, right=("storage quota",), whole=("tenant", "class", "created", "state"), is_narrow=True
+    )
     for tenant in listed["data"]:
         created = datetime.fromtimestamp(tenant["created"]).strftime("%Y-%m-%d %H:%M")
-        table.add_line(tenant["name"], *_settings_texts(tenant), created)
+        state = "[red]deleted[/]" if tenant["deleted"] else "[yellow]suspended[/]" if tenant["suspended"] else "active"
+        table.add_line(tenant["name"], *_settings_texts(tenant), created, state)
     console.out().print(table)
 
 

@@ -1,4 +1,4 @@
-"""Whom an ``Authorization`` header names: a tenant's key, an operator's key, or the owner of an OIDC token."""
+"""Callers by their ``Authorization`` header: a tenant's key, an operator's key, or the owner of an OIDC token."""
 
 from __future__ import annotations
 

@@ -79,6 +79,10 @@ function Tenants({ tenants }) {
     setChosen("");
     tenants.again();
   };
+  const suspend = async (name, suspended) => {
+    await call(`/v1/tenants/${encodeURIComponent(name)}`, { method: "PATCH", body: { suspended } });
+    tenants.again();
+  };
   const listed = tenants.data?.data ?? [];
   const [chosen, setChosen] = useState("");
   const tenant = listed.find(({ name }) => name === chosen);
@@ -92,6 +96,15 @@ function Tenants({ tenants }) {
     ],
     ["Class", (each) => each.service_class ?? "any"],
     ["Created, UTC", (each) => time(each.created)],
+    [
+      "State",
+      (each) =>
+        each.deleted
+          ? "deleted"
+          : html`${each.suspended ? "suspended" : "active"}
+        <${Confirm} label=${each.suspended ? "Resume" : "Suspend"} question=${each.suspended ? "Accept its requests again?" : "Refuse all its requests?"}
+          onYes=${() => suspend(each.name, !each.suspended)} />`,
+    ],
   ];
   const fields = (has) =>
     html`<${LimitFields} has=${has} />
@@ -110,6 +123,40 @@ function Tenants({ tenants }) {
       <${Select} label="Tenant" name="tenant" required value=${chosen} onChange=${setChosen} options=${[["", "choose"], ...listed.map(({ name }) => name)]} />
 <div class="fields" key=${chosen}>${fields(tenant)}</div><//>`
     }`;
+}
+
+const ROLES = ["viewer", "operator", "admin"];
+
+function Operators() {
+  const operators = useAnswer("/v1/operators");
+  const [made, setMade] = useState("");
+  const create = async (form) => {
+    const body = { name: form.get("name"), role: form.get("role") };
+    setMade((await json("/v1/operators", { method: "POST", body })).key);
+    operators.again();
+  };
+  const revoke = async (name) => {
+    await call(`/v1/operators/${encodeURIComponent(name)}`, { method: "DELETE" });
+    operators.again();
+  };
+  const columns = [
+    ["Operator", (each) => each.name],
+    ["Role", (each) => each.role],
+    ["Created, UTC", (each) => time(each.created), "time"],
+    [
+      "",
+      (each) =>
+        each.revoked
+          ? "revoked"
+          : html`<${Confirm} label="Revoke" question="Revoke this operator's key?" onYes=${() => revoke(each.name)} />`,
+    ],
+  ];
+  return html`<h2>Operators</h2>
+    <${Answered} answer=${operators}>${({ data }) => html`<${Table} label="Operators" columns=${columns} rows=${data}>Operators have keys of their own: create the first below.<//>`}<//>
+    <${Sender} label="Create operator" send=${create}>
+      <label>Name <input name="name" required pattern="[a-z0-9][a-z0-9._\\-]*" maxlength="64" /></label>
+      <${Select} label="Role" name="role" options=${ROLES} value="viewer" /><//>
+    ${made && html`<p role="status">The operator's key, which is shown only now: <code>${made}</code></p>`}`;
 }
 
 export function Keys({ isAdmin }) {
@@ -188,5 +235,5 @@ export function Keys({ isAdmin }) {
         <${LimitFields} has=${key} /><${AccessFields} has=${key} />
         <${Select} label="State" name="state" options=${["active", "paused"]} value=${key?.paused ? "paused" : "active"} /></div><//>`
     }
-    ${isAdmin && tenants.data && html`<${Tenants} tenants=${tenants} />`}`;
+    ${isAdmin && tenants.data && html`<${Tenants} tenants=${tenants} /><${Operators} />`}`;
 }
