@@ -336,7 +336,8 @@ def _info(row: Row[Any]) -> KeyInfo:
 def _audited(row: Row[Any]) -> dict[str, Any]:
     """The fields of a key that the audit log has: all but its secrets and times of use."""
     shown = asdict(_info(row))
-    return {name: shown[name] for name in shown if name not in ("key_id", "tenant", "last_used_unix_us")}
+    left_out = "key_id", "tenant", "limits", "created_unix_us", "last_used_unix_us"
+    return {**{name: shown[name] for name in shown if name not in left_out}, **shown["limits"]}
 
 
 def _unknown() -> Unauthenticated:

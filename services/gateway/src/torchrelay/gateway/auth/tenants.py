@@ -116,4 +116,5 @@ def _tenant(row: Row[Any]) -> Tenant:
 def _audited(row: Row[Any]) -> dict[str, Any]:
     """The fields of a tenant that the audit log has."""
     shown = asdict(_tenant(row))
-    return {name: shown[name] for name in shown if name not in ("tenant_id", "name", "created_unix_us")}
+    left_out = "tenant_id", "name", "limits", "created_unix_us"
+    return {**{name: shown[name] for name in shown if name not in left_out}, **shown["limits"]}

@@ -101,7 +101,7 @@ function Tenants({ tenants }) {
       (each) =>
         each.deleted
           ? "deleted"
-          : html`${each.suspended ? "suspended" : "active"}
+          : html`<span>${each.suspended ? "suspended" : "active"} </span>
         <${Confirm} label=${each.suspended ? "Resume" : "Suspend"} question=${each.suspended ? "Accept its requests again?" : "Refuse all its requests?"}
           onYes=${() => suspend(each.name, !each.suspended)} />`,
     ],
