@@ -12,7 +12,7 @@ from torchrelay.common.errors import NotFound, Unavailable
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.reconciliation import reconcile
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
-from torchrelay.gateway.sql.tables import balances, ledger, opened
+from torchrelay.gateway.sql.tables import balances, counters, ledger, opened, usage_hours
 
 
 def usage(request_id: str = "req-1", choice: int = 0, num_output: int = 3) -> ChoiceUsage:
@@ -101,6 +101,46 @@ async def test_exit_commits_waiting_writes_and_refuses_new_ones(parts: Accountin
         await ending.open(parts.request("req-too-late"))
     async with parts.database.read() as connection:
         assert (await connection.execute(select(func.count()).select_from(opened))).scalar_one() == 1
+
+
+async def test_rows_are_numbered_in_the_order_of_commits(parts: AccountingRig) -> None:
+    """A reader that polls for larger numbers sees each row once, although two gateways write."""
+    num_requests, seen = 200, [0]
+    query = select(ledger.c.ledger_id).order_by(ledger.c.ledger_id)
+
+    async def settle_all(by: Ledger, name: str) -> None:
+        async def one(request_id: str) -> None:
+            await by.open(parts.request(request_id, num_choices=2))
+            await by.settle(request_id, [usage(request_id)])
+
+        await asyncio.gather(*(one(f"req-{name}-{index}") for index in range(num_requests)))
+
+    async def poll() -> None:
+        while len(seen) <= 4 * num_requests:
+            async with parts.database.read() as connection:
+                seen.extend((await connection.execute(query.where(ledger.c.ledger_id > seen[-1]))).scalars())
+
+    async with Ledger(parts.database) as elsewhere, asyncio.timeout(60):
+        await asyncio.gather(settle_all(parts.ledger, "a"), settle_all(elsewhere, "b"), poll())
+    assert seen == list(range(4 * num_requests + 1))
+    assert (await reconcile(parts.database)).faults == ()
+
+
+async def test_rows_of_the_release_before_are_counted_once(parts: AccountingRig) -> None:
+    await parts.ledger.open(parts.request())
+    await parts.ledger.settle("req-1", [usage()])
+    async with parts.database.write() as connection:  # as a gateway of the release before leaves it
+        await connection.execute(update(ledger).values(ledger_id=None))
+        await connection.execute(update(counters).values(last=0))
+        await connection.execute(delete(usage_hours))
+    async with Ledger(parts.database) as elsewhere:
+        await asyncio.gather(*(each.count_uncounted() for each in (parts.ledger, elsewhere) for _ in range(3)))
+    async with parts.database.read() as connection:
+        assert (await connection.execute(select(ledger.c.ledger_id))).scalars().all() == [1]
+        assert (await connection.execute(select(usage_hours.c.num_requests, usage_hours.c.cost_nano))).all() == [
+            (1, COST)
+        ]
+    assert (await reconcile(parts.database)).faults == ()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The tables. Times are Unix microseconds, money is integer nano-dollars. Accounting rows are never updated, except
-``opened.settled_unix_us`` (set once) and ``balances.spent_nano`` (the sum of the tenant's ledger rows).
+``opened.settled_unix_us`` (set once), ``balances.spent_nano`` (the sum of the tenant's ledger rows) and the sums of
+``usage_hours``.
 """
 
 from __future__ import annotations
@@ -183,7 +184,31 @@ ledger = Table(
     Column("cost_nano", BigInteger, nullable=False),
     Column("cause", String, nullable=False),
     Column("settled_unix_us", BigInteger, nullable=False),
+    # From 1, in the order of commits and without gaps; null: of a gateway of the release before, and not yet counted.
+    Column("ledger_id", BigInteger, index=True, unique=True),
     Index("ix_ledger_tenant_settled", "tenant_id", "settled_unix_us"),
+)
+
+# The last of the numbers that were given, without gaps, to the rows of a table.
+counters = Table(
+    "counters", metadata, Column("name", String, primary_key=True), Column("last", BigInteger, nullable=False)
+)
+
+# Sums of ledger rows (billing/usage_hours.py) by the hour (UTC) of their settlement.
+usage_hours = Table(
+    "usage_hours",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
+    Column("hour_unix_us", BigInteger, primary_key=True),
+    Column("key_id", String, primary_key=True),
+    Column("model", String, primary_key=True),
+    Column("price_id", ForeignKey("prices.price_id"), primary_key=True),
+    Column("num_requests", BigInteger, nullable=False),
+    Column("num_prompt_tokens", BigInteger, nullable=False),
+    Column("num_cached_prompt_tokens", BigInteger, nullable=False),
+    Column("num_output_tokens", BigInteger, nullable=False),
+    Column("cost_nano", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 balances = Table(

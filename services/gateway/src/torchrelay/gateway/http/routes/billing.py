@@ -20,6 +20,7 @@ from torchrelay.gateway.billing.usage_query import (
     billed_sums,
     end_of,
     instant_of,
+    total_of,
     usage_sums,
 )
 from torchrelay.gateway.core import Price
@@ -64,8 +65,7 @@ async def usage(
     )
     async with services.queries.turn(caller.tenant_id):
         sums = await usage_sums(services.database, filter_, group_by)
-        total = sums if group_by is None else await usage_sums(services.database, filter_, None)
-    return {"object": "list", "data": [_sum(each, group_by) for each in sums], "total": _sum(total[0], None)}
+    return {"object": "list", "data": [_sum(each, group_by) for each in sums], "total": _sum(total_of(sums), None)}
 
 
 @router.get("/bill")
