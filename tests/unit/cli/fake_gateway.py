@@ -145,6 +145,8 @@ class _Answering(BaseHTTPRequestHandler):
                 quantities: dict[str, Any] = {"prompt_tokens": 1200, "cached_tokens": 0, "completion_tokens": 34}
                 quantities |= {"requests": 2, "cost_nano": 15_000, "cost": "0.000015000"}
                 self._json({"data": [{"model": "acme/tiny", **quantities}], "total": quantities})
+            case "GET", ["usage", "export"]:
+                self._send(200, b'{"id": 7}\n{"id": 9}\n', "application/x-ndjson")
             case "POST", ["uploads"] if "vllm" in body.get("engine", ""):
                 self._error(400, "no worker has the engine vllm; the workers have torchrelay", "invalid_request")
             case "POST", ["uploads"]:

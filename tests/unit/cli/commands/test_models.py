@@ -354,6 +354,15 @@ def test_usage_shows_cost_and_unknown_names(run: Run, home: Home, gateway: FakeG
     assert unknown.message == "the key 'key-2' does not exist"
 
 
+def test_usage_is_exported_as_it_arrives(run: Run, home: Home, gateway: FakeGateway, tmp_path: Path) -> None:
+    lines = '{"id": 7}\n{"id": 9}\n'
+    assert run("usage", "export", "--after", "6", "--limit", "2").stdout == lines
+    assert gateway.asked[-1][1] == "/v1/usage/export?format=jsonl&after=6&limit=2"
+    assert run("usage", "export", "--format", "focus", "--output", str(tmp_path / "x.csv")).stdout == ""
+    assert (tmp_path / "x.csv").read_text() == lines
+    assert run("usage", "--by", "day", "export").exit_code == 2
+
+
 def test_first_key_creates_tenant_and_is_saved(run: Run, home: Home, gateway: FakeGateway) -> None:
     made = run("key", "create", "--tenant", "acme", "--name", "laptop")
     assert made.exit_code == 0, made.exception

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -12,14 +15,22 @@ from rich.table import Table
 
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.api.client import GatewayClient, given, near_name
+from torchrelay.cli.command_group import has_subcommand
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import ResultTable
 
 USAGE_EXAMPLE = "Example:  torchrelay usage --by day --from 2026-11-01"
 BILL_EXAMPLE = "Example:  torchrelay bill --month 2026-11"
+EXPORT_EXAMPLE = (
+    "Example:  torchrelay usage export --format csv --from 2026-11-01 --output november.csv\n\n"
+    "Resume:   torchrelay usage export --after 41822 >> usage.jsonl"
+)
 _NUMBERS = ("requests", "prompt", "cached", "output", "cost", "amount")
 
+app = typer.Typer(invoke_without_command=True)
+BeginOption = Annotated[str | None, typer.Option("--from", help="First day or time (UTC).", metavar="TIME")]
+EndOption = Annotated[str | None, typer.Option("--to", help="Last day, or time to end before (UTC).", metavar="TIME")]
 TenantOption = Annotated[str | None, typer.Option(help="Tenant; with the admin key only.")]
 
 
@@ -29,12 +40,18 @@ class GroupBy(StrEnum):
     day = "day"
 
 
+class Format(StrEnum):
+    jsonl = "jsonl"
+    csv = "csv"
+    focus = "focus"
+
+
+@app.callback()
 def usage(
+    context: typer.Context,
     by: Annotated[GroupBy, typer.Option(help="What each row stands for.")] = GroupBy.model,
-    begin: Annotated[str | None, typer.Option("--from", help="First day or time (UTC).", metavar="TIME")] = None,
-    end: Annotated[
-        str | None, typer.Option("--to", help="Last day, or time to end before (UTC).", metavar="TIME")
-    ] = None,
+    begin: BeginOption = None,
+    end: EndOption = None,
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
     key_id: Annotated[str | None, typer.Option(help="Only this key, by its id (see `key list`).")] = None,
     tenant: TenantOption = None,
@@ -43,7 +60,9 @@ def usage(
     key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show requests, tokens and their exact cost; with the admin key, of all tenants."""
+    """Show requests, tokens and their exact cost; with the admin key, of all tenants. Export them."""
+    if has_subcommand(context):
+        return
     access = _access(home, url, key, tenant)
     wanted = {"group_by": by.value, "from": begin, "to": end, "model": model, "key": key_id, "tenant": tenant}
     with access.client() as client:
@@ -56,6 +75,33 @@ def usage(
         console.err().print("no usage yet")
     else:
         console.out().print(usage_table(report, by.value))
+
+
+@app.command(epilog=EXPORT_EXAMPLE)
+def export(
+    format_: Annotated[
+        Format, typer.Option("--format", help="jsonl and csv: a line per answer; focus: FOCUS 1.2, for tools of cost.")
+    ] = Format.jsonl,
+    after: Annotated[int, typer.Option(min=0, help="The last id of the export before; only later rows follow.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of answers.")] = None,
+    begin: BeginOption = None,
+    end: EndOption = None,
+    tenant: TenantOption = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; default: standard output.", metavar="FILE", dir_okay=False)
+    ] = None,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Export what was billed, in the order of ids, each answer once: the last id is where the next export begins."""
+    wanted = {"format": format_.value, "after": after, "limit": limit, "from": begin, "to": end, "tenant": tenant}
+    with ExitStack() as stack:
+        client = stack.enter_context(_access(home, url, key, tenant).client())
+        lines = stack.enter_context(client.stream("GET", "/v1/usage/export", params=given(**wanted)))
+        file = sys.stdout.buffer if output is None else stack.enter_context(output.open("wb"))
+        for line in lines:
+            file.write(line + b"\n")
 
 
 def _check_names(client: GatewayClient, model: str | None, key_id: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -40,6 +41,25 @@ async def test_usage_is_summed_with_its_cost(billed: RestRig) -> None:
     error = refused.json()["error"]
     assert (refused.status_code, error["param"], error["code"]) == (400, "model", "invalid_request")
     assert "TENANT/NAME" in error["message"]
+
+
+async def test_export_has_the_rows_of_the_caller(billed: RestRig) -> None:
+    reply = await billed.acme.get("/v1/usage/export")
+    line = json.loads(reply.text)
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    assert (line["id"], line["tenant"], line["cost_nano"], line["cost"]) == (1, "acme", COST, "0.012000700")
+    for query in ("format=jsonl", "tenant=acme", "from=2026-01-01&limit=5"):
+        assert (await billed.admin.get(f"/v1/usage/export?{query}")).text == reply.text
+    for query in ("after=1", "to=2026-01-01"):
+        assert (await billed.acme.get(f"/v1/usage/export?{query}")).text == ""
+    focus = await billed.acme.get("/v1/usage/export?format=focus")
+    assert focus.headers["content-type"].startswith("text/csv") and len(focus.text.splitlines()) == 4
+    async with await billed.client_of("zoo") as zoo:
+        assert len((await zoo.get("/v1/usage/export?format=csv")).text.splitlines()) == 1
+        assert (await zoo.get("/v1/usage/export?tenant=acme")).status_code == 403
+    for query, field in (("format=xml", "format"), ("after=-1", "after"), ("limit=0", "limit"), ("to=soon", "to")):
+        refused = await billed.acme.get(f"/v1/usage/export?{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 
 
 async def test_bill_of_this_month_has_its_lines_and_the_books_no_faults(billed: RestRig) -> None:

@@ -1,18 +1,23 @@
-"""/v1/usage, /v1/bill, /v1/prices, /v1/reconcile."""
+"""/v1/usage, /v1/usage/export, /v1/bill, /v1/prices, /v1/reconcile."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
+from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import Row
 
 from torchrelay.common.errors import InvalidRequest, ModelNotFound
 from torchrelay.gateway.billing.bills import BilledSum, bill_amount, month_bounds
 from torchrelay.gateway.billing.money import CURRENCY, exact_amount
 from torchrelay.gateway.billing.reconciliation import reconcile
+from torchrelay.gateway.billing.usage_export import MEDIA_TYPES, Format, encoded, exported_pages, header
 from torchrelay.gateway.billing.usage_query import (
     GroupBy,
     UsageFilter,
@@ -66,6 +71,44 @@ async def usage(
     async with services.queries.turn(caller.tenant_id):
         sums = await usage_sums(services.database, filter_, group_by)
     return {"object": "list", "data": [_sum(each, group_by) for each in sums], "total": _sum(total_of(sums), None)}
+
+
+@router.get("/usage/export")
+async def export(
+    services: ServicesOf,
+    caller: Caller,
+    format_: Annotated[Format, Query(alias="format")] = "jsonl",
+    after: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int | None, Query(ge=1)] = None,
+    begin: Annotated[str | None, Query(alias="from")] = None,
+    end: Annotated[str | None, Query(alias="to")] = None,
+    tenant: str | None = None,
+) -> Response:
+    """Ledger rows numbered above ``after``, in order. To resume, name the last number received."""
+    tenant_id, _ = await ledger_scope(services, caller, tenant, None)
+    filter_ = UsageFilter(
+        tenant_id=tenant_id,
+        from_unix_us=None if begin is None else instant_of(begin, "from"),
+        to_unix_us=None if end is None else end_of(end, "to"),
+    )
+    pages = exported_pages(services.database, filter_, after, limit)
+
+    async def page() -> Sequence[Row[Any]] | None:
+        async with services.queries.turn(caller.tenant_id):  # between two pages others have theirs
+            return await anext(pages, None)
+
+    first = await page()  # its errors have their status; a later one breaks the answer off
+
+    async def lines() -> AsyncIterator[bytes]:
+        yield header(format_)
+        rows = first
+        async with aclosing(pages):
+            while rows is not None:
+                if rows:
+                    yield encoded(rows, format_)
+                rows = await page()
+
+    return StreamingResponse(lines(), media_type=MEDIA_TYPES[format_])
 
 
 @router.get("/bill")
