@@ -363,6 +363,21 @@ def test_usage_is_exported_as_it_arrives(run: Run, home: Home, gateway: FakeGate
     assert run("usage", "--by", "day", "export").exit_code == 2
 
 
+def test_bill_is_shown_adjusted_and_closed(run: Run, home: Home, gateway: FakeGateway) -> None:
+    shown = run("bill", "--month", "2026-01", "--tenant", "acme").stdout
+    assert all(text in shown for text in ("number 4", "outage", "-12.50 USD"))
+    assert gateway.asked[-1][1] == "/v1/invoices/2026-01?tenant=acme"
+    assert run("bill", "--tenant", "acme", "--format", "csv").stdout == "item,amount\nTotal,2.00\n"
+    closed = run("bill", "close", "2026-01").stdout
+    assert "acme" in closed and gateway.asked[-1][:2] == ("POST", "/v1/invoices/2026-01/close")
+    adjusting = ("bill", "adjust", "acme", "--month", "2026-01", "--reason", "outage", "--amount")
+    assert "-12.50 dollars" in run(*adjusting, "-12.50").stdout
+    body = {"tenant": "acme", "period": "2026-01", "amount_nano": -12_500_000_000, "reason": "outage"}
+    assert gateway.asked[-1] == ("POST", "/v1/adjustments", body)
+    for wrong in ("0", "much", "nan", "0.0000000001"):
+        assert run(*adjusting, wrong).exit_code == 2
+
+
 def test_first_key_creates_tenant_and_is_saved(run: Run, home: Home, gateway: FakeGateway) -> None:
     made = run("key", "create", "--tenant", "acme", "--name", "laptop")
     assert made.exit_code == 0, made.exception

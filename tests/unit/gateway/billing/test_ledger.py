@@ -9,10 +9,12 @@ from sqlalchemy.exc import IntegrityError
 
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import NotFound, Unavailable
+from torchrelay.gateway.billing import reconciliation
+from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.reconciliation import reconcile
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
-from torchrelay.gateway.sql.tables import balances, counters, ledger, opened, usage_hours
+from torchrelay.gateway.sql.tables import adjustments, balances, counters, invoices, ledger, opened, usage_hours
 
 
 def usage(request_id: str = "req-1", choice: int = 0, num_output: int = 3) -> ChoiceUsage:
@@ -76,6 +78,27 @@ async def test_concurrent_writes_share_commits_and_add_up(parts: AccountingRig) 
     books = await reconcile(parts.database)
     assert (books.num_settled, books.num_ledger_rows, books.faults) == (400, 800, ())
     assert await spent(parts) == 400 * (COST + 3 * 400)
+
+
+async def test_books_are_compared_in_ranges(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size: what is at a range's end is in one range."""
+    other = await parts.tenants.create("other")
+    for index in range(12):
+        request = replace(parts.request(f"req-{index}"), tenant_id=(parts.acme, other)[index % 2].tenant_id)
+        async with Ledger(parts.database, lambda index=index: index // 3 * 1_800_000_000) as then:  # type: ignore[misc]
+            await then.open(request)
+            await then.settle(request.request_id, [usage(request.request_id)])
+    whole = await reconcile(parts.database)
+    assert (whole.num_opened, whole.num_ledger_rows, whole.cost_nano, whole.faults) == (12, 12, 12 * COST, ())
+    for num_rows in range(1, 14):
+        monkeypatch.setattr(reconciliation, "_RANGE_ROWS", num_rows)
+        assert await reconcile(parts.database) == whole
+    async with parts.database.write() as connection:
+        await connection.execute(update(ledger).where(ledger.c.request_id == "req-8").values(cost_nano=COST + 1))
+    for num_rows in (1, 3, 50):
+        monkeypatch.setattr(reconciliation, "_RANGE_ROWS", num_rows)
+        books = await reconcile(parts.database)
+        assert (books.difference_nano, len(books.faults)) == (1, 2)
 
 
 async def test_two_gateways_bill_each_request_once(parts: AccountingRig) -> None:
@@ -148,10 +171,15 @@ async def test_rows_of_the_release_before_are_counted_once(parts: AccountingRig)
     [
         (None, []),
         (update(balances).values(spent_nano=1), ["the balance is 1 nano, the ledger sums to 2200"]),
-        (delete(ledger), ["request req-1: 1 ledger rows expected, 0 found"]),
+        (delete(ledger), ["request req-1: 1 ledger rows expected, 0 found", "ledger ids 1 to 1: 0 rows found"]),
         (update(ledger).values(num_output_tokens=1000), ["billed 2200", "more tokens than were opened"]),
+        (update(usage_hours).values(num_requests=3), ["the sums differ from the ledger by num_requests +2"]),
+        (delete(usage_hours), ["num_requests -1", "cost_nano -2200", "the ledger sums to 0"]),
+        (update(ledger).values(ledger_id=7), ["ledger ids 1 to 1: 0 rows found", "1 ledger rows are not counted yet"]),
+        (delete(adjustments), ["the balance is 12200 nano, the ledger sums to 2200"]),
+        (update(invoices).values(total_nano=5), ["invoice 1: closed at 5 nano, its lines sum to 0"]),
     ],
-    ids=["none", "balance", "missing row", "tokens"],
+    ids=["none", "balance", "missing row", "tokens", "hour", "missing hour", "number", "adjustment", "invoice"],
 )
 async def test_faults_of_the_books_are_reported(
     parts: AccountingRig, change: Update | Delete | None, expected: list[str]
@@ -159,6 +187,10 @@ async def test_faults_of_the_books_are_reported(
     await parts.ledger.open(parts.request())
     await parts.ledger.settle("req-1", [ChoiceUsage("req-1", 0, 10, 0, 3, FinishCause.STOP)])
     await parts.ledger.open(parts.request("req-running"))
+    if change is not None and change.table in (adjustments, invoices):
+        issued = Invoices(parts.database)
+        await issued.adjust(parts.acme, "2026-01", 10_000, "a cent's thousandth")
+        await issued.close([parts.acme], "2026-01")
     if change is not None:
         async with parts.database.write() as connection:
             await connection.execute(change)
@@ -168,4 +200,4 @@ async def test_faults_of_the_books_are_reported(
         assert (books.num_opened, books.num_settled, books.num_ledger_rows) == (2, 1, 1)
         assert (books.cost_nano, books.faults) == (2200, ())
     elif "balance" in expected[0]:
-        assert len(books.faults) == 1
+        assert len(books.faults) == 1 and books.difference_nano != 0

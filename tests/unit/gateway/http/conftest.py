@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStore, serving
 from torchrelay.common.health import Health
+from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
@@ -103,6 +104,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             keys=parts.keys,
             catalog=parts.catalog,
             prices=parts.prices,
+            invoices=Invoices(parts.database),
             uploads=Uploads(parts.database, parts.catalog, store_client),
             store=store_client,
             scheduler=scheduler,

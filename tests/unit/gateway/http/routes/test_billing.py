@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -62,17 +63,55 @@ async def test_export_has_the_rows_of_the_caller(billed: RestRig) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 
 
-async def test_bill_of_this_month_has_its_lines_and_the_books_no_faults(billed: RestRig) -> None:
+async def test_invoice_of_this_month_has_its_lines_and_the_books_no_faults(billed: RestRig) -> None:
     period = datetime.now(UTC).strftime("%Y-%m")
-    bill = (await billed.acme.get(f"/v1/bill?period={period}")).json()
-    assert (bill["tenant"], bill["cost_nano"], bill["amount"], bill["currency"]) == ("acme", COST, "0.01", "USD")
-    (line,) = bill["lines"]
+    invoice = (await billed.acme.get(f"/v1/invoices/{period}")).json()
+    assert (invoice["tenant"], invoice["cost_nano"], invoice["amount"]) == ("acme", COST, "0.01")
+    assert (invoice["number"], invoice["closed"], invoice["currency"]) == (None, None, "USD")
+    (line,) = invoice["lines"]
     assert (line["model"], line["prompt_tokens"], line["completion_tokens"]) == ("acme/glossary", 10, 30_000)
     assert (line["amount"], line["output_nano"]) == ("0.01", 400)
-    assert (await billed.admin.get(f"/v1/bill?period={period}&tenant=acme")).json() == bill
-    assert (await billed.acme.get("/v1/bill?period=2020-01")).json()["lines"] == []
+    assert (await billed.admin.get(f"/v1/invoices/{period}?tenant=acme")).json() == invoice
+    assert (await billed.acme.get("/v1/invoices/2020-01")).json()["lines"] == []
+    early = await billed.admin.post(f"/v1/invoices/{period}/close")
+    assert (early.status_code, early.json()["error"]["param"]) == (400, "period")
+    books = (await billed.admin.get("/v1/reconcile")).json()
     counts = {"num_opened": 1, "num_settled": 1, "num_ledger_rows": 1, "cost_nano": COST}
-    assert (await billed.admin.get("/v1/reconcile")).json() == {**counts, "faults": [], "ok": True}
+    assert books == {**counts, "adjusted_nano": 0, "difference_nano": 0, "faults": [], "ok": True}
+
+
+async def test_adjusted_month_is_closed_once_and_printed(billed: RestRig) -> None:
+    adjustment = {"tenant": "acme", "period": "2026-01", "amount_nano": 2_500_000_000, "reason": "=<b>set-up</b>"}
+    made = await billed.admin.post("/v1/adjustments", json=adjustment)
+    assert (made.status_code, made.json()["amount"]) == (201, "2.50")
+    adjustment |= {"amount_nano": -500_000_000, "reason": "credit"}
+    assert (await billed.admin.post("/v1/adjustments", json=adjustment)).status_code == 201
+    closed = (await billed.admin.post("/v1/invoices/2026-01/close")).json()["data"]
+    assert [(each["tenant"], each["number"], each["amount"]) for each in closed] == [("acme", 1, "2.00")]
+    assert (await billed.admin.post("/v1/invoices/2026-01/close?tenant=acme")).json()["data"] == closed
+    assert (await billed.acme.get("/v1/invoices/2026-01")).json() == closed[0]
+    late = await billed.admin.post("/v1/adjustments", json=adjustment)
+    assert (late.status_code, late.json()["error"]["param"]) == (409, "period")
+    page = await billed.acme.get("/v1/invoices/2026-01?format=html")
+    assert "Invoice 1" in page.text and "=&lt;b&gt;set-up&lt;/b&gt;" in page.text and "<b>" not in page.text
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    *_, charge, credit, total = csv.reader((await billed.acme.get("/v1/invoices/2026-01?format=csv")).text.splitlines())
+    assert (charge[0], charge[6], credit[6], total[:1] + total[5:7]) == (
+        "'=<b>set-up</b>",
+        "2.50",
+        "-0.50",
+        ["Total", "2.000000000", "2.00"],
+    )
+    for wrong, field in (
+        ({"period": "2026-13"}, "period"),
+        ({"period": "2999-01"}, "period"),
+        ({"reason": ""}, "reason"),
+        ({"amount_nano": -3_000_000_000, "period": "2026-02"}, "amount_nano"),
+    ):
+        refused = await billed.admin.post("/v1/adjustments", json=adjustment | wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    books = (await billed.admin.get("/v1/reconcile")).json()
+    assert (books["adjusted_nano"], books["faults"]) == (2_000_000_000, [])
 
 
 async def test_prices_are_added_and_listed_with_their_intervals(rig: RestRig) -> None:

@@ -22,6 +22,11 @@ def csv_bytes(rows: Iterable[Sequence[Cell]]) -> bytes:
 
 
 def _cell(cell: Cell) -> str:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_BEGINS_FORMULA) else cell_text(cell)
+
+
+def cell_text(cell: Cell) -> str:
+    """The cell as people read it; numbers have all their digits, and no exponent."""
     if isinstance(cell, str):
-        return f"'{cell}" if cell.startswith(_BEGINS_FORMULA) else cell
+        return cell
     return "" if cell is None else format(cell, "f" if isinstance(cell, Decimal) else "d")

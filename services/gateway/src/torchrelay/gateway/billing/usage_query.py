@@ -105,7 +105,7 @@ async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy
     """
     if group_by == "minute" and (filter_.from_unix_us or 0) < now_unix_us() - MAX_MINUTES * _MINUTE_US:
         raise InvalidRequest(f"sums by minute need a time of the last {MAX_MINUTES // 60} hours", field="from")
-    used = _of_ledger(filter_).subquery() if group_by == "minute" else _used(filter_)
+    used = rows_of_ledger(filter_).subquery() if group_by == "minute" else _used(filter_)
     groups: dict[GroupBy, ColumnElement[Any]] = {
         "key": used.c.key_id,
         "model": used.c.model,
@@ -144,23 +144,24 @@ def _used(filter_: UsageFilter) -> Subquery:
     first = begin if begin is None else hour_of(begin + HOUR_US - 1)
     last = end if end is None else hour_of(end)
     if first is not None and last is not None and first >= last:
-        return _of_ledger(filter_).subquery()
-    parts = [_of_hours(replace(filter_, from_unix_us=first, to_unix_us=last))]
+        return rows_of_ledger(filter_).subquery()
+    parts = [rows_of_hours(replace(filter_, from_unix_us=first, to_unix_us=last))]
     if begin != first:
-        parts.append(_of_ledger(replace(filter_, to_unix_us=first)))
+        parts.append(rows_of_ledger(replace(filter_, to_unix_us=first)))
     if end != last:
-        parts.append(_of_ledger(replace(filter_, from_unix_us=last)))
+        parts.append(rows_of_ledger(replace(filter_, from_unix_us=last)))
     return union_all(*parts).subquery() if len(parts) > 1 else parts[0].subquery()
 
 
-def _of_hours(filter_: UsageFilter) -> Select[Any]:
+def rows_of_hours(filter_: UsageFilter) -> Select[Any]:
+    """Sums of hours that begin in the period."""
     row = usage_hours.c
     query = select(*(row[name] for name in _GROUP), row.hour_unix_us.label("at_unix_us"), *(row[name] for name in SUMS))
     return _where(query, filter_, row, row.hour_unix_us)
 
 
-def _of_ledger(filter_: UsageFilter) -> Select[Any]:
-    """Rows of the ledger, with the columns of ``_of_hours``."""
+def rows_of_ledger(filter_: UsageFilter) -> Select[Any]:
+    """Rows of the ledger, with the columns of ``rows_of_hours``."""
     row = ledger.c
     is_first = case((and_(row.choice == 0, row.supplement == 0), 1), else_=0).label("num_requests")
     sums = [is_first, *(row[name] for name in SUMS if name in row)]

@@ -15,6 +15,7 @@ from torchrelay.common.errors import InvalidRequest, ModelNotFound, PermissionDe
 from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
+from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.catalog.uploads import Uploads
@@ -35,6 +36,7 @@ class Services:
     keys: ApiKeys
     catalog: Catalog
     prices: Prices
+    invoices: Invoices
     uploads: Uploads
     store: StoreClient
     scheduler: SchedulerClient

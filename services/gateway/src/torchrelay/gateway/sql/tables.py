@@ -1,5 +1,6 @@
 """The tables. Times are Unix microseconds, money is integer nano-dollars. Accounting rows are never updated, except
-``opened.settled_unix_us`` (set once), ``balances.spent_nano`` (the sum of the tenant's ledger rows) and the sums of
+``opened.settled_unix_us`` (set once), ``balances.spent_nano`` (the sum of the tenant's ledger rows
+and adjustments) and the sums of
 ``usage_hours``.
 """
 
@@ -216,6 +217,30 @@ balances = Table(
     metadata,
     Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
     Column("spent_nano", BigInteger, nullable=False),
+)
+
+# Charges beside usage, and credits (negative), which are part of the balance.
+adjustments = Table(
+    "adjustments",
+    metadata,
+    Column("adjustment_id", String, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
+    Column("period", String, nullable=False),  # 2026-11
+    Column("amount_nano", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("created_unix_us", BigInteger, nullable=False),
+    Index("ix_adjustments_tenant_period", "tenant_id", "period"),
+)
+
+# Closed months.
+invoices = Table(
+    "invoices",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
+    Column("period", String, primary_key=True),
+    Column("number", BigInteger, nullable=False, index=True, unique=True),  # over all tenants, from 1, without gaps
+    Column("total_nano", BigInteger, nullable=False),
+    Column("closed_unix_us", BigInteger, nullable=False),
 )
 
 # Live gateway processes: each increments its beat; one that stops is gone (billing/heartbeat.py).

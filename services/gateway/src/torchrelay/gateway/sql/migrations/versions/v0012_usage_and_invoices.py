@@ -1,7 +1,7 @@
-"""Usage by hour, and numbers of ledger rows.
+"""Usage by hour, numbers of ledger rows, invoices and adjustments.
 
-Both are filled from the ledger. Rows that gateways of the release before write later have no number until a gateway of
-this release counts them.
+Sums and numbers are filled from the ledger. Rows that gateways of the release before write later have no number until a
+gateway of this release counts them.
 """
 
 from __future__ import annotations
@@ -45,3 +45,23 @@ def upgrade() -> None:
         "counters", sa.Column("name", sa.String(), primary_key=True), sa.Column("last", sa.BigInteger(), nullable=False)
     )
     op.execute("INSERT INTO counters (name, last) SELECT 'ledger', count(*) FROM ledger")
+    op.execute("INSERT INTO counters (name, last) VALUES ('invoices', 0)")
+    op.create_table(
+        "adjustments",
+        sa.Column("adjustment_id", sa.String(), primary_key=True),
+        sa.Column("tenant_id", sa.String(), sa.ForeignKey("tenants.tenant_id"), nullable=False),
+        sa.Column("period", sa.String(), nullable=False),
+        sa.Column("amount_nano", sa.BigInteger(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("created_unix_us", sa.BigInteger(), nullable=False),
+    )
+    op.create_index("ix_adjustments_tenant_period", "adjustments", ["tenant_id", "period"])
+    op.create_table(
+        "invoices",
+        sa.Column("tenant_id", sa.String(), sa.ForeignKey("tenants.tenant_id"), primary_key=True),
+        sa.Column("period", sa.String(), primary_key=True),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.Column("total_nano", sa.BigInteger(), nullable=False),
+        sa.Column("closed_unix_us", sa.BigInteger(), nullable=False),
+    )
+    op.create_index("ix_invoices_number", "invoices", ["number"], unique=True)
