@@ -7,8 +7,10 @@ the model the resource. The kind of tokens is the SKU, and its price in a row of
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
+from torchrelay.gateway.billing.bills import month_bounds
 from torchrelay.gateway.billing.csv_table import Cell
 from torchrelay.gateway.billing.money import CURRENCY, exact
 
@@ -50,57 +52,68 @@ COLUMNS = (
     "x_LedgerId",
     "x_RequestId",
 )
-_SECOND_US = 1_000_000
-_PROVIDER = "Torchrelay"
+_DAY_S = 86_400
+
+
+_CONSTANT: dict[str, Cell] = {
+    "BillingCurrency": CURRENCY,
+    "ChargeCategory": "Usage",
+    "ChargeFrequency": "Usage-Based",
+    **dict.fromkeys(("ConsumedUnit", "PricingUnit"), "Tokens"),
+    **dict.fromkeys(("InvoiceIssuerName", "ProviderName", "PublisherName"), "Torchrelay"),
+    "ResourceType": "Model",
+    "ServiceCategory": "AI and Machine Learning",
+    "ServiceName": "Inference",
+    "ServiceSubcategory": "Generative AI",
+    "SubAccountType": "API key",
+}
 
 
 def charges_of(row: Any) -> list[list[Cell]]:
     """The charges of an exported row (usage_export.py), in the order of ``COLUMNS``; their costs sum to the row's."""
+    second = row.settled_unix_us // 1_000_000
+    shared = _CONSTANT | _billing_period(second // _DAY_S)
+    shared |= {
+        "BillingAccountId": row.tenant_id,
+        "BillingAccountName": row.tenant,
+        "ChargePeriodStart": _instant(second),
+        "ChargePeriodEnd": _instant(second + 1),
+        "ResourceId": row.model,
+        "SubAccountId": row.key_id,
+        "SubAccountName": row.key_name,
+        "x_LedgerId": row.ledger_id,
+        "x_RequestId": row.request_id,
+    }
     kinds = (
         ("prompt", row.num_prompt_tokens - row.num_cached_prompt_tokens, row.prompt_nano),
         ("cached", row.num_cached_prompt_tokens, row.cached_nano),
         ("output", row.num_output_tokens, row.output_nano),
     )
-    return [_charge(row, kind, num, price_nano) for kind, num, price_nano in kinds if num]
+    return [_charge(shared, row, *kind) for kind in kinds if kind[1]]
 
 
-def _charge(row: Any, kind: str, num_tokens: int, price_nano: int) -> list[Cell]:
-    second = row.settled_unix_us // _SECOND_US
-    settled = datetime.fromtimestamp(second, UTC)
-    month = datetime(settled.year, settled.month, 1, tzinfo=UTC)
-    next_month = datetime(month.year + month.month // 12, month.month % 12 + 1, 1, tzinfo=UTC)
+def _charge(shared: dict[str, Cell], row: Any, kind: str, num_tokens: int, price_nano: int) -> list[Cell]:
     cost = exact(num_tokens * price_nano)
-    cells: dict[str, Cell] = {
+    cells = shared | {
         **dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), cost),
-        "BillingAccountId": row.tenant_id,
-        "BillingAccountName": row.tenant,
-        "BillingCurrency": CURRENCY,
-        "BillingPeriodStart": _instant(month),
-        "BillingPeriodEnd": _instant(next_month),
-        "ChargeCategory": "Usage",
         "ChargeDescription": f"{kind} tokens of {row.model}",
-        "ChargeFrequency": "Usage-Based",
-        "ChargePeriodStart": _instant(settled),
-        "ChargePeriodEnd": _instant(datetime.fromtimestamp(second + 1, UTC)),
-        **dict.fromkeys(("ConsumedQuantity", "PricingQuantity"), num_tokens),
-        **dict.fromkeys(("ConsumedUnit", "PricingUnit"), "Tokens"),
-        **dict.fromkeys(("InvoiceIssuerName", "ProviderName", "PublisherName"), _PROVIDER),
+        "ConsumedQuantity": num_tokens,
+        "PricingQuantity": num_tokens,
         "ListUnitPrice": exact(price_nano),
-        "ResourceId": row.model,
-        "ResourceType": "Model",
-        "ServiceCategory": "AI and Machine Learning",
-        "ServiceName": "Inference",
-        "ServiceSubcategory": "Generative AI",
         "SkuId": f"{kind}-tokens",
         "SkuPriceId": f"{row.price_id}/{kind}",
-        "SubAccountId": row.key_id,
-        "SubAccountName": row.key_name,
-        "SubAccountType": "API key",
-        "x_LedgerId": row.ledger_id,
-        "x_RequestId": row.request_id,
     }
-    return [cells.get(name) for name in COLUMNS]
+    return [*map(cells.get, COLUMNS)]
 
 
-def _instant(at: datetime) -> str:
-    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+@lru_cache(64)
+def _billing_period(day: int) -> dict[str, Cell]:
+    """The month of a day since 1970."""
+    month = datetime.fromtimestamp(day * _DAY_S, UTC).replace(day=1)
+    begin, end = month_bounds(f"{month:%Y-%m}")
+    return {"BillingPeriodStart": _instant(begin // 1_000_000), "BillingPeriodEnd": _instant(end // 1_000_000)}
+
+
+@lru_cache(64)
+def _instant(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
