@@ -45,7 +45,7 @@ EXPORTED: tuple[Format, Format] = ("jsonl", "focus")
 
 OPENED = """
     WITH RECURSIVE row(i) AS (SELECT :first UNION ALL SELECT i + 1 FROM row WHERE i < :last)
-    INSERT INTO opened SELECT printf('req-%020d', i), t.tenant_id, 'key-' || (i % :keys) || '-' || t.name,
+    INSERT INTO opened SELECT printf('req-%020d', i), t.tenant_id, 'key-' || (i / 3 % :keys) || '-' || t.name,
         t.name || '/model-' || (i / 7 % :models), 'version', 'price-default', 20 + i * 31 % 900, 400, 1, 'gateway',
         :begin + :length / :num * i, :begin + :length / :num * i
     FROM row JOIN (SELECT tenant_id, name, row_number() OVER (ORDER BY name) - 1 AS number FROM tenants) AS t
@@ -111,7 +111,7 @@ async def median_ms(work: Callable[[], Awaitable[object]], repeats: int = 5) -> 
 
 
 async def usage_times_ms(database: Database) -> dict[str, float]:
-    """By who asks and for what, of the month, and of a period whose ends are between two hours."""
+    """The times of usage queries, by who asks and for what: for the month, and for a period that ends between hours."""
     begin, end = month_bounds(MONTH)
     tenant = await Tenants(database).by_name("tenant-00")
     times = {}
@@ -125,7 +125,7 @@ async def usage_times_ms(database: Database) -> dict[str, float]:
 
 
 async def authentication_times_ms(database: Database, tokens: list[str], seconds: float) -> tuple[list[float], int]:
-    """Of keys that no cache has, one after the other beside usage queries; and the number of these."""
+    """The times of checks of keys that no cache has, beside usage queries; and the number of these."""
     begin, end = month_bounds(MONTH)
     until, times, num_queries = time.perf_counter() + seconds, [], 0
 

@@ -52,7 +52,7 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class Invoice:
-    """What a tenant pays for a month such as ``2026-11``. Number and time are those of its close, None before."""
+    """The usage and adjustments of a tenant in a month such as ``2026-11``. Number and time are None until it is closed."""
 
     tenant: str
     period: str

@@ -6,12 +6,12 @@ Whole hours come from the sums by hour; the rest of a period, and sums by minute
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Integer, Row, Select, Subquery, and_, case, cast, func, select, union_all
+from sqlalchemy import ColumnElement, Integer, Row, Select, and_, case, cast, func, select, union_all
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest
@@ -105,20 +105,22 @@ async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy
     """
     if group_by == "minute" and (filter_.from_unix_us or 0) < now_unix_us() - MAX_MINUTES * _MINUTE_US:
         raise InvalidRequest(f"sums by minute need a time of the last {MAX_MINUTES // 60} hours", field="from")
-    used = rows_of_ledger(filter_).subquery() if group_by == "minute" else _used(filter_)
-    groups: dict[GroupBy, ColumnElement[Any]] = {
-        "key": used.c.key_id,
-        "model": used.c.model,
-        "day": _period(used.c.at_unix_us, _DAY_US),
-        "minute": _period(used.c.at_unix_us, _MINUTE_US),
-    }
-    query = select(*_sums(used))
-    if group_by is not None:
-        group = groups[group_by]
-        query = query.add_columns(group.label("group")).group_by(group).order_by(group)
+    parts = [rows_of_ledger(filter_)] if group_by == "minute" else _parts(filter_)
+    used = _summed(parts, lambda row: [_group(row, group_by).label("group")] if group_by else [])
+    query = used.order_by("group") if group_by else used
     async with database.read(TIME_LIMIT_S) as connection:
         rows = (await connection.execute(query)).all()
     return [UsageSum(_label(row.group, group_by) if group_by else "", **_totals(row)) for row in rows]
+
+
+def _group(row: Any, group_by: GroupBy) -> ColumnElement[Any]:
+    columns: dict[GroupBy, ColumnElement[Any]] = {
+        "key": row.key_id,
+        "model": row.model,
+        "day": _period(row.at_unix_us, _DAY_US),
+        "minute": _period(row.at_unix_us, _MINUTE_US),
+    }
+    return columns[group_by]
 
 
 def total_of(sums: Sequence[UsageSum]) -> UsageSum:
@@ -128,29 +130,45 @@ def total_of(sums: Sequence[UsageSum]) -> UsageSum:
 
 async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSum]:
     """The quantities of a bill, per model and price row."""
-    used = _used(filter_)
-    query: Select[Any] = select(*_sums(used), used.c.model, prices.c.prompt_nano, prices.c.cached_nano)
-    query = query.add_columns(prices.c.output_nano).join_from(used, prices, used.c.price_id == prices.c.price_id)
-    query = query.group_by(used.c.model, used.c.price_id, *query.selected_columns[-3:])
-    query = query.order_by(used.c.model, func.min(prices.c.valid_from_unix_us))
+    used = _summed(_parts(filter_), lambda row: [row.model, row.price_id]).subquery()
+    columns = used.c.model, prices.c.prompt_nano, prices.c.cached_nano, prices.c.output_nano
+    query = select(*(used.c[name] for name in _TOTALS), *columns)
+    query = query.join_from(used, prices, used.c.price_id == prices.c.price_id)
     async with database.read(TIME_LIMIT_S) as connection:
-        rows = (await connection.execute(query)).all()
+        rows = (await connection.execute(query.order_by(used.c.model, prices.c.valid_from_unix_us))).all()
     return [BilledSum(row.model, row.prompt_nano, row.cached_nano, row.output_nano, **_totals(row)) for row in rows]
 
 
-def _used(filter_: UsageFilter) -> Subquery:
-    """The sums of the whole hours of the period, and the ledger's rows before and after these."""
+def _parts(filter_: UsageFilter) -> list[Select[Any]]:
+    """The whole hours of the period, and the ledger's rows before and after these."""
     begin, end = filter_.from_unix_us, filter_.to_unix_us
     first = begin if begin is None else hour_of(begin + HOUR_US - 1)
     last = end if end is None else hour_of(end)
     if first is not None and last is not None and first >= last:
-        return rows_of_ledger(filter_).subquery()
+        return [rows_of_ledger(filter_)]
     parts = [rows_of_hours(replace(filter_, from_unix_us=first, to_unix_us=last))]
     if begin != first:
         parts.append(rows_of_ledger(replace(filter_, to_unix_us=first)))
     if end != last:
         parts.append(rows_of_ledger(replace(filter_, from_unix_us=last)))
-    return union_all(*parts).subquery() if len(parts) > 1 else parts[0].subquery()
+    return parts
+
+
+def _summed(parts: Sequence[Select[Any]], groups: Callable[[Any], list[ColumnElement[Any]]]) -> Select[Any]:
+    """Sums over the parts per group, named as in ``_TOTALS``; each part is summed first, since SQLite is slow to unite
+    many rows. ``groups``: the columns of the groups, from those of a part.
+    """
+    sums = []
+    for row in (part.subquery().c for part in parts):
+        totals = (func.coalesce(func.sum(row[column]), 0).label(name) for name, column in _TOTALS.items())
+        group = groups(row)
+        sums.append(select(*totals, *group).group_by(*group))
+    if len(sums) == 1:
+        return sums[0]
+    both = union_all(*sums).subquery().c
+    names = [column.name for column in both if column.name not in _TOTALS]
+    totals = (func.sum(both[name]).label(name) for name in _TOTALS)
+    return select(*totals, *(both[name] for name in names)).group_by(*(both[name] for name in names))
 
 
 def rows_of_hours(filter_: UsageFilter) -> Select[Any]:
@@ -180,12 +198,8 @@ def _period(at: ColumnElement[int], length_us: int) -> ColumnElement[Any]:
     return cast((at - at % length_us) / length_us, Integer)
 
 
-def _sums(used: Subquery) -> list[ColumnElement[Any]]:
-    return [func.coalesce(func.sum(used.c[column]), 0).label(name) for name, column in _TOTALS.items()]
-
-
 def _totals(row: Row[Any]) -> dict[str, int]:
-    """The totals of a row of ``_sums``, which PostgreSQL returns as decimals."""
+    """The totals of a row of ``_summed``, which PostgreSQL returns as decimals."""
     return {name: int(getattr(row, name)) for name in _TOTALS}
 
 
