@@ -23,17 +23,17 @@ async def test_usage_is_of_the_month_of_its_settlement_and_final_an_hour_later(p
             await then.settle(name, [ChoiceUsage(name, 0, 10, 0, 3, FinishCause.STOP)])
     early = Invoices(parts.database, lambda: END + SETTLED_AFTER_US - 1)
     with pytest.raises(InvalidRequest, match="from 2026-12-01T01:00:00"):
-        await early.close([parts.acme], "2026-11")
+        await early.close([parts.acme.tenant_id], "2026-11")
     late = Invoices(parts.database, lambda: END + SETTLED_AFTER_US)
-    (closed,) = await late.close([parts.acme], "2026-11")
+    (closed,) = await late.close([parts.acme.tenant_id], "2026-11")
     assert [(line.requests, line.completion_tokens) for line in closed.lines] == [(1, 3)]
-    assert len((await late.invoice(parts.acme, "2026-12")).lines) == 1
+    assert len((await late.invoice(parts.acme.tenant_id, "2026-12")).lines) == 1
     assert (await reconcile(parts.database)).faults == ()
 
 
 async def test_closing_and_adjusting_at_once_leave_the_total_of_the_invoice_right(parts: AccountingRig) -> None:
     """Gateways that close at the same moment give one number per tenant; an adjustment comes before or not at all."""
-    tenants = [parts.acme, *[await parts.tenants.create(f"other-{index}") for index in range(4)]]
+    tenants = [parts.acme.tenant_id, *[(await parts.tenants.create(f"other-{index}")).tenant_id for index in range(4)]]
     gateways = [Invoices(parts.database, lambda: END + SETTLED_AFTER_US) for _ in range(3)]
     for tenant in tenants:
         await gateways[0].adjust(tenant, "2026-11", 10**9, "set-up")

@@ -189,8 +189,8 @@ async def test_faults_of_the_books_are_reported(
     await parts.ledger.open(parts.request("req-running"))
     if change is not None and change.table in (adjustments, invoices):
         issued = Invoices(parts.database)
-        await issued.adjust(parts.acme, "2026-01", 10_000, "a cent's thousandth")
-        await issued.close([parts.acme], "2026-01")
+        await issued.adjust(parts.acme.tenant_id, "2026-01", 10_000, "a cent's thousandth")
+        await issued.close([parts.acme.tenant_id], "2026-01")
     if change is not None:
         async with parts.database.write() as connection:
             await connection.execute(change)

@@ -52,10 +52,10 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class Invoice:
-    """The usage and adjustments of a tenant in a month such as ``2026-11``. Number and time are None until it is closed."""
+    """The usage and adjustments of a tenant in a month. Number and time are None until it is closed."""
 
     tenant: str
-    period: str
+    period: str  # such as 2026-11
     lines: tuple[BilledSum, ...]
     adjustments: tuple[Adjustment, ...]
     number: int | None = None

@@ -132,7 +132,7 @@ async def invoice(
     """A tenant's invoice of a month, or what it would be so far: a line per model and price, and per adjustment."""
     billed = await tenant_of(services, caller, tenant)
     async with services.queries.turn(caller.tenant_id):
-        of_month = await services.invoices.invoice(billed, period)
+        of_month = await services.invoices.invoice(billed.tenant_id, period)
     if format_ == "csv":
         return Response(csv_invoice(of_month), media_type="text/csv")
     if format_ == "html":
@@ -146,7 +146,7 @@ async def close(services: ServicesOf, admin: Admin, period: str, tenant: str | N
     """Numbers the invoices of a past month, of a tenant or of all; an invoice that is closed stays as it is."""
     closing = await services.tenants.list() if tenant is None else [await services.tenants.by_name(tenant)]
     async with services.queries.turn(admin.tenant_id):
-        closed = await services.invoices.close(closing, period)
+        closed = await services.invoices.close([each.tenant_id for each in closing], period)
     return {"object": "list", "data": [_invoice(each) for each in closed]}
 
 
@@ -154,7 +154,7 @@ async def close(services: ServicesOf, admin: Admin, period: str, tenant: str | N
 async def adjust(services: ServicesOf, _admin: Admin, body: NewAdjustment) -> dict[str, Any]:
     """Adds a charge or a credit to a month that is not closed, and to the balance."""
     adjusted = await services.tenants.by_name(body.tenant)
-    return _adjustment(await services.invoices.adjust(adjusted, body.period, body.amount_nano, body.reason))
+    return _adjustment(await services.invoices.adjust(adjusted.tenant_id, body.period, body.amount_nano, body.reason))
 
 
 @router.get("/prices")
