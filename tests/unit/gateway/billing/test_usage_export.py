@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from sqlalchemy import func, insert, select
@@ -47,9 +48,15 @@ async def filled(parts: AccountingRig) -> AccountingRig:
 
 
 async def exported(
-    rig: AccountingRig, format_: Format, filter_: UsageFilter | None = None, after: int = 0, limit: int | None = None
+    rig: AccountingRig,
+    format_: Format,
+    filter_: UsageFilter | None = None,
+    after: int = 0,
+    limit: int | None = None,
+    *,
+    has_own_numbers: bool = False,
 ) -> str:
-    pages = exported_pages(rig.database, filter_ or UsageFilter(), after, limit)
+    pages = exported_pages(rig.database, filter_ or UsageFilter(), after, limit, has_own_numbers=has_own_numbers)
     return (header(format_) + b"".join([encoded(rows, format_) async for rows in pages])).decode()
 
 
@@ -59,17 +66,28 @@ async def test_export_resumes_after_any_number(filled: AccountingRig, monkeypatc
     assert whole[1]["settled"] == "2026-11-30T22:21:59.999999+00:00" and whole[1]["tenant"] == "acme"
     monkeypatch.setattr(usage_export, "_PAGE_ROWS", 4)
     monkeypatch.setattr(usage_export, "_RANGE", 10)
-    of_acme = UsageFilter(tenant_id=filled.acme.tenant_id)
-    for filter_, expected in ((None, whole), (of_acme, [line for line in whole if line["tenant"] == "acme"])):
+    of_acme, december = UsageFilter(tenant_id=filled.acme.tenant_id), UsageFilter(from_unix_us=END_OF_NOVEMBER)
+    acme = [line for line in whole if line["tenant"] == "acme"]
+    own = [line | {"id": number} for number, line in enumerate(acme, 1)]
+    later = [line for line in own if line["settled"] >= "2026-12"]
+    cases: list[tuple[UsageFilter, bool, list[Any]]] = [
+        (UsageFilter(), False, whole),
+        (december, False, [line for line in whole if line["settled"] >= "2026-12"]),
+        (of_acme, False, acme),
+        (of_acme, True, own),
+        (replace(of_acme, from_unix_us=END_OF_NOVEMBER), True, later),
+    ]
+    for filter_, has_own_numbers, expected in cases:
         for limit in (1, 4, 7, None):
             resumed: list[object] = []
             after = 0
-            while lines := (await exported(filled, "jsonl", filter_, after, limit)).splitlines():
+            while lines := (
+                await exported(filled, "jsonl", filter_, after, limit, has_own_numbers=has_own_numbers)
+            ).splitlines():
                 assert limit is None or len(lines) <= limit
                 resumed += map(json.loads, lines)
                 after = json.loads(lines[-1])["id"]
-            assert resumed == expected
-    december = UsageFilter(from_unix_us=END_OF_NOVEMBER)
+            assert resumed == expected, (filter_, limit)
     lines = (await exported(filled, "csv", december)).splitlines()
     assert len(lines) == 1 + sum(line["settled"] >= "2026-12" for line in whole)
     assert lines[0].startswith("id,request,choice,supplement,tenant,key,model,")

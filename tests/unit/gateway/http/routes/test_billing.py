@@ -57,6 +57,11 @@ async def test_export_has_the_rows_of_the_caller(billed: RestRig) -> None:
     assert focus.headers["content-type"].startswith("text/csv") and len(focus.text.splitlines()) == 4
     async with await billed.client_of("zoo") as zoo:
         assert len((await zoo.get("/v1/usage/export?format=csv")).text.splitlines()) == 1
+        tenant = await billed.parts.tenants.by_name("zoo")
+        await billed.parts.ledger.open(replace(billed.parts.request("req-2"), tenant_id=tenant.tenant_id))
+        await billed.parts.ledger.settle("req-2", [ChoiceUsage("req-2", 0, 10, 4, 3, FinishCause.STOP)])
+        shown = [json.loads((await each.get("/v1/usage/export?tenant=zoo")).text)["id"] for each in (zoo, billed.admin)]
+        assert shown == [1, 2], "a tenant's numbers count its own rows"
         assert (await zoo.get("/v1/usage/export?tenant=acme")).status_code == 403
     for query, field in (("format=xml", "format"), ("after=-1", "after"), ("limit=0", "limit"), ("to=soon", "to")):
         refused = await billed.acme.get(f"/v1/usage/export?{query}")

@@ -69,8 +69,8 @@ _CONSTANT: dict[str, Cell] = {
 }
 
 
-def charges_of(row: Any) -> list[list[Cell]]:
-    """The charges of an exported row (usage_export.py), in the order of ``COLUMNS``; their costs sum to the row's."""
+def charges_of(number: int, row: Any) -> list[list[Cell]]:
+    """The charges of a numbered row (usage_export.py), in the order of ``COLUMNS``; their costs sum to the row's."""
     second = row.settled_unix_us // 1_000_000
     shared = _CONSTANT | _billing_period(second // _DAY_S)
     shared |= {
@@ -81,7 +81,7 @@ def charges_of(row: Any) -> list[list[Cell]]:
         "ResourceId": row.model,
         "SubAccountId": row.key_id,
         "SubAccountName": row.key_name,
-        "x_LedgerId": row.ledger_id,
+        "x_LedgerId": number,
         "x_RequestId": row.request_id,
     }
     kinds = (

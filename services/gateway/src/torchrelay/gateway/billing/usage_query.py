@@ -46,6 +46,11 @@ class UsageFilter:
     from_unix_us: int | None = None
     to_unix_us: int | None = None
 
+    def includes(self, settled_unix_us: int) -> bool:
+        """Whether the time is in the period."""
+        begin, end = self.from_unix_us, self.to_unix_us
+        return (begin is None or begin <= settled_unix_us) and (end is None or settled_unix_us < end)
+
     def conditions(
         self, row: Any = ledger.c, at: ColumnElement[int] = ledger.c.settled_unix_us
     ) -> list[ColumnElement[bool]]:

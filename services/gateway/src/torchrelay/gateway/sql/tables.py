@@ -188,6 +188,7 @@ ledger = Table(
     # From 1, in the order of commits and without gaps; null: of a gateway of the release before, and not yet counted.
     Column("ledger_id", BigInteger, index=True, unique=True),
     Index("ix_ledger_tenant_settled", "tenant_id", "settled_unix_us"),
+    Index("ix_ledger_tenant_number", "tenant_id", "ledger_id"),
 )
 
 # The last of the numbers that were given, without gaps, to the rows of a table.

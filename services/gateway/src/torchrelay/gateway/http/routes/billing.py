@@ -11,14 +11,20 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import Row
 
 from torchrelay.common.errors import InvalidRequest, ModelNotFound
 from torchrelay.gateway.billing.bills import Adjustment, Invoice
 from torchrelay.gateway.billing.invoice_formats import csv_invoice, html_invoice
 from torchrelay.gateway.billing.money import CURRENCY, exact_amount
 from torchrelay.gateway.billing.reconciliation import reconcile
-from torchrelay.gateway.billing.usage_export import MEDIA_TYPES, Format, encoded, exported_pages, header
+from torchrelay.gateway.billing.usage_export import (
+    MEDIA_TYPES,
+    Format,
+    NumberedRow,
+    encoded,
+    exported_pages,
+    header,
+)
 from torchrelay.gateway.billing.usage_query import (
     GroupBy,
     UsageFilter,
@@ -88,22 +94,25 @@ async def export(
     services: ServicesOf,
     caller: Caller,
     format_: Annotated[Format, Query(alias="format")] = "jsonl",
-    after: Annotated[int, Query(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
     limit: Annotated[int | None, Query(ge=1)] = None,
     begin: Annotated[str | None, Query(alias="from")] = None,
     end: Annotated[str | None, Query(alias="to")] = None,
     tenant: str | None = None,
 ) -> Response:
-    """Ledger rows numbered above ``after``, in order. To resume, name the last number received."""
+    """Ledger rows numbered above ``after``, in order. To resume, name the last number received.
+
+    The admin's numbers are those of the ledger, a tenant's count its own rows.
+    """
     tenant_id, _ = await ledger_scope(services, caller, tenant, None)
     filter_ = UsageFilter(
         tenant_id=tenant_id,
         from_unix_us=None if begin is None else instant_of(begin, "from"),
         to_unix_us=None if end is None else end_of(end, "to"),
     )
-    pages = exported_pages(services.database, filter_, after, limit)
+    pages = exported_pages(services.database, filter_, after, limit, has_own_numbers=not caller.is_admin)
 
-    async def page() -> Sequence[Row[Any]] | None:
+    async def page() -> Sequence[NumberedRow] | None:
         async with services.queries.turn(caller.tenant_id):  # between two pages others have theirs
             return await anext(pages, None)
 

@@ -41,6 +41,7 @@ def upgrade() -> None:
         " AND ledger.supplement = numbered.supplement"
     )
     op.create_index("ix_ledger_ledger_id", "ledger", ["ledger_id"], unique=True)
+    op.create_index("ix_ledger_tenant_number", "ledger", ["tenant_id", "ledger_id"])
     op.create_table(
         "counters", sa.Column("name", sa.String(), primary_key=True), sa.Column("last", sa.BigInteger(), nullable=False)
     )
