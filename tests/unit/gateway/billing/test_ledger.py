@@ -13,6 +13,7 @@ from torchrelay.gateway.billing import reconciliation
 from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.reconciliation import reconcile
+from torchrelay.gateway.billing.usage_query import UsageFilter, usage_sums
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
 from torchrelay.gateway.sql.tables import adjustments, balances, counters, invoices, ledger, opened, usage_hours
 
@@ -156,6 +157,10 @@ async def test_rows_of_the_release_before_are_counted_once(parts: AccountingRig)
         await connection.execute(update(ledger).values(ledger_id=None))
         await connection.execute(update(counters).values(last=0))
         await connection.execute(delete(usage_hours))
+    books = await reconcile(parts.database)
+    assert (books.difference_nano, books.faults) == (0, ("1 ledger rows are not counted yet",))
+    (total,) = await usage_sums(parts.database, UsageFilter(), None)
+    assert (total.requests, total.cost_nano) == (1, COST), "usage is complete before"
     async with Ledger(parts.database) as elsewhere:
         await asyncio.gather(*(each.count_uncounted() for each in (parts.ledger, elsewhere) for _ in range(3)))
     async with parts.database.read() as connection:

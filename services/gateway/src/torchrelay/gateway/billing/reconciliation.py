@@ -153,7 +153,8 @@ class _Check:
         """The sums by hour are those of the ledger."""
         async for filter_ in self._ranges_of_hours(tenant_id):
             summed = rows_of_hours(filter_).add_columns(literal(1).label("sign"))
-            rows = rows_of_ledger(filter_).add_columns(literal(-1).label("sign"))
+            rows = rows_of_ledger(filter_).where(ledger.c.ledger_id.is_not(None))
+            rows = rows.add_columns(literal(-1).label("sign"))
             both = union_all(summed, rows).subquery().c
             more = {name: func.sum(both[name] * both.sign) for name in SUMS}
             group = (both.at_unix_us - both.at_unix_us % HOUR_US).label("hour"), both.key_id, both.model, both.price_id
@@ -181,12 +182,14 @@ class _Check:
     async def balance(self, tenant_id: str) -> None:
         """The balance is the sum of the tenant's usage and adjustments."""
 
-        def sum_of(column: Any) -> Any:
-            total = select(func.coalesce(func.sum(column), 0)).where(column.table.c.tenant_id == tenant_id)
+        def sum_of(column: Any, *conditions: ColumnElement[bool]) -> Any:
+            total = select(func.coalesce(func.sum(column), 0)).where(column.table.c.tenant_id == tenant_id, *conditions)
             return total.scalar_subquery()
 
-        columns = balances.c.spent_nano, usage_hours.c.cost_nano, adjustments.c.amount_nano
-        spent, used, adjusted = map(int, (await self.rows(select(*map(sum_of, columns))))[0])
+        uncounted = sum_of(ledger.c.cost_nano, ledger.c.ledger_id.is_(None))
+        used = sum_of(usage_hours.c.cost_nano) + uncounted
+        columns = sum_of(balances.c.spent_nano), used, sum_of(adjustments.c.amount_nano)
+        spent, used, adjusted = map(int, (await self.rows(select(*columns)))[0])
         self.adjusted_nano += adjusted
         self.difference_nano += abs(spent - used - adjusted)
         if spent != used + adjusted:

@@ -145,13 +145,14 @@ async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSu
 
 
 def _parts(filter_: UsageFilter) -> list[Select[Any]]:
-    """The whole hours of the period, and the ledger's rows before and after these."""
+    """The whole hours of the period, rows that are not in their sums yet, and the rows before and after these hours."""
     begin, end = filter_.from_unix_us, filter_.to_unix_us
     first = begin if begin is None else hour_of(begin + HOUR_US - 1)
     last = end if end is None else hour_of(end)
     if first is not None and last is not None and first >= last:
         return [rows_of_ledger(filter_)]
-    parts = [rows_of_hours(replace(filter_, from_unix_us=first, to_unix_us=last))]
+    whole = replace(filter_, from_unix_us=first, to_unix_us=last)
+    parts = [rows_of_hours(whole), rows_of_ledger(whole).where(ledger.c.ledger_id.is_(None))]
     if begin != first:
         parts.append(rows_of_ledger(replace(filter_, to_unix_us=first)))
     if end != last:

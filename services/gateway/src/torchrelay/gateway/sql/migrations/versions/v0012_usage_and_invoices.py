@@ -34,11 +34,11 @@ def upgrade() -> None:
         " price_id, sum(CASE WHEN choice = 0 AND supplement = 0 THEN 1 ELSE 0 END), sum(num_prompt_tokens),"
         " sum(num_cached_prompt_tokens), sum(num_output_tokens), sum(cost_nano) FROM ledger GROUP BY 1, 2, 3, 4, 5"
     )
+    place = "ctid" if op.get_bind().dialect.name == "postgresql" else "rowid"
     op.execute(
-        "UPDATE ledger SET ledger_id = numbered.number FROM (SELECT request_id, choice, supplement, row_number() OVER"
+        f"UPDATE ledger SET ledger_id = numbered.number FROM (SELECT {place} AS place, row_number() OVER"
         " (ORDER BY settled_unix_us, request_id, choice, supplement) AS number FROM ledger) AS numbered"
-        " WHERE ledger.request_id = numbered.request_id AND ledger.choice = numbered.choice"
-        " AND ledger.supplement = numbered.supplement"
+        f" WHERE ledger.{place} = numbered.place"
     )
     op.create_index("ix_ledger_ledger_id", "ledger", ["ledger_id"], unique=True)
     op.create_index("ix_ledger_tenant_number", "ledger", ["tenant_id", "ledger_id"])
