@@ -224,7 +224,7 @@ def test_streams_that_nobody_reads_end(platform: Platform, rest: Address, mallor
 
 
 async def test_queries_of_a_tenant_are_bounded(platform: Platform, mallory: str) -> None:
-    paths = ("/v1/usage?group_by=day", "/v1/models", "/v1/keys", "/v1/bill", "/v1/prices")
+    paths = ("/v1/usage?group_by=day", "/v1/models", "/v1/keys", "/v1/invoices/2026-11", "/v1/prices")
     limits = httpx.Limits(max_connections=CONNECTIONS_PER_ADDRESS // 2)
     async with httpx.AsyncClient(
         base_url=platform.http, headers=headers(mallory), timeout=HANG_S, limits=limits

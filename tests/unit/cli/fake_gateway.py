@@ -145,6 +145,16 @@ class _Answering(BaseHTTPRequestHandler):
                 quantities: dict[str, Any] = {"prompt_tokens": 1200, "cached_tokens": 0, "completion_tokens": 34}
                 quantities |= {"requests": 2, "cost_nano": 15_000, "cost": "0.000015000"}
                 self._json({"data": [{"model": "acme/tiny", **quantities}], "total": quantities})
+            case "GET", ["invoices", _] if "format=" in self.path:
+                self._send(200, b"item,amount\nTotal,2.00\n", "text/csv")
+            case ("GET", ["invoices", _]) | ("POST", ["invoices", _, "close"]):
+                shown: dict[str, Any] = {"tenant": "acme", "period": "2026-01", "number": 4, "currency": "USD"}
+                shown |= {"amount": "-12.50", "lines": [], "adjustments": [{"reason": "outage", "amount": "-12.50"}]}
+                self._json(shown if self.command == "GET" else {"data": [shown]})
+            case "POST", ["adjustments"]:
+                self._json({"amount": "-12.50"}, 201)
+            case "GET", ["usage", "export"]:
+                self._send(200, b'{"id": 7}\n{"id": 9}\n', "application/x-ndjson")
             case "POST", ["uploads"] if "vllm" in body.get("engine", ""):
                 self._error(400, "no worker has the engine vllm; the workers have torchrelay", "invalid_request")
             case "POST", ["uploads"]:

@@ -30,7 +30,7 @@ from torchrelay.gateway.sql.tables import metadata
 PEPPER = b"p" * 32
 DATABASES = ["sqlite", "postgresql"]
 TABLES = [*metadata.tables, "alembic_version"]
-FILLED = ["table_versions", "prices", "alembic_version"]  # by the migrations
+FILLED = ["table_versions", "counters", "prices", "alembic_version"]  # by the migrations
 END_OTHERS = """
     SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE datname = current_database() AND pid <> pg_backend_pid()"""

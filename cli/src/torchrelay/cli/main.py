@@ -99,8 +99,8 @@ app.command(rich_help_panel=USE, epilog=chat.EXAMPLE)(chat.chat)
 app.add_typer(key.app, name="key", rich_help_panel=MONEY)
 app.add_typer(tenant.app, name="tenant", rich_help_panel=MONEY)
 app.add_typer(prices.app, name="prices", rich_help_panel=MONEY, epilog=prices.EXAMPLE)
-app.command(rich_help_panel=MONEY, epilog=usage.USAGE_EXAMPLE)(usage.usage)
-app.command(rich_help_panel=MONEY, epilog=usage.BILL_EXAMPLE)(usage.bill)
+app.add_typer(usage.app, name="usage", rich_help_panel=MONEY, epilog=usage.USAGE_EXAMPLE)
+app.add_typer(usage.bills, name="bill", rich_help_panel=MONEY, epilog=usage.BILL_EXAMPLE)
 
 
 def main() -> None:

@@ -30,7 +30,16 @@ TARGET = "a target is from 0.001 s to 86,400 s, or 0 for the scheduler's default
 PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
 NESTED = ["key create", "key list", "key use", "key revoke", "tenant create", "tenant list", "tenant set"]
 NESTED += ["models set", "models alias", "models delete", "uploads abort"]
-NESTED += ["models show", "models settings", "models versions", "models rollback", "prices set"]
+NESTED += [
+    "models show",
+    "models settings",
+    "models versions",
+    "models rollback",
+    "prices set",
+    "usage export",
+    "bill close",
+    "bill adjust",
+]
 
 
 def test_every_command_has_example(run: Run) -> None:

@@ -354,6 +354,30 @@ def test_usage_shows_cost_and_unknown_names(run: Run, home: Home, gateway: FakeG
     assert unknown.message == "the key 'key-2' does not exist"
 
 
+def test_usage_is_exported_as_it_arrives(run: Run, home: Home, gateway: FakeGateway, tmp_path: Path) -> None:
+    lines = '{"id": 7}\n{"id": 9}\n'
+    assert run("usage", "export", "--after", "6", "--limit", "2").stdout == lines
+    assert gateway.asked[-1][1] == "/v1/usage/export?format=jsonl&after=6&limit=2"
+    assert run("usage", "export", "--format", "focus", "--output", str(tmp_path / "x.csv")).stdout == ""
+    assert (tmp_path / "x.csv").read_text() == lines
+    assert run("usage", "--by", "day", "export").exit_code == 2
+
+
+def test_bill_is_shown_adjusted_and_closed(run: Run, home: Home, gateway: FakeGateway) -> None:
+    shown = run("bill", "--month", "2026-01", "--tenant", "acme").stdout
+    assert all(text in shown for text in ("number 4", "outage", "-12.50 USD"))
+    assert gateway.asked[-1][1] == "/v1/invoices/2026-01?tenant=acme"
+    assert run("bill", "--tenant", "acme", "--format", "csv").stdout == "item,amount\nTotal,2.00\n"
+    closed = run("bill", "close", "2026-01").stdout
+    assert "acme" in closed and gateway.asked[-1][:2] == ("POST", "/v1/invoices/2026-01/close")
+    adjusting = ("bill", "adjust", "acme", "--month", "2026-01", "--reason", "outage", "--amount")
+    assert "-12.50 dollars" in run(*adjusting, "-12.50").stdout
+    body = {"tenant": "acme", "period": "2026-01", "amount_nano": -12_500_000_000, "reason": "outage"}
+    assert gateway.asked[-1] == ("POST", "/v1/adjustments", body)
+    for wrong in ("0", "much", "nan", "0.0000000001"):
+        assert run(*adjusting, wrong).exit_code == 2
+
+
 def test_first_key_creates_tenant_and_is_saved(run: Run, home: Home, gateway: FakeGateway) -> None:
     made = run("key", "create", "--tenant", "acme", "--name", "laptop")
     assert made.exit_code == 0, made.exception

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from sqlalchemy import Row, update
+from sqlalchemy import Row, select, update
 
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.billing import request_query
+from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.request_query import _FAILURES, Status, newest_requests, request_of
 from torchrelay.gateway.billing.usage_query import (
     MAX_MINUTES,
@@ -19,12 +22,14 @@ from torchrelay.gateway.billing.usage_query import (
     billed_sums,
     end_of,
     instant_of,
+    total_of,
     usage_sums,
 )
-from torchrelay.gateway.core import ChoiceUsage, FinishCause
+from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest
 from torchrelay.gateway.sql.tables import ledger, opened
 
-DAY = 86_400_000_000
+HOUR = 3_600_000_000
+DAY = 24 * HOUR
 NOON = instant_of("2026-11-20T12:00:00Z", "from")
 
 
@@ -39,15 +44,17 @@ async def settled(parts: AccountingRig) -> AccountingRig:
         replace(parts.request("req-4"), tenant_id=other.tenant_id, model="other/m"),
     ]
     for index, request in enumerate(requests):
-        await parts.ledger.open(request)
-        usages = [
-            ChoiceUsage(request.request_id, choice, 10, 4, 5, FinishCause.STOP) for choice in range(request.num_choices)
-        ]
-        await parts.ledger.settle(request.request_id, usages)
-        async with parts.database.write() as connection:
-            when = update(ledger).where(ledger.c.request_id == request.request_id)
-            await connection.execute(when.values(settled_unix_us=NOON + (index // 2) * DAY))
+        await settle(parts, request, NOON + (index // 2) * DAY)
     return parts
+
+
+async def settle(rig: AccountingRig, request: OpenedRequest, at_unix_us: int, num_output: int = 5) -> None:
+    """Opens a request and settles it at a time."""
+    choices = range(request.num_choices)
+    usages = [ChoiceUsage(request.request_id, choice, 10, 4, num_output, FinishCause.STOP) for choice in choices]
+    async with Ledger(rig.database, lambda: at_unix_us) as at_that_time:
+        await at_that_time.open(request)
+        await at_that_time.settle(request.request_id, usages)
 
 
 async def test_sums_by_group(settled: AccountingRig) -> None:
@@ -61,6 +68,73 @@ async def test_sums_by_group(settled: AccountingRig) -> None:
         sums = await usage_sums(settled.database, UsageFilter(tenant_id=settled.acme.tenant_id), group_by)
         assert {each.group: (each.prompt_tokens, each.completion_tokens, each.requests) for each in sums} == expected
         assert sum(total.cost_nano for total in sums) == 3 * (600 + 100) + 20 * 400
+
+
+@pytest.fixture
+async def scattered(parts: AccountingRig) -> AccountingRig:
+    """Requests of two tenants over some hours around noon, one of them with a supplement, and rows on the hour."""
+    other = await parts.tenants.create("other")
+    price = await parts.prices.add("acme/story", 7, 1, 3)
+    offsets = [-2 * HOUR - 1, -2 * HOUR, -HOUR - 7, -HOUR, -1, 0, 1, HOUR // 2, HOUR - 1, HOUR, 2 * HOUR + 5]
+    for index, offset in enumerate(offsets):
+        request = parts.request(f"req-{index}", num_choices=1 + index % 2)
+        if index % 3 == 0:
+            request = replace(request, model="acme/story", price_id=price.price_id, key_id="key-2")
+        if index % 5 == 0:
+            request = replace(request, tenant_id=other.tenant_id)
+        await settle(parts, request, NOON + offset, num_output=index)
+    async with Ledger(parts.database, lambda: NOON - 5) as swept:
+        await swept.open(parts.request("req-swept"))
+        await swept.settle("req-swept", [ChoiceUsage("req-swept", 0, 10, 4, 1, FinishCause.GATEWAY_LOST)])
+    async with Ledger(parts.database, lambda: NOON + HOUR + 3) as stalled:
+        await stalled.settle("req-swept", [ChoiceUsage("req-swept", 0, 10, 4, 9, FinishCause.STOP)])
+    return parts
+
+
+async def test_sums_of_any_period_are_those_of_its_ledger_rows(scattered: AccountingRig) -> None:
+    async with scattered.database.read() as connection:
+        rows = (await connection.execute(select(ledger))).all()
+    assert len([row for row in rows if row.supplement]) == 1
+
+    def plain(filter_: UsageFilter) -> list[Row[Any]]:
+        begin, end = filter_.from_unix_us, filter_.to_unix_us
+        return [
+            row
+            for row in rows
+            if filter_.tenant_id in (None, row.tenant_id)
+            and filter_.model in (None, row.model)
+            and (begin is None or begin <= row.settled_unix_us)
+            and (end is None or row.settled_unix_us < end)
+        ]
+
+    chosen = random.Random(7)
+    edges = [
+        None,
+        *{row.settled_unix_us + step for row in rows for step in (0, 1)},
+        *(NOON + HOUR * i for i in (-1, 2)),
+    ]
+    for _ in range(60):
+        filter_ = UsageFilter(
+            tenant_id=chosen.choice([None, scattered.acme.tenant_id]),
+            model=chosen.choice([None, "acme/story"]),
+            from_unix_us=chosen.choice(edges),
+            to_unix_us=chosen.choice(edges),
+        )
+        expected = plain(filter_)
+        cost = sum(row.cost_nano for row in expected)
+        firsts = {row.request_id for row in expected if row.choice == 0 and row.supplement == 0}
+        (total,) = await usage_sums(scattered.database, filter_, None)
+        tokens = sum(row.num_prompt_tokens for row in expected), sum(row.num_output_tokens for row in expected)
+        assert (total.cost_nano, total.requests) == (cost, len(firsts)), filter_
+        assert (total.prompt_tokens, total.completion_tokens) == tokens, filter_
+        for group_by, name in (("key", "key_id"), ("model", "model")):
+            sums = await usage_sums(scattered.database, filter_, cast(GroupBy, group_by))
+            costs = Counter[str]()
+            for row in expected:
+                costs[getattr(row, name)] += row.cost_nano
+            assert {each.group: each.cost_nano for each in sums if each.cost_nano} == +costs, filter_
+            assert total_of(sums) == total
+        assert sum(line.cost_nano for line in await billed_sums(scattered.database, filter_)) == cost
 
 
 async def test_sums_by_minute_are_of_recent_days(settled: AccountingRig) -> None:
@@ -122,7 +196,6 @@ def test_times_are_read_as_utc() -> None:
         assert raised.value.field == "from"
 
 
-HOUR = 3_600_000_000
 LAST_DAY = UsageFilter(from_unix_us=NOON - 24 * HOUR, to_unix_us=NOON + 1)
 # By their end: minutes before noon, and the causes of the choices.
 ENDED = {

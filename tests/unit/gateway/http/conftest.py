@@ -20,6 +20,7 @@ from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStor
 from torchrelay.common.health import Health
 from torchrelay.gateway.auth.identities import Identities
 from torchrelay.gateway.auth.operators import Operators
+from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
@@ -109,6 +110,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             limits=Limiter("", parts.database, lease_s=60),
             catalog=parts.catalog,
             prices=parts.prices,
+            invoices=Invoices(parts.database),
             uploads=Uploads(parts.database, parts.catalog, store_client),
             store=store_client,
             scheduler=scheduler,

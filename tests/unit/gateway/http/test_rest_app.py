@@ -54,8 +54,10 @@ REFUSALS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("POST", "/v1/keys", {"requests_per_minute": 0}, 400, "requests_per_minute", "invalid_request"),
     ("POST", "/v1/uploads", {"model": "m", "files": [{"path": "a", "size": -1}]}, 400, "files.0.size", None),
     ("GET", "/v1/usage?group_by=moon", None, 400, "group_by", "invalid_request"),
-    ("GET", "/v1/bill?period=2026", None, 400, "period", "invalid_request"),
-    ("GET", "/v1/bill?period=soon", None, 400, "period", "invalid_request"),
+    ("GET", "/v1/invoices/2026", None, 400, "period", "invalid_request"),
+    ("GET", "/v1/invoices/2026-11?format=pdf", None, 400, "format", "invalid_request"),
+    ("POST", "/v1/invoices/2026-01/close", None, 403, None, "permission_denied"),
+    ("POST", "/v1/adjustments", {"tenant": "acme", "period": "2026-01"}, 403, None, "permission_denied"),
     ("GET", "/v1/models/absent", None, 404, "model", "model_not_found"),
     ("GET", "/v1/models/other/absent", None, 404, "model", "model_not_found"),
     ("PATCH", "/v1/models/absent", {}, 404, "model", "model_not_found"),
@@ -374,7 +376,7 @@ async def test_every_reference_has_its_schema(rig: RestRig) -> None:
 async def test_errors_have_the_described_shape(rig: RestRig) -> None:
     shape = (await schema_of(rig))["components"]["schemas"]
     for response in (
-        await rig.acme.get("/v1/bill?period=x"),
+        await rig.acme.get("/v1/invoices/x"),
         await rig.acme.get("/v1/models/absent"),
         await rig.acme.get("/v1/reconcile"),
         await rig.acme.get("/v1/usage", headers={"authorization": ""}),
@@ -386,7 +388,7 @@ async def test_errors_have_the_described_shape(rig: RestRig) -> None:
 
 async def test_unknown_and_repeated_query_parameters_are_refused(rig: RestRig) -> None:
     for method, path, name, known in (
-        ("GET", "/v1/bill?month=2026-01", "month", "; known are period, tenant"),
+        ("GET", "/v1/invoices/2026-01?month=2026-01", "month", "; known are format, tenant"),
         (
             "GET",
             "/v1/usage?from=2026-01-01&until=2026-02-01",
@@ -400,5 +402,5 @@ async def test_unknown_and_repeated_query_parameters_are_refused(rig: RestRig) -
         refused = await rig.acme.request(method, path)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
         assert refused.json()["error"]["message"] == f"unknown query parameter '{name}'{known}"
-    repeated = await rig.acme.get("/v1/bill?period=2026-01&period=2026-02")
-    assert (repeated.status_code, repeated.json()["error"]["param"]) == (400, "period")
+    repeated = await rig.acme.get("/v1/usage?from=2026-01&from=2026-02")
+    assert (repeated.status_code, repeated.json()["error"]["param"]) == (400, "from")

@@ -30,7 +30,16 @@ from torchrelay.gateway.sql.database import Database, driver_url
 from torchrelay.gateway.sql.group_commit import GroupCommit, Result, linger_s
 from torchrelay.gateway.sql.schema import HEAD, MIGRATIONS, ensure_schema
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
-from torchrelay.gateway.sql.tables import balances, metadata, prices, table_versions, versions
+from torchrelay.gateway.sql.tables import (
+    balances,
+    counters,
+    ledger,
+    metadata,
+    prices,
+    table_versions,
+    usage_hours,
+    versions,
+)
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 
@@ -388,6 +397,7 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/empty.db"
     server: str = request.getfixturevalue("postgres_template")
+    asyncio.run(execute(server, "DROP DATABASE IF EXISTS empty"))
     asyncio.run(execute(server, "CREATE DATABASE empty"))
     return server.replace("/postgres", "/empty")
 
@@ -412,6 +422,30 @@ async def test_versions_of_earlier_releases_have_their_bases(empty_url: str) -> 
     async with database.read() as connection:
         bases = await connection.execute(select(versions.c.version_id, versions.c.base_version_id))
     assert set(bases) == {("older", None), ("model", None), ("adapter", "model"), ("later", "model")}
+    await database.close()
+
+
+async def test_ledger_of_earlier_releases_is_numbered_and_summed_by_hour(empty_url: str) -> None:
+    hour, rows = 3_600_000_000, [("req-b", 0, 7, 5), ("req-b", 1, 7, 6), ("req-a", 0, 7, 1), ("req-c", 0, 2, 2)]
+    group = ("k", "t/m", "price-default")
+    await asyncio.to_thread(migrate, empty_url, "0010")
+    database = Database(empty_url)
+    async with database.write() as connection:
+        await connection.execute(text("INSERT INTO tenants (tenant_id, name, created_unix_us) VALUES ('t', 't', 1)"))
+        for name in ("req-a", "req-b", "req-c"):
+            values = f"'{name}', 't', 'k', 't/m', 'v', 'price-default', 1, 9, 1, 'g', 1, 1"
+            await connection.execute(text(f"INSERT INTO opened VALUES ({values})"))
+        for name, choice, hours, cost in rows:
+            values = f"'{name}', {choice}, 0, 't', 'k', 't/m', 'v', 'price-default', 1, 0, 3, {cost}, 'stop'"
+            await connection.execute(text(f"INSERT INTO ledger VALUES ({values}, {hours * hour + cost})"))
+    await asyncio.to_thread(migrate, empty_url)
+    async with database.read() as connection:
+        numbered = await connection.execute(select(ledger.c.ledger_id, ledger.c.request_id, ledger.c.choice))
+        assert set(numbered) == {(1, "req-c", 0), (2, "req-a", 0), (3, "req-b", 0), (4, "req-b", 1)}
+        sums = await connection.execute(select(usage_hours).order_by(usage_hours.c.hour_unix_us))
+        assert [*sums] == [("t", 2 * hour, *group, 1, 1, 0, 3, 2), ("t", 7 * hour, *group, 2, 3, 0, 9, 12)]
+        last = select(counters.c.last).where(counters.c.name == "ledger")
+        assert (await connection.execute(last)).scalar_one() == 4
     await database.close()
 
 

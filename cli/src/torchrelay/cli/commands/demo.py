@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
@@ -114,7 +115,7 @@ def show_timeline(client: GatewayClient, request_id: str, title: str) -> None:
 
 
 def show_bill(client: GatewayClient) -> None:
-    bill = client.call("GET", "/v1/bill")
+    bill = client.call("GET", f"/v1/invoices/{datetime.now(UTC):%Y-%m}")
     table = Table("model", "prompt tokens", "output tokens", "requests", "cost", title=f"Bill of {bill['tenant']}")
     for line in bill["lines"]:
         cost = f"{line['cost_nano'] / 1e9:.9f} {line['currency']}"

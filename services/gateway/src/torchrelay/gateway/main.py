@@ -29,6 +29,7 @@ from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.background import all_ended, background, repeat
 from torchrelay.gateway.billing.heartbeat import Heartbeat
+from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
 from torchrelay.gateway.billing.prices import Prices
@@ -245,6 +246,7 @@ async def _make_components(
         limits=limits,
         catalog=catalog,
         prices=prices,
+        invoices=Invoices(database),
         uploads=Uploads(
             database,
             catalog,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -42,17 +44,79 @@ async def test_usage_is_summed_with_its_cost(billed: RestRig) -> None:
     assert "TENANT/NAME" in error["message"]
 
 
-async def test_bill_of_this_month_has_its_lines_and_the_books_no_faults(billed: RestRig) -> None:
+async def test_export_has_the_rows_of_the_caller(billed: RestRig) -> None:
+    reply = await billed.acme.get("/v1/usage/export")
+    line = json.loads(reply.text)
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    assert (line["id"], line["tenant"], line["cost_nano"], line["cost"]) == (1, "acme", COST, "0.012000700")
+    for query in ("format=jsonl", "tenant=acme", "from=2026-01-01&limit=5"):
+        assert (await billed.admin.get(f"/v1/usage/export?{query}")).text == reply.text
+    for query in ("after=1", "to=2026-01-01"):
+        assert (await billed.acme.get(f"/v1/usage/export?{query}")).text == ""
+    focus = await billed.acme.get("/v1/usage/export?format=focus")
+    assert focus.headers["content-type"].startswith("text/csv") and len(focus.text.splitlines()) == 4
+    async with await billed.client_of("zoo") as zoo:
+        assert len((await zoo.get("/v1/usage/export?format=csv")).text.splitlines()) == 1
+        tenant = await billed.parts.tenants.by_name("zoo")
+        await billed.parts.ledger.open(replace(billed.parts.request("req-2"), tenant_id=tenant.tenant_id))
+        await billed.parts.ledger.settle("req-2", [ChoiceUsage("req-2", 0, 10, 4, 3, FinishCause.STOP)])
+        shown = [json.loads((await each.get("/v1/usage/export?tenant=zoo")).text)["id"] for each in (zoo, billed.admin)]
+        assert shown == [1, 2], "a tenant's numbers count its own rows"
+        assert (await zoo.get("/v1/usage/export?tenant=acme")).status_code == 403
+    for query, field in (("format=xml", "format"), ("after=-1", "after"), ("limit=0", "limit"), ("to=soon", "to")):
+        refused = await billed.acme.get(f"/v1/usage/export?{query}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+
+
+async def test_invoice_of_this_month_has_its_lines_and_the_books_no_faults(billed: RestRig) -> None:
     period = datetime.now(UTC).strftime("%Y-%m")
-    bill = (await billed.acme.get(f"/v1/bill?period={period}")).json()
-    assert (bill["tenant"], bill["cost_nano"], bill["amount"], bill["currency"]) == ("acme", COST, "0.01", "USD")
-    (line,) = bill["lines"]
+    invoice = (await billed.acme.get(f"/v1/invoices/{period}")).json()
+    assert (invoice["tenant"], invoice["cost_nano"], invoice["amount"]) == ("acme", COST, "0.01")
+    assert (invoice["number"], invoice["closed"], invoice["currency"]) == (None, None, "USD")
+    (line,) = invoice["lines"]
     assert (line["model"], line["prompt_tokens"], line["completion_tokens"]) == ("acme/glossary", 10, 30_000)
     assert (line["amount"], line["output_nano"]) == ("0.01", 400)
-    assert (await billed.admin.get(f"/v1/bill?period={period}&tenant=acme")).json() == bill
-    assert (await billed.acme.get("/v1/bill?period=2020-01")).json()["lines"] == []
+    assert (await billed.admin.get(f"/v1/invoices/{period}?tenant=acme")).json() == invoice
+    assert (await billed.acme.get("/v1/invoices/2020-01")).json()["lines"] == []
+    early = await billed.admin.post(f"/v1/invoices/{period}/close")
+    assert (early.status_code, early.json()["error"]["param"]) == (400, "period")
+    books = (await billed.admin.get("/v1/reconcile")).json()
     counts = {"num_opened": 1, "num_settled": 1, "num_ledger_rows": 1, "cost_nano": COST}
-    assert (await billed.admin.get("/v1/reconcile")).json() == {**counts, "faults": [], "ok": True}
+    assert books == {**counts, "adjusted_nano": 0, "difference_nano": 0, "faults": [], "ok": True}
+
+
+async def test_adjusted_month_is_closed_once_and_printed(billed: RestRig) -> None:
+    adjustment = {"tenant": "acme", "period": "2026-01", "amount_nano": 2_500_000_000, "reason": "=<b>set-up</b>"}
+    made = await billed.admin.post("/v1/adjustments", json=adjustment)
+    assert (made.status_code, made.json()["amount"]) == (201, "2.50")
+    adjustment |= {"amount_nano": -500_000_000, "reason": "credit"}
+    assert (await billed.admin.post("/v1/adjustments", json=adjustment)).status_code == 201
+    closed = (await billed.admin.post("/v1/invoices/2026-01/close")).json()["data"]
+    assert [(each["tenant"], each["number"], each["amount"]) for each in closed] == [("acme", 1, "2.00")]
+    assert (await billed.admin.post("/v1/invoices/2026-01/close?tenant=acme")).json()["data"] == closed
+    assert (await billed.acme.get("/v1/invoices/2026-01")).json() == closed[0]
+    late = await billed.admin.post("/v1/adjustments", json=adjustment)
+    assert (late.status_code, late.json()["error"]["param"]) == (409, "period")
+    page = await billed.acme.get("/v1/invoices/2026-01?format=html")
+    assert "Invoice 1" in page.text and "=&lt;b&gt;set-up&lt;/b&gt;" in page.text and "<b>" not in page.text
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    *_, charge, credit, total = csv.reader((await billed.acme.get("/v1/invoices/2026-01?format=csv")).text.splitlines())
+    assert (charge[0], charge[6], credit[6], total[:1] + total[5:7]) == (
+        "'=<b>set-up</b>",
+        "2.50",
+        "-0.50",
+        ["Total", "2.000000000", "2.00"],
+    )
+    for wrong, field in (
+        ({"period": "2026-13"}, "period"),
+        ({"period": "2999-01"}, "period"),
+        ({"reason": ""}, "reason"),
+        ({"amount_nano": -3_000_000_000, "period": "2026-02"}, "amount_nano"),
+    ):
+        refused = await billed.admin.post("/v1/adjustments", json=adjustment | wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    books = (await billed.admin.get("/v1/reconcile")).json()
+    assert (books["adjusted_nano"], books["faults"]) == (2_000_000_000, [])
 
 
 async def test_prices_are_added_and_listed_with_their_intervals(rig: RestRig) -> None:

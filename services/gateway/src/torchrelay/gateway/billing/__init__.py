@@ -1,1 +1,1 @@
-"""Prices, ledger, bills, usage registers and reports, reconciliation, heartbeat and orphan sweep."""
+"""Prices, ledger, invoices, exports, usage registers and reports, reconciliation, heartbeat and orphan sweep."""

@@ -4,15 +4,18 @@
       `----settled by the sweep, later------> settled --supplemented by its gateway, if that was not gone-->
 
 Settling is one transaction: it sets ``opened.settled_unix_us`` if unset (which decides a race), inserts one ledger row
-per choice, and adds their cost to the tenant's balance. A gateway that the sweep took for gone (see orphan_sweep.py)
-and that delivered more than the sweep has billed adds the difference, once. All opens and settles pending at one moment
-share a transaction of a few statements, so that many requests share the fsync of one commit.
+per choice, and adds these to the tenant's balance and to the sums of the hour. A gateway that the sweep took for gone
+(see orphan_sweep.py) and that delivered more than the sweep has billed adds the difference, once. All opens and settles
+pending at one moment share a transaction of a few statements, so that many requests share the fsync of one commit.
+
+Rows are numbered in the order of commits: the last statement but one takes the numbers, and locks their counter until
+the commit. A reader that sees a number sees all smaller ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +25,11 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.billing.ledger_rows import LedgerRow, ledger_rows, supplement_rows
+from torchrelay.gateway.billing.usage_hours import add_to_hours, hour_sums
 from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Price
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.group_commit import GroupCommit, Result
-from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
+from torchrelay.gateway.sql.tables import balances, counters, ledger, opened, prices
 
 log = get_logger(__name__)
 
@@ -42,6 +46,25 @@ _CHARGE = (
     .where(balances.c.tenant_id == bindparam("tenant"))
     .values(spent_nano=balances.c.spent_nano + bindparam("cost"))
 )
+_TAKE_NUMBERS = (
+    update(counters)
+    .where(counters.c.name == "ledger")
+    .values(last=counters.c.last + bindparam("num_rows"))
+    .returning(counters.c.last)
+)
+_KEY = ("request_id", "choice", "supplement")
+_SET_NUMBER = (
+    update(ledger)
+    .where(*(ledger.c[name] == bindparam(f"of_{name}") for name in _KEY))
+    .values(ledger_id=bindparam("number"))
+)
+_UNNUMBERED = (
+    select(ledger)
+    .where(ledger.c.ledger_id.is_(None))
+    .order_by(ledger.c.settled_unix_us, *(ledger.c[name] for name in _KEY))
+    .limit(1000)
+    .with_for_update(skip_locked=True)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +78,11 @@ class Settlement:
 class Ledger(GroupCommit[OpenedRequest | Settlement]):
     """Opens and settles requests. An async context manager; on exit it commits pending writes."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, clock: Callable[[], int] = now_unix_us) -> None:
         super().__init__(database, self._write)
+        self._clock_unix_us = clock
         self._open = database.insert(opened).on_conflict_do_nothing()
+        self._add_to_hours = add_to_hours(database)
         self._prices: dict[str, Price] = {}  # few rows, and immutable
 
     async def open(self, request: OpenedRequest) -> None:
@@ -72,6 +97,23 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
         SQL; the caller is expected to retry.
         """
         return await self.do(Settlement(request_id, tuple(usages)))
+
+    async def count_uncounted(self) -> None:
+        """Numbers rows of gateways of the release before, and adds them to the sums of their hours."""
+        is_uncounted = select(ledger.c.request_id).where(ledger.c.ledger_id.is_(None)).limit(1)
+        while True:
+            async with self._database.read() as connection:
+                if (await connection.execute(is_uncounted)).first() is None:
+                    return
+            await self._database.transact(self._count_uncounted)
+
+    def _count_uncounted(self, connection: Connection) -> None:
+        rows = [dict(row) for row in connection.execute(_UNNUMBERED).mappings()]
+        if rows:  # unless another gateway counts them
+            connection.execute(self._add_to_hours, hour_sums(rows))
+            _number(connection, rows)
+            numbers = [{f"of_{name}": row[name] for name in _KEY} | {"number": row["ledger_id"]} for row in rows]
+            connection.execute(_SET_NUMBER, numbers)
 
     def _write(self, connection: Connection, writes: Sequence[OpenedRequest | Settlement]) -> dict[int, Result]:
         """The results of ``writes``, by their index."""
@@ -91,7 +133,7 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
     def _settle(self, connection: Connection, settlements: Sequence[Settlement]) -> dict[str, int]:
         """The recorded cost by request id, without requests that were never opened."""
         usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first wins
-        now = now_unix_us()
+        now = self._clock_unix_us()
         costs: dict[str, int] = {}
         charges: Counter[str] = Counter()
         values: list[dict[str, Any]] = []
@@ -112,9 +154,11 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
             ):  # by its gateway, not by another sweep
                 bill(request, supplement_rows(standing, ledger_rows(request, used, price), price))
         if values:
-            connection.execute(_BILL, values)
             # Sorted, so that two gateways never deadlock on each other's rows.
             connection.execute(_CHARGE, [{"tenant": tenant, "cost": charges[tenant]} for tenant in sorted(charges)])
+            connection.execute(self._add_to_hours, hour_sums(values))
+            _number(connection, values)
+            connection.execute(_BILL, values)
         return costs
 
     def _price(self, connection: Connection, request: OpenedRequest) -> Price:
@@ -123,6 +167,13 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
             row = connection.execute(select(prices).where(prices.c.price_id == request.price_id)).one()
             price = self._prices[request.price_id] = Price(*row)
         return price
+
+
+def _number(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+    """Gives the rows the next numbers; other gateways wait for theirs until this transaction ends."""
+    last: int = connection.execute(_TAKE_NUMBERS, {"num_rows": len(rows)}).scalar_one()
+    for number, row in enumerate(rows, last - len(rows) + 1):
+        row["ledger_id"] = number
 
 
 def _settled_before(

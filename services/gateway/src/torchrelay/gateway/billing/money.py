@@ -14,9 +14,14 @@ def amount_of(cost_nano: int) -> Decimal:
     return (Decimal(cost_nano) / _NANO).quantize(_CENT, rounding=ROUND_HALF_UP)
 
 
+def exact(cost_nano: int) -> Decimal:
+    """Dollars with all nine decimals."""
+    return Decimal(cost_nano).scaleb(-9)
+
+
 def exact_amount(cost_nano: int) -> str:
     """All nine decimals, as text, for usage reports, which do not round."""
-    return f"{Decimal(cost_nano) / _NANO:.9f}"
+    return format(exact(cost_nano), "f")
 
 
 def dollars(nano: int) -> str:

@@ -91,6 +91,7 @@ class OrphanSweep:
 
     async def settle(self) -> int:
         """Settles requests of stopped gateways, up to a limit; returns their number. Raises ``Unavailable``."""
+        await self._ledger.count_uncounted()
         num_settled = 0
         for gateway_id, beat in self._stopped.items():
             if num_settled < MAX_REQUESTS_PER_ROUND:

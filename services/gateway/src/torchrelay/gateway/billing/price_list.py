@@ -38,5 +38,6 @@ class PriceList:
 
     def valid_until(self, price: Price) -> int | None:
         """The start of the model's next row; ``None`` if there is none."""
-        begins = (row.valid_from_unix_us for row in self._of_model[price.model])
-        return next((begin for begin in begins if begin > price.valid_from_unix_us), None)
+        rows = self._of_model[price.model]
+        place = bisect_right(rows, price.valid_from_unix_us, key=lambda row: row.valid_from_unix_us)
+        return rows[place].valid_from_unix_us if place < len(rows) else None

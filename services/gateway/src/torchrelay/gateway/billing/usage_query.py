@@ -1,19 +1,24 @@
-"""Usage from the ledger: sums by key, model, day or minute, and the quantities of a bill."""
+"""Sums of usage by key, model, day or minute, and the quantities of a bill.
+
+Whole hours come from the sums by hour; the rest of a period, and sums by minute, from the ledger.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Integer, Row, Select, cast, func, select
+from sqlalchemy import ColumnElement, Integer, Row, Select, and_, case, cast, func, select, union_all
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.billing.bills import BilledSum
+from torchrelay.gateway.billing.usage_hours import HOUR_US, SUMS, hour_of
 from torchrelay.gateway.sql.database import Database
-from torchrelay.gateway.sql.tables import ledger, prices
+from torchrelay.gateway.sql.tables import ledger, prices, tenants, usage_hours
 
 TIME_LIMIT_S = 30.0  # sums over millions of rows
 GroupBy = Literal["key", "model", "day", "minute"]
@@ -21,11 +26,19 @@ _UNESCAPED_OFFSET = re.compile(r"(:\d\d(?:\.\d+)?) (\d\d:?\d\d)$")
 _DAY_US = 86_400_000_000
 _MINUTE_US = 60_000_000
 MAX_MINUTES = 2 * 24 * 60  # of sums by minute
+_GROUP = ("key_id", "model", "price_id")
+_TOTALS = {
+    "prompt_tokens": "num_prompt_tokens",
+    "cached_tokens": "num_cached_prompt_tokens",
+    "completion_tokens": "num_output_tokens",
+    "requests": "num_requests",
+    "cost_nano": "cost_nano",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class UsageFilter:
-    """Selects ledger rows settled in [from, to) by tenant, key and model (``None``: any)."""
+    """Selects rows settled in [from, to) by tenant, key and model (``None``: any)."""
 
     tenant_id: str | None = None
     key_id: str | None = None
@@ -33,14 +46,21 @@ class UsageFilter:
     from_unix_us: int | None = None
     to_unix_us: int | None = None
 
-    def conditions(self, row: Any = ledger.c) -> list[ColumnElement[bool]]:
-        """``row``: the columns of the ledger, or of another table with the same names."""
+    def includes(self, settled_unix_us: int) -> bool:
+        """Whether the time is in the period."""
+        begin, end = self.from_unix_us, self.to_unix_us
+        return (begin is None or begin <= settled_unix_us) and (end is None or settled_unix_us < end)
+
+    def conditions(
+        self, row: Any = ledger.c, at: ColumnElement[int] = ledger.c.settled_unix_us
+    ) -> list[ColumnElement[bool]]:
+        """``row``: the columns of the ledger, or of another table with the same names; ``at``: its column of time."""
         equal = ((row.tenant_id, self.tenant_id), (row.key_id, self.key_id), (row.model, self.model))
         conditions = [column == value for column, value in equal if value is not None]
         if self.from_unix_us is not None:
-            conditions.append(row.settled_unix_us >= self.from_unix_us)
+            conditions.append(at >= self.from_unix_us)
         if self.to_unix_us is not None:
-            conditions.append(row.settled_unix_us < self.to_unix_us)
+            conditions.append(at < self.to_unix_us)
         return conditions
 
 
@@ -90,54 +110,103 @@ async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy
     """
     if group_by == "minute" and (filter_.from_unix_us or 0) < now_unix_us() - MAX_MINUTES * _MINUTE_US:
         raise InvalidRequest(f"sums by minute need a time of the last {MAX_MINUTES // 60} hours", field="from")
-    groups: dict[GroupBy, ColumnElement[Any]] = {
-        "key": ledger.c.key_id,
-        "model": ledger.c.model,
-        "day": _period(_DAY_US),
-        "minute": _period(_MINUTE_US),
-    }
-    query = select(*_sums()).where(*filter_.conditions())
-    if group_by is not None:
-        group = groups[group_by]
-        query = query.add_columns(group.label("group")).group_by(group).order_by(group)
+    parts = [rows_of_ledger(filter_)] if group_by == "minute" else _parts(filter_)
+    used = _summed(parts, lambda row: [_group(row, group_by).label("group")] if group_by else [])
+    query = used.order_by("group") if group_by else used
     async with database.read(TIME_LIMIT_S) as connection:
         rows = (await connection.execute(query)).all()
     return [UsageSum(_label(row.group, group_by) if group_by else "", **_totals(row)) for row in rows]
 
 
+def _group(row: Any, group_by: GroupBy) -> ColumnElement[Any]:
+    columns: dict[GroupBy, ColumnElement[Any]] = {
+        "key": row.key_id,
+        "model": row.model,
+        "day": _period(row.at_unix_us, _DAY_US),
+        "minute": _period(row.at_unix_us, _MINUTE_US),
+    }
+    return columns[group_by]
+
+
+def total_of(sums: Sequence[UsageSum]) -> UsageSum:
+    """The sum over groups: a request has one key and one model, and counts at one time."""
+    return UsageSum("", **{name: sum(getattr(each, name) for each in sums) for name in _TOTALS})
+
+
 async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSum]:
     """The quantities of a bill, per model and price row."""
-    query: Select[Any] = select(
-        *_sums(), ledger.c.model, prices.c.prompt_nano, prices.c.cached_nano, prices.c.output_nano
-    )
-    query = query.join_from(ledger, prices).where(*filter_.conditions())
-    query = query.group_by(ledger.c.model, ledger.c.price_id, *query.selected_columns[-3:])
-    query = query.order_by(ledger.c.model, func.min(prices.c.valid_from_unix_us))
+    used = _summed(_parts(filter_), lambda row: [row.model, row.price_id]).subquery()
+    columns = used.c.model, prices.c.prompt_nano, prices.c.cached_nano, prices.c.output_nano
+    query = select(*(used.c[name] for name in _TOTALS), *columns)
+    query = query.join_from(used, prices, used.c.price_id == prices.c.price_id)
     async with database.read(TIME_LIMIT_S) as connection:
-        rows = (await connection.execute(query)).all()
+        rows = (await connection.execute(query.order_by(used.c.model, prices.c.valid_from_unix_us))).all()
     return [BilledSum(row.model, row.prompt_nano, row.cached_nano, row.output_nano, **_totals(row)) for row in rows]
 
 
-def _period(length_us: int) -> ColumnElement[Any]:
+def _parts(filter_: UsageFilter) -> list[Select[Any]]:
+    """The whole hours of the period, rows that are not in their sums yet, and the rows before and after these hours."""
+    begin, end = filter_.from_unix_us, filter_.to_unix_us
+    first = begin if begin is None else hour_of(begin + HOUR_US - 1)
+    last = end if end is None else hour_of(end)
+    if first is not None and last is not None and first >= last:
+        return [rows_of_ledger(filter_)]
+    whole = replace(filter_, from_unix_us=first, to_unix_us=last)
+    parts = [rows_of_hours(whole), rows_of_ledger(whole).where(ledger.c.ledger_id.is_(None))]
+    if begin != first:
+        parts.append(rows_of_ledger(replace(filter_, to_unix_us=first)))
+    if end != last:
+        parts.append(rows_of_ledger(replace(filter_, from_unix_us=last)))
+    return parts
+
+
+def _summed(parts: Sequence[Select[Any]], groups: Callable[[Any], list[ColumnElement[Any]]]) -> Select[Any]:
+    """Sums over the parts per group, named as in ``_TOTALS``; each part is summed first, since SQLite is slow to unite
+    many rows. ``groups``: the columns of the groups, from those of a part.
+    """
+    sums = []
+    for row in (part.subquery().c for part in parts):
+        totals = (func.coalesce(func.sum(row[column]), 0).label(name) for name, column in _TOTALS.items())
+        group = groups(row)
+        sums.append(select(*totals, *group).group_by(*group))
+    if len(sums) == 1:
+        return sums[0]
+    both = union_all(*sums).subquery().c
+    names = [column.name for column in both if column.name not in _TOTALS]
+    totals = (func.sum(both[name]).label(name) for name in _TOTALS)
+    return select(*totals, *(both[name] for name in names)).group_by(*(both[name] for name in names))
+
+
+def rows_of_hours(filter_: UsageFilter) -> Select[Any]:
+    """Sums of hours that begin in the period."""
+    row = usage_hours.c
+    query = select(*(row[name] for name in _GROUP), row.hour_unix_us.label("at_unix_us"), *(row[name] for name in SUMS))
+    return _where(query, filter_, row, row.hour_unix_us)
+
+
+def rows_of_ledger(filter_: UsageFilter) -> Select[Any]:
+    """Rows of the ledger, with the columns of ``rows_of_hours``."""
+    row = ledger.c
+    is_first = case((and_(row.choice == 0, row.supplement == 0), 1), else_=0).label("num_requests")
+    sums = [is_first, *(row[name] for name in SUMS if name in row)]
+    query = select(*(row[name] for name in _GROUP), row.settled_unix_us.label("at_unix_us"), *sums)
+    return _where(query, filter_, row, row.settled_unix_us)
+
+
+def _where(query: Select[Any], filter_: UsageFilter, row: Any, at: ColumnElement[int]) -> Select[Any]:
+    if filter_.tenant_id is None:  # by tenant, as the indexes are
+        query = query.where(row.tenant_id.in_(select(tenants.c.tenant_id)))
+    return query.where(*filter_.conditions(row, at))
+
+
+def _period(at: ColumnElement[int], length_us: int) -> ColumnElement[Any]:
     """The number of a row's period; the integer division works in both SQLite and PostgreSQL."""
-    return cast((ledger.c.settled_unix_us - ledger.c.settled_unix_us % length_us) / length_us, Integer)
-
-
-def _sums() -> list[ColumnElement[Any]]:
-    summed = {
-        "prompt_tokens": ledger.c.num_prompt_tokens,
-        "cached_tokens": ledger.c.num_cached_prompt_tokens,
-        "completion_tokens": ledger.c.num_output_tokens,
-        "cost_nano": ledger.c.cost_nano,
-    }
-    sums = [func.coalesce(func.sum(column), 0).label(name) for name, column in summed.items()]
-    return [*sums, func.count(func.distinct(ledger.c.request_id)).label("requests")]
+    return cast((at - at % length_us) / length_us, Integer)
 
 
 def _totals(row: Row[Any]) -> dict[str, int]:
-    """The totals of a row of ``_sums``, which PostgreSQL returns as decimals."""
-    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "requests", "cost_nano")
-    return {name: int(getattr(row, name)) for name in names}
+    """The totals of a row of ``_summed``, which PostgreSQL returns as decimals."""
+    return {name: int(getattr(row, name)) for name in _TOTALS}
 
 
 def _label(group: Any, group_by: GroupBy) -> str:

@@ -16,6 +16,7 @@ from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
+from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.catalog.uploads import Uploads
@@ -39,6 +40,7 @@ class Services:
     limits: Limiter
     catalog: Catalog
     prices: Prices
+    invoices: Invoices
     uploads: Uploads
     store: StoreClient
     scheduler: SchedulerClient

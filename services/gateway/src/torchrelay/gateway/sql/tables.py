@@ -1,5 +1,6 @@
 """The tables. Times are Unix microseconds, money is integer nano-dollars. Accounting rows are never updated, except
-``opened.settled_unix_us`` (set once) and ``balances.spent_nano`` (the sum of the tenant's ledger rows).
+``opened.settled_unix_us`` (set once), ``balances.spent_nano`` (the sum of the tenant's ledger rows and
+adjustments) and the sums of ``usage_hours``.
 """
 
 from __future__ import annotations
@@ -228,7 +229,32 @@ ledger = Table(
     Column("cost_nano", BigInteger, nullable=False),
     Column("cause", String, nullable=False),
     Column("settled_unix_us", BigInteger, nullable=False),
+    # From 1, in the order of commits and without gaps; null: of a gateway of the release before, and not yet counted.
+    Column("ledger_id", BigInteger, index=True, unique=True),
     Index("ix_ledger_tenant_settled", "tenant_id", "settled_unix_us"),
+    Index("ix_ledger_tenant_number", "tenant_id", "ledger_id"),
+)
+
+# The last of the numbers that were given, without gaps, to the rows of a table.
+counters = Table(
+    "counters", metadata, Column("name", String, primary_key=True), Column("last", BigInteger, nullable=False)
+)
+
+# Sums of ledger rows (billing/usage_hours.py) by the hour (UTC) of their settlement.
+usage_hours = Table(
+    "usage_hours",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
+    Column("hour_unix_us", BigInteger, primary_key=True),
+    Column("key_id", String, primary_key=True),
+    Column("model", String, primary_key=True),
+    Column("price_id", ForeignKey("prices.price_id"), primary_key=True),
+    Column("num_requests", BigInteger, nullable=False),
+    Column("num_prompt_tokens", BigInteger, nullable=False),
+    Column("num_cached_prompt_tokens", BigInteger, nullable=False),
+    Column("num_output_tokens", BigInteger, nullable=False),
+    Column("cost_nano", BigInteger, nullable=False),
+    sqlite_with_rowid=False,
 )
 
 balances = Table(
@@ -236,6 +262,30 @@ balances = Table(
     metadata,
     Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
     Column("spent_nano", BigInteger, nullable=False),
+)
+
+# Charges beside usage, and credits (negative), which are part of the balance.
+adjustments = Table(
+    "adjustments",
+    metadata,
+    Column("adjustment_id", String, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
+    Column("period", String, nullable=False),  # 2026-11
+    Column("amount_nano", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("created_unix_us", BigInteger, nullable=False),
+    Index("ix_adjustments_tenant_period", "tenant_id", "period"),
+)
+
+# Closed months.
+invoices = Table(
+    "invoices",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
+    Column("period", String, primary_key=True),
+    Column("number", BigInteger, nullable=False, index=True, unique=True),  # over all tenants, from 1, without gaps
+    Column("total_nano", BigInteger, nullable=False),
+    Column("closed_unix_us", BigInteger, nullable=False),
 )
 
 # Live gateway processes: each increments its beat; one that stops is gone (billing/heartbeat.py).
