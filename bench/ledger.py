@@ -79,7 +79,7 @@ async def fill(url: str, num_rows: int) -> list[str]:
     tenants, keys = Tenants(database), ApiKeys(database, TableVersions(database, 0.5), PEPPER)
     for index in range(NUM_TENANTS):
         tenant = await tenants.create(f"tenant-{index:02}")
-        tokens.append((await keys.create(tenant.name, tenant.tenant_id))[1])
+        tokens.append((await keys.create(tenant.tenant_id))[1])
     begin, end = month_bounds(MONTH)
     numbers = {"begin": begin, "length": end - begin, "num": num_rows}
     numbers |= {"tenants": NUM_TENANTS, "keys": NUM_KEYS, "models": NUM_MODELS}
