@@ -44,6 +44,7 @@ from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.grpc.server import public_grpc_server
 from torchrelay.gateway.http.cors import CorsApp
 from torchrelay.gateway.http.dependencies import ModelChanged, Services
+from torchrelay.gateway.http.idempotency import IdempotentApp, forget_old_answers
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import LAST_REQUEST_S, http_server
@@ -62,6 +63,9 @@ log = get_logger(__name__)
 GC_THRESHOLD = 20_000  # allocations between young collections; a request makes a few hundred
 POSTGRESQL_QUERIES = 4  # at once, of 10 connections; SQLite has two, of which authentication needs one
 MINIMUMS_EVERY_S = 5.0  # between looks at which models have a minimum of instances
+IDEMPOTENT_PATHS = frozenset(
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages", "batches")
+)
 LAST_USES_EVERY_S = 30.0
 END_S = 1.0  # for the remaining requests to report why they end
 
@@ -107,7 +111,7 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
         await stack.enter_async_context(background(announcing))
         services = replace(components.services, model_changed=_model_changed(components.nats_events, token_path))
         served = await stack.enter_async_context(
-            _servers(settings, token_path, services, components.shares, components.identities)
+            _servers(settings, token_path, services, components.shares, components.identities, gateway_id)
         )
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
@@ -134,19 +138,24 @@ async def _servers(
     services: Services,
     shares: ConnectionShares,
     identities: Identities,
+    gateway_id: str,
 ) -> AsyncIterator[Serving]:
     """The HTTP and gRPC servers, which leave together. Requests that outlast the grace end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     rest = make_app(services)
     pages = public_pages(rest, services.health)
     router = AsgiRouter(token_path.apps, pages, rest, identities, shares)
+    once = IdempotentApp(
+        router, IDEMPOTENT_PATHS, identities, shares, services.database, gateway_id, settings.max_body_bytes
+    )
     feed = LiveFeed(
         services.database, services.catalog, services.scheduler, services.health, token_path.pipeline.first_tokens
     )
-    console = ConsoleApp(router, feed, identities, shares)
+    console = ConsoleApp(once, feed, identities, shares)
     app = CorsApp(console, settings.allowed_origins) if settings.allowed_origins else console
     async with (
         background(repeat("console", feed.refresh, EVERY_S)),
+        background(repeat("idempotency", lambda: forget_old_answers(services.database), settings.housekeeping_s)),
         http_server(
             app,
             settings.host,

@@ -13,6 +13,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -286,6 +287,20 @@ invoices = Table(
     Column("number", BigInteger, nullable=False, index=True, unique=True),  # over all tenants, from 1, without gaps
     Column("total_nano", BigInteger, nullable=False),
     Column("closed_unix_us", BigInteger, nullable=False),
+)
+
+# Answers to requests with an idempotency key; the last three are null while the first such request runs.
+idempotency = Table(
+    "idempotency",
+    metadata,
+    Column("tenant_id", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("digest", String, nullable=False),  # of path and body
+    Column("gateway_id", String, nullable=False),
+    Column("begun_unix_us", BigInteger, nullable=False, index=True),
+    Column("status", Integer),
+    Column("headers", Text),  # JSON
+    Column("body", LargeBinary),
 )
 
 # Live gateway processes: each increments its beat; one that stops is gone (billing/heartbeat.py).
