@@ -34,6 +34,7 @@ from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.settings import GatewaySettings
+from torchrelay.gateway.webhooks.webhooks import Webhooks
 
 ROUTES = cache(rest_app.routes_app)  # FastAPI takes half a second for their first requests
 
@@ -106,6 +107,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             database=parts.database,
             tenants=parts.tenants,
             operators=operators,
+            webhooks=Webhooks(parts.database),
             keys=parts.keys,
             limits=Limiter("", parts.database, lease_s=60),
             catalog=parts.catalog,

@@ -58,6 +58,9 @@ from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.schema import ensure_schema
 from torchrelay.gateway.sql.table_versions import TableVersions
 from torchrelay.gateway.token_path import TokenPath, open_token_path
+from torchrelay.gateway.webhooks.budget_warnings import warn_of_budgets
+from torchrelay.gateway.webhooks.delivery import deliver_due
+from torchrelay.gateway.webhooks.webhooks import Webhooks
 
 log = get_logger(__name__)
 GC_THRESHOLD = 20_000  # allocations between young collections; a request makes a few hundred
@@ -67,6 +70,8 @@ IDEMPOTENT_PATHS = frozenset(
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages", "batches")
 )
 LAST_USES_EVERY_S = 30.0
+BUDGETS_EVERY_S = 15.0
+WEBHOOKS_EVERY_S = 1.0
 END_S = 1.0  # for the remaining requests to report why they end
 
 
@@ -251,6 +256,7 @@ async def _make_components(
         database=database,
         tenants=tenants,
         operators=operators,
+        webhooks=Webhooks(database),
         keys=keys,
         limits=limits,
         catalog=catalog,
@@ -307,7 +313,21 @@ def _jobs(
     )
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
     noting_uses = repeat("last_uses", components.services.keys.write_last_uses, LAST_USES_EVERY_S)
-    return background(components.nats_events.run(), beating, sweep.run(), collecting, noting_uses, return_free_memory())
+    services, warned = components.services, components.nats_events.budget_warned
+    warning = repeat("budgets", lambda: warn_of_budgets(database, warned), BUDGETS_EVERY_S)
+    delivering = repeat("webhooks", lambda: deliver_due(services.webhooks, database), WEBHOOKS_EVERY_S)
+    forgetting = repeat("webhooks", services.webhooks.forget_old, settings.housekeeping_s)
+    return background(
+        components.nats_events.run(),
+        beating,
+        sweep.run(),
+        collecting,
+        noting_uses,
+        warning,
+        delivering,
+        forgetting,
+        return_free_memory(),
+    )
 
 
 def main() -> None:

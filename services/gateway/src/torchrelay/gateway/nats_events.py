@@ -107,6 +107,11 @@ class NatsEvents:
             event |= {"pack_bytes": model.version.pack_bytes}
         self._queue(self._events, self._subjects.event(f"model.{kind}"), json.dumps(event).encode())
 
+    async def budget_warned(self, tenant: str, sentence: str) -> None:
+        """Publishes a history event about a budget."""
+        event = {"at_unix_us": now_unix_us(), "model": tenant, "reason": sentence}
+        self._queue(self._events, self._subjects.event("budget.warning"), json.dumps(event).encode())
+
     def _queue(self, queue: _Messages, subject: str, payload: bytes) -> None:
         if self._client is None or queue.full():
             log.warning("event_not_published", subject=subject, error="NATS is away")

@@ -57,6 +57,7 @@ def gateway_user(subjects: Subjects) -> NatsUser:
     publish = (
         subjects.key_hint,
         subjects.event("model.*"),
+        subjects.event("budget.*"),
         *_keeps_streams(subjects),
         *_reads(subjects.usage_stream),
     )

@@ -21,6 +21,7 @@ from torchrelay.gateway.billing.usage_query import UsageFilter, billed_sums
 from torchrelay.gateway.sql.audit import record
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import adjustments, balances, counters, invoices, tenants
+from torchrelay.gateway.webhooks.webhooks import emit
 
 # From the end of a month until all its settlements are committed: longer than a transaction lasts, than the clocks of
 # gateways differ, and than it takes to count the rows of a gateway of the release before.
@@ -71,6 +72,9 @@ class Invoices:
             new = self._database.insert(invoices).values(row).on_conflict_do_nothing()  # another gateway closed it
             if (await connection.execute(new)).rowcount:
                 closed = {"number": last + 1, "total_nano": draft.amount_nano}
+                await emit(
+                    connection, "invoice.closed", tenant_id, {"tenant": draft.tenant, "period": period, **closed}
+                )
                 await record(connection, "invoice.close", f"{draft.tenant} {period}", tenant_id, None, closed)
                 await connection.execute(update(counters).where(counters.c.name == "invoices").values(last=last + 1))
         return await self.invoice(tenant_id, period)

@@ -82,8 +82,7 @@ def encoded(page: Sequence[NumberedRow], format_: Format) -> bytes:
         return csv_bytes(charge for numbered in page for charge in focus.charges_of(*numbered))
     if format_ == "csv":
         return csv_bytes(_cells(*numbered) for numbered in page)
-    lines = (dict(zip(_NAMES, _cells(*numbered), strict=True)) for numbered in page)
-    return "".join(f"{json.dumps(line, default=lambda cost: format(cost, 'f'))}\n" for line in lines).encode()
+    return "".join(f"{json.dumps(usage_object(*numbered))}\n" for numbered in page).encode()
 
 
 _NAMES = {
@@ -104,6 +103,12 @@ _NAMES = {
     "cost": "cost",
     "settled": "settled",
 }
+
+
+def usage_object(number: int, row: Row[Any]) -> dict[str, Any]:
+    """A row as an object of JSON."""
+    cells = dict(zip(_NAMES, _cells(number, row), strict=True))
+    return {**cells, "cost": format(cells["cost"], "f")}
 
 
 def _cells(number: int, row: Row[Any]) -> list[Cell]:

@@ -27,6 +27,7 @@ from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.limits.tenant_turns import TenantTurns
 from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.webhooks.webhooks import Webhooks
 
 ModelChanged = Callable[[str, str, PublishedModel | None], Awaitable[None]]
 
@@ -37,6 +38,7 @@ class Services:
     tenants: Tenants
     keys: ApiKeys
     operators: Operators
+    webhooks: Webhooks
     limits: Limiter
     catalog: Catalog
     prices: Prices

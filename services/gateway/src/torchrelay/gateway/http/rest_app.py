@@ -26,6 +26,7 @@ from torchrelay.gateway.http.routes import (
     requests,
     tenants,
     uploads,
+    webhooks,
 )
 
 _ROOT = msgspec.json.encode({"name": "Torchrelay", "api": "/v1", "schema": "/openapi.json", "health": "/health"})
@@ -41,7 +42,21 @@ def make_app(services: Services) -> FastAPI:
 def routes_app() -> FastAPI:
     """The routes without what answers them: enough for the schema."""
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
-    parts = (operators, tenants, keys, audit, uploads, models, orphans, billing, requests, explain, events, cluster)
+    parts = (
+        operators,
+        tenants,
+        keys,
+        audit,
+        webhooks,
+        uploads,
+        models,
+        orphans,
+        billing,
+        requests,
+        explain,
+        events,
+        cluster,
+    )
     routers = [*(part.router for part in parts), models.versions_router]
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:

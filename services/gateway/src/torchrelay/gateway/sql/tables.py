@@ -303,6 +303,43 @@ idempotency = Table(
     Column("body", LargeBinary),
 )
 
+# Addresses that get events (webhooks/).
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("webhook_id", String, primary_key=True),
+    Column("tenant_id", String),  # null: events of all tenants
+    Column("url", Text, nullable=False),
+    Column("secret", String, nullable=False),
+    Column("types", Text, nullable=False),  # a JSON array
+    Column("created_unix_us", BigInteger, nullable=False),
+    Column("last_ledger_id", BigInteger, nullable=False),
+    Column("last_event_id", BigInteger, nullable=False),
+    Column("num_failures", Integer, nullable=False, server_default="0"),
+    Column("next_unix_us", BigInteger, nullable=False, server_default="0"),
+    Column("last_error", Text, nullable=False, server_default=""),
+)
+
+webhook_events = Table(
+    "webhook_events",
+    metadata,
+    Column("event_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("type", String, nullable=False),
+    Column("tenant_id", String, nullable=False),
+    Column("at_unix_us", BigInteger, nullable=False),
+    Column("data", Text, nullable=False),  # JSON
+)
+
+# Warnings that were given, so that each is given once.
+budget_warnings = Table(
+    "budget_warnings",
+    metadata,
+    Column("scope", String, primary_key=True),  # the id of a key or tenant
+    Column("begin_unix_us", BigInteger, primary_key=True),  # of the budget's period
+    Column("budget_nano", BigInteger, primary_key=True),
+    Column("percent", Integer, primary_key=True),
+)
+
 # Live gateway processes: each increments its beat; one that stops is gone (billing/heartbeat.py).
 gateways = Table(
     "gateways",

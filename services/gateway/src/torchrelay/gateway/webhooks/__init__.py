@@ -1,0 +1,1 @@
+"""Webhooks: events of usage, budgets and invoices, sent to addresses that operators name."""

@@ -1,0 +1,105 @@
+"""Sends events to webhooks as CloudEvents 1.0 in batched JSON, signed as Standard Webhooks are.
+
+One gateway at a time sends for a webhook (its row in SQL is leased). A failed try is followed by another, at longer and
+longer intervals; the receiver knows repetitions by the ids of the events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import http.client
+import json
+import urllib.request
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from torchrelay.common.clock import now_unix_us
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.billing.usage_export import exported_pages, usage_object
+from torchrelay.gateway.billing.usage_query import UsageFilter
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.webhooks.webhooks import Webhook, Webhooks
+
+log = get_logger(__name__)
+MAX_EVENTS: Final = 100  # of a batch
+_TIMEOUT_S: Final = 10.0
+_LEASE_S: Final = 60.0
+_IDLE_S: Final = 2.0  # until the next look at a webhook that has everything
+_LONGEST_WAIT_S: Final = 3600.0
+_NO_LONGER_WAITS_AFTER: Final = 12  # failures
+
+
+async def deliver_due(webhooks: Webhooks, database: Database) -> None:
+    """Sends what is due. Raises ``Unavailable`` without SQL."""
+    while (webhook := await webhooks.lease_due(_LEASE_S)) is not None:
+        await _deliver(webhook, webhooks, database)
+
+
+async def _deliver(webhook: Webhook, webhooks: Webhooks, database: Database) -> None:
+    events, last_event_id = await webhooks.events_for(webhook, MAX_EVENTS)
+    batch = [_cloud_event(f"event-{row.event_id}", row.type, row.at_unix_us, json.loads(row.data)) for row in events]
+    last_ledger_id = webhook.last_ledger_id
+    if "usage" in webhook.types and len(batch) < MAX_EVENTS:
+        filter_ = UsageFilter(webhook.tenant_id)
+        limit = MAX_EVENTS - len(batch)
+        async for page in exported_pages(database, filter_, last_ledger_id, limit, has_own_numbers=False):
+            for number, row in page:
+                batch.append(_cloud_event(f"ledger-{number}", "usage", row.settled_unix_us, usage_object(number, row)))
+                last_ledger_id = number
+    if not batch:
+        await webhooks.taken(webhook, last_ledger_id, last_event_id, _IDLE_S)
+        return
+    body = json.dumps(batch).encode()
+    error = await asyncio.to_thread(_post, webhook.url, body, signed_headers(webhook.secret, batch[0]["id"], body))
+    if error:
+        wait_s = min(_LONGEST_WAIT_S, 2.0 ** min(webhook.num_failures, _NO_LONGER_WAITS_AFTER))
+        log.warning("webhook_refused", webhook_id=webhook.webhook_id, error=error[:200], again_in_s=wait_s)
+        await webhooks.refused(webhook, error, wait_s)
+    else:
+        await webhooks.taken(webhook, last_ledger_id, last_event_id, 0.0)
+
+
+def _cloud_event(id_: str, type_: str, at_unix_us: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "specversion": "1.0",
+        "id": id_,
+        "source": "/torchrelay",
+        "type": f"torchrelay.{type_}",
+        "time": datetime.fromtimestamp(at_unix_us / 1e6, UTC).isoformat(),
+        "datacontenttype": "application/json",
+        "data": data,
+    }
+
+
+def signed_headers(secret: str, id_: str, body: bytes) -> dict[str, str]:
+    """The headers of a request: HMAC-SHA256 over id, time and body, by https://www.standardwebhooks.com."""
+    timestamp = str(now_unix_us() // 1_000_000)
+    key = base64.b64decode(secret.removeprefix("whsec_"))
+    mac = hmac.digest(key, f"{id_}.{timestamp}.".encode() + body, "sha256")
+    return {
+        "content-type": "application/cloudevents-batch+json; charset=utf-8",
+        "webhook-id": id_,
+        "webhook-timestamp": timestamp,
+        "webhook-signature": f"v1,{base64.b64encode(mac).decode()}",
+    }
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """An address answers itself: a redirection could lead anywhere."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _post(url: str, body: bytes, headers: Mapping[str, str]) -> str:
+    """The error of a try; empty if the address has taken the events."""
+    request = urllib.request.Request(url, body, dict(headers), method="POST")
+    try:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S) as answer:
+            answer.read(1)
+        return ""
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return str(error) or repr(error)
