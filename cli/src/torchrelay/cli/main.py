@@ -29,6 +29,7 @@ try:
         upload,
         uploads,
         usage,
+        webhook,
     )
     from torchrelay.cli.errors import CliError
     from torchrelay.cli.join.command import EXAMPLE as JOIN_EXAMPLE
@@ -98,6 +99,7 @@ app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAM
 app.command(rich_help_panel=USE, epilog=chat.EXAMPLE)(chat.chat)
 app.add_typer(key.app, name="key", rich_help_panel=MONEY)
 app.add_typer(tenant.app, name="tenant", rich_help_panel=MONEY)
+app.add_typer(webhook.app, name="webhook", rich_help_panel=MONEY)
 app.add_typer(prices.app, name="prices", rich_help_panel=MONEY, epilog=prices.EXAMPLE)
 app.add_typer(usage.app, name="usage", rich_help_panel=MONEY, epilog=usage.USAGE_EXAMPLE)
 app.add_typer(usage.bills, name="bill", rich_help_panel=MONEY, epilog=usage.BILL_EXAMPLE)

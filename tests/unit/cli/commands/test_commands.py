@@ -73,7 +73,7 @@ def test_invalid_option_or_missing_argument_has_plain_message(run: Run) -> None:
         (("models", "set", "m", "--idle-timeout-s", "inf"), "'--idle-timeout-s': must be at most 2592000.0, not inf"),
         (
             ("events", "--kind", "moon"),
-            "'--kind': 'moon' is not one of 'relay', 'instance', 'scale', 'copy', 'store', 'model'",
+            "'--kind': 'moon' is not one of 'relay', 'instance', 'scale', 'copy', 'store', 'model', 'budget'",
         ),
         (("explain",), "Missing argument 'REQUEST_ID'. The request id below an answer of `chat` (REST: x-request-id)"),
         (("models", "set"), "Missing argument 'NAME'. TENANT/MODEL"),

@@ -31,6 +31,7 @@ class EventKind(enum.StrEnum):
     COPY = "copy"
     STORE = "store"
     MODEL = "model"
+    BUDGET = "budget"
 
 
 def events(
@@ -42,7 +43,7 @@ def events(
     url: UrlOption = None,
     key: AdminKeyOption = None,
 ) -> None:
-    """Show what the platform did and why: relays, instances, scaling, copies, models. Kept for 30 days."""
+    """Show what the platform did and why: relays, instances, scaling, copies, models, budgets. Kept for 30 days."""
     from torchrelay.cli.views import event_lines
 
     try:

@@ -67,7 +67,7 @@ GC_THRESHOLD = 20_000  # allocations between young collections; a request makes 
 POSTGRESQL_QUERIES = 4  # at once, of 10 connections; SQLite has two, of which authentication needs one
 MINIMUMS_EVERY_S = 5.0  # between looks at which models have a minimum of instances
 IDEMPOTENT_PATHS = frozenset(
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages", "batches")
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages", "batches", "adjustments")
 )
 LAST_USES_EVERY_S = 30.0
 BUDGETS_EVERY_S = 15.0

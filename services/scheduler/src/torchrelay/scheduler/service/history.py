@@ -35,7 +35,7 @@ _TIMEOUT_S = 2.0
 _MAX_BATCH = 64  # events per batch, of which only the first and the last are acknowledged
 _GATHER_S = 0.02  # how long events wait to be published with others
 
-KINDS = ("relay", "instance", "scale", "copy", "store", "model")
+KINDS = ("relay", "instance", "scale", "copy", "store", "model", "budget")
 MAX_READERS = 64
 _BATCH = 100
 _LATEST_US = 1 << 52  # in the year 2112

@@ -2,7 +2,7 @@ import { html, useState } from "/console/vendor/preact-htm.js";
 import { bytes, time } from "/console/format.js";
 import { Answered, Select, Table, useAnswer } from "/console/parts.js";
 
-const KINDS = ["relay", "instance", "scale", "copy", "store", "model"];
+const KINDS = ["relay", "instance", "scale", "copy", "store", "model", "budget"];
 const HOURS = { "the last 10 minutes": 1 / 6, "the last hour": 1, "the last day": 24, "the last week": 168 };
 const textOf = ({ worker_id, reason, pack_bytes }) =>
   [worker_id, reason || (pack_bytes && bytes(pack_bytes))].filter(Boolean).join(": ");
