@@ -24,6 +24,10 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.background import all_ended, background, repeat
+from torchrelay.gateway.batches.files import Files
+from torchrelay.gateway.batches.line_call import BatchCatalog, KeyCallers
+from torchrelay.gateway.batches.runner import BatchRunner, LineLimits
+from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.billing.heartbeat import Heartbeat
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
@@ -100,12 +104,29 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
         )
         await stack.enter_async_context(background(announcing))
         services = replace(components.services, model_changed=_model_changed(components.nats_events, token_path))
+        runner = _batch_runner(settings, gateway_id, services, token_path)
+        await stack.enter_async_context(background(runner.run()))
         served = await stack.enter_async_context(_servers(settings, token_path, services, components.shares))
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
         yield replace(served, addresses={**served.addresses, "gateway_id": gateway_id})
+
+
+def _batch_runner(settings: GatewaySettings, gateway_id: str, services: Services, token_path: TokenPath) -> BatchRunner:
+    limits = LineLimits(settings.batch_lines_at_once, settings.max_batch_lines_at_once, settings.max_body_bytes)
+    catalog, callers = BatchCatalog(services.catalog, services.prices), KeyCallers(services.keys)
+    return BatchRunner(
+        services.batches,
+        services.files,
+        token_path.apps,
+        token_path.pipeline,
+        catalog,
+        callers.principal,
+        gateway_id,
+        limits,
+    )
 
 
 def _model_changed(nats_events: NatsEvents, token_path: TokenPath) -> ModelChanged:
@@ -216,6 +237,7 @@ async def _make_components(
         others["redis"] = redis.ask
     health = Health({"database": database.ask}, others)
     stack.push_async_callback(health.close)
+    files = Files(database, store, settings.max_files)
     shares = connection_shares(settings, queries_at_once=1 if database.is_sqlite else POSTGRESQL_QUERIES)
     services = Services(
         database=database,
@@ -229,6 +251,8 @@ async def _make_components(
             store,
             UploadLimits(settings.max_open_uploads, settings.open_upload_bytes_per_tenant, settings.upload_lease_s),
         ),
+        files=files,
+        batches=Batches(database, files, settings.max_open_batches, settings.batch_window_s),
         store=store,
         scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),
         queries=shares.queries,
@@ -265,8 +289,10 @@ def _jobs(
         lease_s=settings.upload_lease_s,
         retired_s=settings.retired_version_s,
     )
+    lease_s, every_s = settings.upload_lease_s, settings.housekeeping_s
+    tidying = repeat("files", lambda: components.services.files.drop_abandoned(lease_s), every_s)
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
-    return background(components.nats_events.run(), beating, sweep.run(), collecting, return_free_memory())
+    return background(components.nats_events.run(), beating, sweep.run(), collecting, tidying, return_free_memory())
 
 
 def main() -> None:

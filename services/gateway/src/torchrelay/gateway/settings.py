@@ -130,6 +130,13 @@ class GatewaySettings(ServiceSettings):
     open_upload_bytes_per_tenant: int = Field(
         1 << 40, ge=1, description="Declared bytes of one tenant's open uploads together; a single one may have more."
     )
+    max_files: int = Field(1000, ge=1, description="Files that one tenant may have, beside those of its models.")
+    max_open_batches: int = Field(16, ge=1, description="Batches of one tenant that have not ended.")
+    batch_window_s: float = Field(86400.0, gt=0, description="A batch ends this long after its creation at the latest.")
+    batch_lines_at_once: int = Field(32, ge=1, description="Lines of one batch under way at once.")
+    max_batch_lines_at_once: int = Field(
+        128, ge=1, description="Lines of all batches under way at once at this gateway; of one tenant half as many."
+    )
     retired_version_s: float = Field(
         600.0, ge=0, description="Delay before the bytes of a replaced or deleted version are freed."
     )

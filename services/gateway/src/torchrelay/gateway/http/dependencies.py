@@ -15,6 +15,8 @@ from torchrelay.common.errors import InvalidRequest, ModelNotFound, PermissionDe
 from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
+from torchrelay.gateway.batches.files import Files
+from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.catalog.uploads import Uploads
@@ -36,6 +38,8 @@ class Services:
     catalog: Catalog
     prices: Prices
     uploads: Uploads
+    files: Files
+    batches: Batches
     store: StoreClient
     scheduler: SchedulerClient
     queries: TenantTurns

@@ -14,10 +14,12 @@ from torchrelay.gateway.http.error_handlers import install_error_handlers
 from torchrelay.gateway.http.openapi import described
 from torchrelay.gateway.http.router import Page
 from torchrelay.gateway.http.routes import (
+    batches,
     billing,
     cluster,
     events,
     explain,
+    files,
     keys,
     models,
     orphans,
@@ -39,7 +41,7 @@ def make_app(services: Services) -> FastAPI:
 def routes_app() -> FastAPI:
     """The routes without what answers them: enough for the schema."""
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
-    parts = (tenants, keys, uploads, models, orphans, billing, requests, explain, events, cluster)
+    parts = (tenants, keys, uploads, models, files, batches, orphans, billing, requests, explain, events, cluster)
     routers = [*(part.router for part in parts), models.versions_router]
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:

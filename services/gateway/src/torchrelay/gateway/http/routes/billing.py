@@ -22,7 +22,7 @@ from torchrelay.gateway.billing.usage_query import (
     instant_of,
     usage_sums,
 )
-from torchrelay.gateway.core import Price
+from torchrelay.gateway.core import Price, PriceService
 from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, ledger_scope, tenant_of
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.whole_number import WholeNumber
@@ -32,7 +32,7 @@ _MAX_NANO = 10**12  # a thousand dollars per token: certainly a mistake
 
 
 class NewPrice(BaseModel):
-    """Nano-dollars per token; without a model, the default price."""
+    """Nano-dollars per token; without a model, the default price. ``service``: "batch" for the lines of batches."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str = Field(default="", min_length=1)  # an empty one would set the price of all models
@@ -40,6 +40,7 @@ class NewPrice(BaseModel):
     cached_nano: WholeNumber = Field(ge=0, le=_MAX_NANO)
     output_nano: WholeNumber = Field(ge=0, le=_MAX_NANO)
     valid_from: str | None = None
+    service: PriceService = ""
 
 
 @router.get("/usage")
@@ -121,7 +122,8 @@ async def add_price(services: ServicesOf, admin: Admin, body: NewPrice) -> dict[
         except ModelNotFound:
             warning = {"warning": f"no model is named {name} yet; the price applies once there is one"}
     begin = None if body.valid_from is None else instant_of(body.valid_from, "valid_from")
-    price = await services.prices.add(name, body.prompt_nano, body.cached_nano, body.output_nano, begin)
+    nano = body.prompt_nano, body.cached_nano, body.output_nano
+    price = await services.prices.add(name, *nano, begin, body.service)
     return _price(price, None) | warning
 
 
@@ -147,6 +149,7 @@ def _price(price: Price, until_unix_us: int | None) -> dict[str, Any]:
         "id": price.price_id,
         "object": "price",
         "model": price.model or None,
+        "service": price.service,
         "prompt_nano": price.prompt_nano,
         "cached_nano": price.cached_nano,
         "output_nano": price.output_nano,
