@@ -18,6 +18,8 @@ from starlette.types import Receive, Scope, Send
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStore, serving
 from torchrelay.common.health import Health
+from torchrelay.gateway.batches.files import Files
+from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
@@ -104,6 +106,8 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             catalog=parts.catalog,
             prices=parts.prices,
             uploads=Uploads(parts.database, parts.catalog, store_client),
+            files=(files := Files(parts.database, store_client, max_files=3)),
+            batches=Batches(parts.database, files, max_open=2),
             store=store_client,
             scheduler=scheduler,
             queries=shares.queries,

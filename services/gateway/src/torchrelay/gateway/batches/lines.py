@@ -17,6 +17,7 @@ from torchrelay.gateway.clients.rechunk import ByteStream
 MAX_ERRORS: Final = 100  # of a file, that are told
 MAX_ID_CHARS: Final = 512
 _MAX_ENVELOPE_BYTES: Final = 64 << 10
+_LINE_ENDS: Final = "\x85\u2028\u2029"  # to Python's splitlines, by which callers may take a file of results apart
 
 
 class _Line(msgspec.Struct):
@@ -142,4 +143,7 @@ def missing_line(batch_id: str, number: int, custom_id: str, error: tuple[str, s
 def _encoded(batch_id: str, number: int, custom_id: str, response: Any, error: Any) -> bytes:
     line_id = f"batch_req-{batch_id.removeprefix('batch-')}-{number}"
     line = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
-    return msgspec.json.encode(line) + b"\n"
+    encoded = msgspec.json.encode(line)
+    for character in _LINE_ENDS:
+        encoded = encoded.replace(character.encode(), f"\\u{ord(character):04x}".encode())
+    return encoded + b"\n"
