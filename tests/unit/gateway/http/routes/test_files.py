@@ -19,9 +19,7 @@ LINE = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions",
 @pytest.fixture
 async def client(rig: RestRig) -> AsyncIterator[openai.AsyncOpenAI]:
     key, quick = rig.acme.headers["authorization"].split()[1], openai.DefaultAsyncHttpxClient(verify=False)
-    async with openai.AsyncOpenAI(
-        api_key=key, base_url=f"{rig.url}/v1", max_retries=0, http_client=quick
-    ) as opened:
+    async with openai.AsyncOpenAI(api_key=key, base_url=f"{rig.url}/v1", max_retries=0, http_client=quick) as opened:
         yield opened
 
 
@@ -54,7 +52,10 @@ async def test_purpose_may_follow_the_file(rig: RestRig) -> None:
         ({"files": {"file": ("a", LINE)}}, "purpose"),
         ({"files": {"file": ("a", b"")}, "data": {"purpose": "batch"}}, "file"),
         ({"files": {"other": ("a", LINE)}, "data": {"purpose": "batch"}}, "file"),
-        ({"files": {"file": ("a", LINE)}, "data": {"purpose": "batch", "expires_after[seconds]": "9"}}, "expires_after"),
+        (
+            {"files": {"file": ("a", LINE)}, "data": {"purpose": "batch", "expires_after[seconds]": "9"}},
+            "expires_after",
+        ),
         ({"json": {"purpose": "batch"}}, "Content-Type"),
         ({"content": b"--x\r\nbad", "headers": {"content-type": "multipart/form-data; boundary=x"}}, None),
     ],

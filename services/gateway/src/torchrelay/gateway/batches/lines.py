@@ -124,7 +124,7 @@ async def input_faults(content: ByteStream, endpoint: str, max_body_bytes: int) 
             seen.add(digest)
     except LineFault as too_large:
         note(None, too_large, "invalid_file")
-    if not num_lines:
+    if not num_lines and not faults:
         note(None, LineFault("the file has no line"), "empty_file")
     return num_lines, faults
 

@@ -442,7 +442,8 @@ class RequestPipeline:
         except BaseException as refused:
             for reservation in reservations:
                 self._limits.abandon(reservation)
-            if isinstance(refused, RateLimited) and reservations:  # by those before it, and would be again
+            # By those before it, and would be again; a line of a batch is tried when others have ended.
+            if isinstance(refused, RateLimited) and reservations and not self._is_of_line:
                 message = (
                     "the prompts of this request together need more than is left of the budget; send fewer at once"
                 )
