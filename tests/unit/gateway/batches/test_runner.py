@@ -62,13 +62,13 @@ class BatchRig:
         callers = self.principal_of
         return BatchRunner(self.batches, self.files, path.apps, path.pipeline, catalog, callers, gateway_id, limits)
 
-    async def start(self, gateway_id: str = "gw-1") -> AsyncExitStack:
-        """Runs batches as that gateway until the stack is closed."""
+    async def start(self, gateway_id: str = "gw-1") -> BatchRunner:
+        """Runs batches as that gateway."""
         async with self.parts.database.write() as connection:
             await connection.execute(insert(gateways).values(gateway_id=gateway_id, beat=1))
-        running = await self.stack.enter_async_context(AsyncExitStack())
-        await running.enter_async_context(background(self.runner(gateway_id).run(every_s=0.02)))
-        return running
+        runner = self.runner(gateway_id)
+        await self.stack.enter_async_context(background(runner.run(every_s=0.02)))
+        return runner
 
     async def begin(self, bodies: Sequence[dict[str, Any]], **options: Any) -> Batch:
         async def content() -> AsyncIterator[bytes]:
@@ -99,7 +99,8 @@ class BatchRig:
         assert (await reconcile(self.parts.database)).faults == ()
         async with self.parts.database.read() as connection:
             of_tenant = balances.c.tenant_id == PRINCIPAL.tenant_id
-            return (await connection.execute(select(balances.c.spent_nano).where(of_tenant))).scalar_one()
+            spent: int = (await connection.execute(select(balances.c.spent_nano).where(of_tenant))).scalar_one()
+        return spent
 
     async def is_owned_by(self, batch: Batch, gateway_id: str) -> bool:
         return (await self.batches.find(None, batch.batch_id)).gateway_id == gateway_id
@@ -145,8 +146,8 @@ async def test_lines_are_answered_in_order_and_pay_the_price_of_batches(rig: Bat
     assert all(line["response"]["request_id"] == line["response"]["body"]["id"] for line in output)
     usages = [line["response"]["body"]["usage"] for line in output]
     assert await rig.spent() == sum(use["prompt_tokens"] + 2 * use["completion_tokens"] for use in usages)
-    classes = {admit.service_class for admit in rig.tokens.scheduler.admits}
-    assert classes == {ServiceClass.BATCH}
+    assert {int(admit.service_class) for admit in rig.tokens.scheduler.admits} == {ServiceClass.BATCH}
+    await rig.batches.clear_ended()
     async with rig.parts.database.read() as connection:
         assert (await connection.execute(select(batch_results))).all() == []
     assert not rig.tokens.ports.reserved
@@ -196,4 +197,21 @@ async def test_gateway_that_was_taken_for_gone_delivers_late_and_loses(rig: Batc
     output = await rig.lines(batch.output_file_id)
     assert [line["custom_id"] for line in output] == [f"line-{number}" for number in range(4)]
     assert not {line["response"]["request_id"] for line in output} & set(late)
+    assert await rig.spent() == 4 * USED_NANO
+
+
+async def test_stopped_gateway_leaves_its_lines_to_another(rig: BatchRig) -> None:
+    rig.tokens.workers[0].pause_at = rig.tokens.workers[1].pause_at = 2
+    runner = await rig.start("gw-leaves")
+    batch = await rig.begin([BODY] * 4)
+    await eventually(lambda: sum(num == 2 for num in rig.tokens.num_accepted()) == 4)
+    runner.stop()
+    await eventually(lambda: not rig.tokens.token_path.pipeline.requests)
+    assert await rig.spent() == 0
+    async with rig.parts.database.write() as connection:
+        await connection.execute(delete(gateways))
+    rig.tokens.workers[0].pause_at = rig.tokens.workers[1].pause_at = None
+    await rig.start("gw-next")
+    batch = await rig.ended(batch)
+    assert (batch.status, batch.num_completed) == ("completed", 4)
     assert await rig.spent() == 4 * USED_NANO

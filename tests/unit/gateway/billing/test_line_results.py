@@ -92,5 +92,5 @@ async def test_refused_line_has_a_result_without_requests(parts: AccountingRig) 
         parts.ledger.settle_line(replace(result("refused", 1), status=400), []),
         parts.ledger.settle_line(result("a"), [used("a")]),
     )
-    assert ends == [0, COST]
+    assert list(ends) == [0, COST]
     assert await books(parts) == (["a", "refused"], COST)

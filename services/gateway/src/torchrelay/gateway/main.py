@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -106,7 +106,8 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
         services = replace(components.services, model_changed=_model_changed(components.nats_events, token_path))
         runner = _batch_runner(settings, gateway_id, services, token_path)
         await stack.enter_async_context(background(runner.run()))
-        served = await stack.enter_async_context(_servers(settings, token_path, services, components.shares))
+        servers = _servers(settings, token_path, services, components.shares, runner.stop)
+        served = await stack.enter_async_context(servers)
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
@@ -142,7 +143,11 @@ def _model_changed(nats_events: NatsEvents, token_path: TokenPath) -> ModelChang
 
 @asynccontextmanager
 async def _servers(
-    settings: GatewaySettings, token_path: TokenPath, services: Services, shares: ConnectionShares
+    settings: GatewaySettings,
+    token_path: TokenPath,
+    services: Services,
+    shares: ConnectionShares,
+    stop_batches: Callable[[], None],
 ) -> AsyncIterator[Serving]:
     """The HTTP and gRPC servers, which leave together. Requests that outlast the grace end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
@@ -172,6 +177,7 @@ async def _servers(
 
         async def leave(grace_s: float) -> None:
             services.health.leave("gateway")
+            stop_batches()
             feed.close()
             http.stop_accepting()
             await all_ended(rpc.stop(grace_s), drain(max(grace_s - END_S, 0.0)))
@@ -290,9 +296,13 @@ def _jobs(
         retired_s=settings.retired_version_s,
     )
     lease_s, every_s = settings.upload_lease_s, settings.housekeeping_s
-    tidying = repeat("files", lambda: components.services.files.drop_abandoned(lease_s), every_s)
+    files, batches = components.services.files, components.services.batches
+    tidying = repeat("files", lambda: files.drop_abandoned(lease_s), every_s)
+    clearing = repeat("results", batches.clear_ended, every_s)
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
-    return background(components.nats_events.run(), beating, sweep.run(), collecting, tidying, return_free_memory())
+    return background(
+        components.nats_events.run(), beating, sweep.run(), collecting, tidying, clearing, return_free_memory()
+    )
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Files of tenants: rows that count in the storage quota, and bytes in the param-store.
 
-being sent --> complete --> deleted        what is not complete after a lease is deleted as well
+being sent --> complete --> being deleted --> deleted      what stays incomplete for a lease is deleted as well
 """
 
 from __future__ import annotations
@@ -91,10 +91,13 @@ class Files:
     async def delete(self, file: StoredFile) -> None:
         """Raises ``Conflict`` while a batch needs the file."""
         using = select(batches.c.batch_id).where(batches.c.input_file_id == file.file_id, batches.c.status.in_(OPEN))
-        async with self._database.read() as connection:
+        async with self._database.write() as connection:
+            await locked_quota(connection, file.tenant_id)
             batch_id = (await connection.execute(using.limit(1))).scalar_one_or_none()
-        if batch_id is not None:
-            raise Conflict(f"batch {batch_id} still needs the file; cancel it first", field="file_id")
+            if batch_id is not None:
+                raise Conflict(f"batch {batch_id} still needs the file; cancel it first", field="file_id")
+            of_file = update(files).where(files.c.file_id == file.file_id)
+            await connection.execute(of_file.values(is_complete=False))  # no new batch begins with it
         await self._drop(file.tenant_id, file.file_id)
 
     async def _drop(self, tenant_id: str, file_id: str) -> None:

@@ -66,13 +66,20 @@ class BatchRunner:
         most = limits.total_at_once
         self._turns = TenantTurns(at_once=max(most // 2, 1), total_at_once=most)
         self._running: dict[str, _Running] = {}
+        self._task: asyncio.Task[None] | None = None
 
     async def run(self, every_s: float = EVERY_S) -> None:
-        """Runs batches until cancelled; lines under way are then dropped, and run again elsewhere."""
+        """Runs batches until ``stop``; lines under way are then dropped, and run again elsewhere."""
+        self._task = asyncio.current_task()
         async with asyncio.TaskGroup() as group:
-            await repeat("batches", lambda: self.look(group), every_s)
+            await repeat("batches", lambda: self._look(group), every_s)
 
-    async def look(self, group: asyncio.TaskGroup) -> None:
+    def stop(self) -> None:
+        """Ends ``run``: before requests under way are waited for, of which it would begin more and more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _look(self, group: asyncio.TaskGroup) -> None:
         """Ends the tasks of batches that are not this gateway's any more or are cancelled; claims others."""
         open_batches = {batch.batch_id: batch for batch in await self._batches.claimable(self._gateway_id)}
         for batch_id, running in self._running.items():

@@ -18,6 +18,7 @@ from torchrelay.gateway.core import Principal
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import batch_results, batches, files, gateways
 
+_DELETED_AT_ONCE = 500
 _CANCELLABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 
@@ -45,9 +46,12 @@ class Batches:
         now, batch_id = now_unix_us(), new_id("batch")
         of_tenant = batches.c.tenant_id == principal.tenant_id
         async with self._database.write() as connection:
-            quota = await locked_quota(connection, principal.tenant_id)
+            quota = await locked_quota(connection, principal.tenant_id)  # also against the deletion of the file
             if quota is not None:
                 await check_quota(connection, principal.tenant_id, quota, 0, field="input_file_id")
+            is_there = select(files.c.file_id).where(files.c.file_id == input_file_id, files.c.is_complete.is_(True))
+            if (await connection.execute(is_there)).one_or_none() is None:
+                raise NotFound(f"file {input_file_id!r} not found", field="input_file_id")
             num_open = select(func.count()).where(of_tenant, batches.c.status.in_(OPEN))
             if (await connection.execute(num_open)).scalar_one() >= self._max_open:
                 raise Overloaded(
@@ -163,7 +167,7 @@ class Batches:
         errors: StoredFile | None,
         counts: tuple[int, int],
     ) -> None:
-        """Names the files of results, deletes their rows, and ends the batch: in one transaction.
+        """Names the files of results and ends the batch, in one transaction.
 
         ``counts``: the lines that have succeeded and failed. Does nothing if the batch is another gateway's.
         """
@@ -184,7 +188,19 @@ class Batches:
                 return
             for file in filter(None, (output, errors)):
                 await connection.execute(insert(files).values(row_of(file)))
-            await connection.execute(delete(batch_results).where(batch_results.c.batch_id == batch.batch_id))
+
+    async def clear_ended(self) -> None:
+        """Deletes the results of batches that have ended, some at a time: of tens of thousands each may be large."""
+        rows = batch_results.c
+        ended = select(batches.c.batch_id).where(batches.c.status.not_in(OPEN))
+        query = select(rows.batch_id, func.min(rows.line).label("least"), func.max(rows.line).label("most"))
+        async with self._database.read() as connection:
+            left = (await connection.execute(query.where(rows.batch_id.in_(ended)).group_by(rows.batch_id))).all()
+        for row in left:
+            for begin in range(row.least, row.most + 1, _DELETED_AT_ONCE):
+                of_part = rows.line >= begin, rows.line < begin + _DELETED_AT_ONCE
+                async with self._database.write() as connection:
+                    await connection.execute(delete(batch_results).where(rows.batch_id == row.batch_id, *of_part))
 
 
 async def _counts(connection: Any, batch_ids: Sequence[str]) -> dict[str, tuple[int, int]]:

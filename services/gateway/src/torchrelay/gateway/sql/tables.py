@@ -254,4 +254,5 @@ batch_results = Table(
     Column("request_id", String, nullable=False),
     Column("status", Integer, nullable=False),
     Column("body", Text, nullable=False),
+    Index("ix_batch_results_batch_status", "batch_id", "status"),  # counts them without their bodies
 )

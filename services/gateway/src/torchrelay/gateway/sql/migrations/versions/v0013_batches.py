@@ -58,6 +58,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("batch_id", "line", name="pk_batch_results"),
         sa.ForeignKeyConstraint(["batch_id"], ["batches.batch_id"], name="fk_batch_results_batch_id"),
     )
+    op.create_index("ix_batch_results_batch_status", "batch_results", ["batch_id", "status"])
 
 
 def _text(name: str, default: str | None = None) -> sa.Column[str]:
