@@ -144,6 +144,7 @@ def test_malformed_input_fails_and_a_cancelled_batch_keeps_its_results(shaken: T
         ("duplicate_custom_id", 2),
         ("invalid_json_line", 3),
     ]
+    assert "failed" in platform.cli("batch", "show", batch.id, "--wait", "--key", shaken.key)
     before = shaken.usage()
     batch = begun(client, "/v1/completions", [body] * 200)
     with pytest.raises(openai.ConflictError):
@@ -154,7 +155,7 @@ def test_malformed_input_fails_and_a_cancelled_batch_keeps_its_results(shaken: T
         return counts is not None and counts.completed > 0
 
     wait_until(has_results, "the first results")
-    assert client.batches.cancel(batch.id).status == "cancelling"
+    assert "cancelling" in platform.cli("batch", "cancel", batch.id, "--key", shaken.key)
     batch = ended(client, batch)
     output, errors = results(client, batch.output_file_id), results(client, batch.error_file_id)
     assert batch.status == "cancelled" and output and len(output) + len(errors) == 200

@@ -36,7 +36,7 @@ app = typer.Typer(invoke_without_command=True)
 
 
 class Service(StrEnum):
-    """What a price can be of, beside all requests."""
+    """The services that can have prices of their own."""
 
     BATCH = "batch"
 

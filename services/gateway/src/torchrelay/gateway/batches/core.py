@@ -23,7 +23,7 @@ WINDOW_S: Final = 86_400
 
 
 class Purpose(StrEnum):
-    """What a file is for."""
+    """The purposes of files, as OpenAI names them."""
 
     BATCH = "batch"
     OUTPUT = "batch_output"  # and errors

@@ -143,14 +143,14 @@ class BatchRunner:
 
     async def _run_lines(self, batch: Batch) -> None:
         done = await self._batches.lines_done(batch.batch_id)
-        room = _Room(self._limits.at_once, MAX_PENDING_BYTES)
+        pending = _PendingLines(self._limits.at_once, MAX_PENDING_BYTES)
         try:
             async with asyncio.TaskGroup() as group:
                 async for number, encoded in self._lines(batch)():
                     if number not in done:
-                        await room.take(len(encoded))
+                        await pending.take(len(encoded))
                         task = group.create_task(self._run_line(batch, number, line_of(encoded, batch.endpoint)))
-                        task.add_done_callback(partial(room.give_back, len(encoded)))
+                        task.add_done_callback(partial(pending.give_back, len(encoded)))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
 
@@ -199,8 +199,8 @@ def _result(batch: Batch, number: int, answer: LineAnswer) -> LineResult:
     return LineResult(batch.batch_id, number, answer.request_id, answer.status, answer.body)
 
 
-class _Room:
-    """Bounds the lines of a batch that are in memory."""
+class _PendingLines:
+    """The lines of a batch that are in memory, whose number and bytes are bounded."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._max_lines, self._max_bytes = max_lines, max_bytes
@@ -208,7 +208,7 @@ class _Room:
         self._freed = asyncio.Event()
 
     async def take(self, num_bytes: int) -> None:
-        """Waits until there is room; a single line always has it."""
+        """Waits until the line is within the bounds; a single one always is."""
         while self._num_lines and (self._num_lines >= self._max_lines or self._num_bytes + num_bytes > self._max_bytes):
             self._freed.clear()
             await self._freed.wait()
