@@ -1,4 +1,4 @@
-"""Batches on a real token path and SQLite: lines are tried until they have a result, which is kept and billed once."""
+"""Batches on a real token path and both databases: lines are tried until they have a result, which is billed once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from shutil import copyfile
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from tests.unit.gateway.scripted_services import ScriptedStore, serving
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import RateLimited, Unauthenticated
 from torchrelay.gateway.background import background
-from torchrelay.gateway.batches.core import OPEN, Batch
+from torchrelay.gateway.batches.core import OPEN, Batch, Purpose
 from torchrelay.gateway.batches.files import Files
 from torchrelay.gateway.batches.line_call import BatchCatalog
 from torchrelay.gateway.batches.runner import BatchRunner, LineLimits
@@ -33,12 +31,6 @@ from torchrelay.gateway.sql.tables import balances, batch_results, gateways, ope
 PATH = "/v1/completions"
 BODY = {"model": "echo", "prompt": PROMPT, "max_tokens": 3}
 USED_NANO = len(PROMPT) * 1 + 3 * 2  # of such a line, at the price of batches
-
-
-@pytest.fixture
-def database_url(sqlite_template: Path, tmp_path: Path) -> str:
-    """SQLite only: differences between databases are tested in sql/ and billing/."""
-    return f"sqlite:///{copyfile(sqlite_template, tmp_path / 'ledger.db')}"
 
 
 @dataclass
@@ -170,6 +162,13 @@ async def test_lines_of_a_revoked_key_end_with_errors(rig: BatchRig) -> None:
     batch = await rig.ended(await rig.begin([BODY] * 3))
     assert (batch.status, batch.num_failed) == ("completed", 3)
     assert {line["response"]["status_code"] for line in await rig.lines(batch.error_file_id)} == {401}
+    later = await rig.begin([BODY])
+    for after, shown, has_more in ((None, later, True), (later.batch_id, batch, False)):
+        [listed], *more = await rig.batches.page(None, 1, after)
+        assert (listed.batch_id, more) == (shown.batch_id, [has_more])
+    kept, has_more = await rig.files.page(None, Purpose.BATCH, 1, later.input_file_id, newest_first=True)
+    assert ([file.file_id for file in kept], has_more) == ([batch.input_file_id], False)
+    await rig.ended(later)
 
 
 async def test_gateway_that_was_taken_for_gone_delivers_late_and_loses(rig: BatchRig) -> None:

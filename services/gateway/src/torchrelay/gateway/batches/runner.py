@@ -29,8 +29,8 @@ from torchrelay.gateway.limits.tenant_turns import TenantTurns
 
 log = get_logger(__name__)
 EVERY_S = 1.0  # between looks at the table
-MAX_RUNNING = 16  # batches of a gateway
-MAX_PENDING_BYTES = 16 << 20  # of lines of a batch in memory, or a single line
+MAX_RUNNING, MAX_RUNNING_OF_TENANT = 64, 4  # batches of a gateway
+MAX_PENDING_BYTES = 2 << 20  # of lines of a batch in memory, or a single line
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0  # before a line is tried again
 
 
@@ -91,6 +91,8 @@ class BatchRunner:
         while open_batches and len(self._running) < MAX_RUNNING:
             batch = min(open_batches.values(), key=lambda each: (held[each.tenant_id], each.created_unix_us))
             del open_batches[batch.batch_id]
+            if held[batch.tenant_id] >= MAX_RUNNING_OF_TENANT:
+                break
             if await self._batches.claim(batch, self._gateway_id):
                 held[batch.tenant_id] += 1
                 task = group.create_task(self._run_logged(batch), name=batch.batch_id)

@@ -18,7 +18,7 @@ from torchrelay.gateway.core import Principal
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import batch_results, batches, files, gateways
 
-_DELETED_AT_ONCE = 500
+_DELETED_AT_ONCE, _MAX_CLAIMABLE = 500, 1000
 _CANCELLABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 
@@ -121,11 +121,13 @@ class Batches:
         return moved.rowcount > 0
 
     async def claimable(self, gateway_id: str) -> list[Batch]:
-        """Open batches of this gateway, and those whose gateway is gone or never was."""
+        """Open batches of this gateway, then those whose gateway is gone or never was, the oldest of them."""
         of = batches.c.gateway_id
         may_be_run = (of == gateway_id) | of.not_in(select(gateways.c.gateway_id))
+        query = select(batches).where(batches.c.status.in_(OPEN), may_be_run)
+        query = query.order_by((of == gateway_id).desc(), batches.c.created_unix_us).limit(_MAX_CLAIMABLE)
         async with self._database.read() as connection:
-            rows = await connection.execute(select(batches).where(batches.c.status.in_(OPEN), may_be_run))
+            rows = await connection.execute(query)
             return [_batch(row) for row in rows]
 
     async def claim(self, batch: Batch, gateway_id: str) -> bool:
