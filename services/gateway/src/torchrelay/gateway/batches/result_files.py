@@ -50,14 +50,14 @@ async def end_batch(batches: Batches, files: Files, batch: Batch, gateway_id: st
 async def _content(
     batches: Batches, batch: Batch, lines: Lines, missing: tuple[str, str], *, of_errors: bool
 ) -> AsyncIterator[bytes]:
-    results: dict[int, Any] = {}
-    end = 0
+    statuses, results = await batches.statuses(batch.batch_id), dict[int, Any]()
     async for number, encoded in lines():
-        if number >= end:
-            end = number + _RESULTS_AT_ONCE
-            results = await batches.results(batch.batch_id, number, end)
-        row, custom_id = results.pop(number, None), _IDS.decode(encoded).custom_id
-        if row is None and of_errors:
-            yield missing_line(batch.batch_id, number, custom_id, missing)
-        elif row is not None and of_errors != (row.status == 200):
-            yield result_line(batch.batch_id, number, custom_id, row.request_id, row.status, row.body)
+        status, custom_id = statuses.get(number), _IDS.decode(encoded).custom_id
+        if status is None:
+            if of_errors:
+                yield missing_line(batch.batch_id, number, custom_id, missing)
+        elif of_errors != (status == 200):
+            if number not in results:
+                results = await batches.results(batch.batch_id, number, number + _RESULTS_AT_ONCE)
+            row = results.pop(number)
+            yield result_line(batch.batch_id, number, custom_id, row.request_id, status, row.body)

@@ -144,7 +144,7 @@ class BatchRunner:
         return await self._batches.begin(batch, self._gateway_id, num_lines)
 
     async def _run_lines(self, batch: Batch) -> None:
-        done = await self._batches.lines_done(batch.batch_id)
+        done = await self._batches.statuses(batch.batch_id)
         pending = _PendingLines(self._limits.at_once, MAX_PENDING_BYTES)
         try:
             async with asyncio.TaskGroup() as group:

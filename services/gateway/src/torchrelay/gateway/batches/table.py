@@ -148,10 +148,11 @@ class Batches:
         """Takes no more results."""
         return await self._step(batch.batch_id, (BatchStatus.IN_PROGRESS,), BatchStatus.FINALIZING, gateway_id)
 
-    async def lines_done(self, batch_id: str) -> set[int]:
-        query = select(batch_results.c.line).where(batch_results.c.batch_id == batch_id)
+    async def statuses(self, batch_id: str) -> dict[int, int]:
+        """The status of each line that has a result."""
+        query = select(batch_results.c.line, batch_results.c.status).where(batch_results.c.batch_id == batch_id)
         async with self._database.read() as connection:
-            return set((await connection.execute(query)).scalars())
+            return {row.line: row.status for row in await connection.execute(query)}
 
     async def results(self, batch_id: str, begin: int, end: int) -> dict[int, Any]:
         """The results of the lines from ``begin`` up to ``end``."""
