@@ -111,7 +111,7 @@ def test_upload_key_chat_and_a_bill_that_equals_the_ledger(console: Console, tmp
     turn_to(admin_page, "Keys and limits")
     new_tenant = admin_page.locator("form", has=admin_page.get_by_role("button", name="Create tenant"))
     new_tenant.get_by_label("Name").fill("payer")
-    new_tenant.get_by_label("Budget").fill("1.5")
+    new_tenant.get_by_label("Budget, $").fill("1.5")
     new_tenant.get_by_role("button").click()
     expect(admin_page.get_by_role("region", name="Tenants").locator("tr", has_text="payer")).to_contain_text("$1.5")
     admin_page.get_by_label("Tenant").first.select_option("payer")
@@ -190,29 +190,43 @@ def test_models_are_listed_found_and_set(console: Console) -> None:
         assert admin.call("GET", "/v1/models/reader/glossary")["idle_timeout_s"] == 77
 
 
-def test_key_is_made_and_revoked(console: Console) -> None:
+def test_key_is_made_changed_rotated_and_revoked(console: Console) -> None:
     page = console.open(console.other)
     turn_to(page, "Keys and limits")
-    page.get_by_label("Name").fill(HOSTILE)
-    page.get_by_label("Requests per minute").fill("3")
-    page.get_by_role("button", name="Create key").click()
+    making = page.locator("form", has=page.get_by_role("button", name="Create key"))
+    making.get_by_label("Name").fill(HOSTILE)
+    making.get_by_label("Requests per minute").fill("3")
+    making.get_by_role("button", name="Create key").click()
     key = page.locator("#new-key").inner_text()
     row = page.get_by_role("row").filter(has_text=HOSTILE)
-    expect(row).to_contain_text("3")
+    expect(row).to_contain_text("3 requests/min")
     assert page.locator("img").count() == 0
     with GatewayClient(console.platform.http, key) as client:
         client.call("GET", "/v1/models")
+        changing = page.locator("form", has=page.get_by_role("button", name="Change key"))
+        changing.get_by_label("Key", exact=True).select_option(key.split("-")[1])
+        expect(changing.get_by_label("Requests per minute")).to_have_value("3")
+        changing.get_by_label("Budget, $").fill("2")
+        changing.get_by_label("Budget period").select_option("day")
+        changing.get_by_label("State").select_option("paused")
+        changing.get_by_role("button", name="Change key").click()
+        expect(row).to_contain_text("3 requests/min, $2/day")
+        expect(row).to_contain_text("paused")
+        wait_until(lambda: is_refused(client, 403), "the refusal of the paused key")
+        row.get_by_role("button", name="Rotate").click()
+        row.get_by_role("button", name="Yes").click()
+        expect(page.locator("#new-key")).not_to_have_text(key)
         row.get_by_role("button", name="Revoke").click()
         row.get_by_role("button", name="Yes").click()
         expect(row).to_contain_text("revoked")
-        wait_until(lambda: is_refused(client), "the refusal of the revoked key")
+        wait_until(lambda: is_refused(client, 401), "the refusal of the revoked key")
 
 
-def is_refused(client: GatewayClient) -> bool:
+def is_refused(client: GatewayClient, status: int) -> bool:
     try:
         client.call("GET", "/v1/models")
     except ApiError as error:
-        return error.status == 401
+        return error.status == status
     return False
 
 

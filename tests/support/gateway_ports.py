@@ -16,7 +16,7 @@ from torchrelay.gateway.core import (
     Price,
     Principal,
     PublishedModel,
-    RequestRate,
+    RatesLeft,
     Reservation,
     Version,
 )
@@ -63,14 +63,14 @@ class InMemoryPorts:
         self.opened: list[OpenedRequest] = []
         self.settled: dict[str, list[ChoiceUsage]] = {}
         self.reserved: set[str] = set()
-        self.released: dict[str, int] = {}
+        self.released: dict[str, int] = {}  # with the cost
+        self.released_tokens: dict[str, int] = {}
         self.admitted: list[tuple[int, int]] = []  # tokens of prompt and of output at most, per call of ``admit``
-        self.admitted_rates: list[int | None] = []  # of the key, per call of ``admit``
+        self.admitted_requests: list[int] = []  # per call of ``admit``
         self.max_output_tokens: int | None = None  # what is left of the budget
-        self.rate: RequestRate | None = None  # of every key, after each ``admit``
+        self.rates = RatesLeft()  # after each ``admit``
         self.refusal: TorchrelayError | None = None  # what ``admit`` raises
         self.num_until_refusal = 0  # admissions before that
-        self.renewed: list[str] = []  # reservations
         self.open_error: Exception | None = None
         self.is_open_error_late = False  # the row is there, its answer got lost
         self.settle_errors: list[Exception] = []
@@ -117,27 +117,29 @@ class InMemoryPorts:
         num_prompt_tokens: int,
         max_output_tokens: int,
         min_output_tokens: int | None = None,
+        *,
+        num_requests: int = 1,
     ) -> Reservation:
         if self.refusal is not None and len(self.admitted) >= self.num_until_refusal:
             raise self.refusal
         self.admitted.append((num_prompt_tokens, max_output_tokens))
-        self.admitted_rates.append(principal.requests_per_minute)
+        self.admitted_requests.append(num_requests)
         if self.max_output_tokens is not None and min_output_tokens is not None:
             most = self.max_output_tokens // min_output_tokens * min_output_tokens
             max_output_tokens = min(max_output_tokens, most)
         reservation_id = f"r-{len(self.reserved) + len(self.released)}"
-        reservation = Reservation(reservation_id, principal.tenant_id, 1, max_output_tokens, self.rate)
+        reservation = Reservation(
+            reservation_id, principal.tenant_id, principal.key_id, max_output_tokens, reserved_nano=1, rates=self.rates
+        )
         self.reserved.add(reservation.reservation_id)
         return reservation
-
-    def renew(self, reservation: Reservation) -> None:
-        self.renewed.append(reservation.reservation_id)
 
     def abandon(self, reservation: Reservation) -> None:
         self.reserved.discard(reservation.reservation_id)
         self.released[reservation.reservation_id] = 0
 
-    async def release(self, reservation: Reservation, cost_nano: int) -> bool:
+    async def release(self, reservation: Reservation, cost_nano: int, num_tokens: int) -> bool:
+        self.released_tokens[reservation.reservation_id] = num_tokens
         self.reserved.discard(reservation.reservation_id)
         self.released[reservation.reservation_id] = cost_nano
         return True

@@ -25,13 +25,15 @@ _OPTIONS = {
         field: f"--{field.replace('_', '-')}"
         for field in (
             *("max_tokens", "temperature", "from", "to", "base", "requests_per_minute", "service_class"),
+            *("tokens_per_minute", "concurrent_requests", "budget_period"),
             *("idle_timeout_s", "max_instances", "engine", "min_instances", "schedule"),
             *("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"),
         )
     },
     **{"period": "--month", "storage_quota_bytes": "--storage-quota-gb", "budget_nano": "--budget"},
     **{"prompt_nano": "--prompt", "cached_nano": "--cached", "output_nano": "--output"},
-    **{"valid_from": "--from", "group_by": "--by"},
+    **{"valid_from": "--from", "group_by": "--by", "models": "--model", "expires_at": "--expires"},
+    **{"may_manage_keys": "--manages-keys"},
 }
 _FIELDS = re.compile(rf"\b({'|'.join(field for field in _OPTIONS if '_' in field)})\b")  # others are words of a message
 

@@ -14,6 +14,7 @@ try:
 
     from torchrelay.cli.command_group import CommandGroup
     from torchrelay.cli.commands import (
+        audit,
         batch,
         chat,
         demo,
@@ -21,6 +22,7 @@ try:
         explain,
         key,
         models,
+        operator,
         prices,
         sim,
         tenant,
@@ -89,6 +91,8 @@ app.command(rich_help_panel=PLATFORM, epilog=top.EXAMPLE)(top.top)
 app.command(rich_help_panel=PLATFORM, epilog=events.EXAMPLE)(events.events)
 app.command(rich_help_panel=PLATFORM, epilog=explain.EXAMPLE)(explain.explain)
 app.command(rich_help_panel=PLATFORM, epilog=sim.EXAMPLE)(sim.sim)
+app.add_typer(operator.app, name="operator", rich_help_panel=PLATFORM)
+app.command(rich_help_panel=PLATFORM, epilog=audit.EXAMPLE)(audit.audit)
 app.command(rich_help_panel=USE, epilog=upload.EXAMPLE)(upload.upload)
 app.add_typer(uploads.app, name="uploads", rich_help_panel=USE, epilog=uploads.EXAMPLE)
 app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAMPLE)

@@ -109,12 +109,16 @@ def test_tenant_limits_are_set(run: Run, home: Home, gateway: FakeGateway) -> No
         "/v1/tenants/acme",
         {"storage_quota_bytes": None, "budget_nano": 12_500_000_000},
     )
-    assert "acme: storage quota no limit, budget $12.50" in shown.stdout
+    assert "acme: storage quota no limit, $12.50, service class any" in shown.stdout
     refusal(run("tenant", "set", "acme"))
+    shown = run("tenant", "set", "acme", "--tokens-per-minute", "9000", "--budget", "3", "--budget-period", "week")
+    wanted = {"tokens_per_minute": 9000, "budget_nano": 3 * 10**9, "budget_period": "week"}
+    assert gateway.asked[-1] == ("PATCH", "/v1/tenants/acme", wanted)
+    assert "9,000 tokens/min, $3.00/week" in shown.stdout
     for service_class, sent in (("batch", "batch"), ("none", None)):
         shown = run("tenant", "set", "acme", "--service-class", service_class)
         assert gateway.asked[-1] == ("PATCH", "/v1/tenants/acme", {"service_class": sent})
-        assert f"service class {sent or 'standard'}" in shown.stdout
+        assert f"service class {sent or 'any'}" in shown.stdout
     for wrong in ("-1", "nan", "inf", "much"):
         assert run("tenant", "set", "acme", f"--budget={wrong}").exit_code == 2
         assert run("tenant", "create", "acme", f"--budget={wrong}").exit_code == 2

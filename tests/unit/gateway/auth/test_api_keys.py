@@ -24,30 +24,30 @@ T = TypeVar("T")
 
 
 async def test_key_authenticates_its_tenant(parts: AccountingRig) -> None:
-    info, token = await parts.keys.create("acme", parts.acme.tenant_id, "laptop", requests_per_minute=7)
+    info, token = await parts.keys.create(parts.acme.tenant_id, name="laptop", requests_per_minute=7)
     principal = await parts.keys.authenticate(f"Bearer {token}")
     assert (principal.tenant_id, principal.tenant) == (parts.acme.tenant_id, "acme")
-    assert (principal.key_id, principal.requests_per_minute, principal.is_admin) == (info.key_id, 7, False)
+    assert (principal.key_id, principal.limits.requests_per_minute, principal.is_admin) == (info.key_id, 7, False)
     assert await parts.keys.authenticate(f"bearer {token}") == principal
 
 
-async def test_class_of_the_key_precedes_the_tenants(parts: AccountingRig) -> None:
+async def test_class_of_the_tenant_is_the_most_urgent_of_its_keys(parts: AccountingRig) -> None:
     classes: list[tuple[ServiceClassName | None, ServiceClassName | None, ServiceClass]] = [
         (None, None, ServiceClass.STANDARD),
         (None, "batch", ServiceClass.BATCH),
-        ("interactive", "batch", ServiceClass.INTERACTIVE),
-        ("standard", "batch", ServiceClass.STANDARD),
+        ("interactive", "batch", ServiceClass.BATCH),
+        ("standard", "interactive", ServiceClass.STANDARD),
         ("batch", None, ServiceClass.BATCH),
     ]
     for number, (of_key, of_tenant, service_class) in enumerate(classes):
         zoo = await parts.tenants.create(f"zoo-{number}", service_class=of_tenant)
-        info, token = await parts.keys.create(zoo.name, zoo.tenant_id, service_class=of_key)
+        info, token = await parts.keys.create(zoo.tenant_id, service_class=of_key)
         assert (await parts.keys.authenticate(f"Bearer {token}")).service_class is service_class
         assert await parts.keys.list(zoo.tenant_id) == [info]
 
 
 async def test_other_headers_and_keys_are_unauthenticated(parts: AccountingRig) -> None:
-    _, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    _, token = await parts.keys.create(parts.acme.tenant_id)
     assert (await parts.keys.authenticate("Bearer tra-test")).is_admin, "by the setting"
     elsewhere = ApiKeys(parts.database, parts.table_versions, b"other pepper")
     without_admin = ApiKeys(parts.database, parts.table_versions, PEPPER, admin_key="")
@@ -62,7 +62,7 @@ async def test_other_headers_and_keys_are_unauthenticated(parts: AccountingRig) 
 
 
 async def test_revoked_key_is_refused_at_once(parts: AccountingRig) -> None:
-    info, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    info, token = await parts.keys.create(parts.acme.tenant_id)
     await parts.keys.authenticate(f"Bearer {token}")
     await parts.keys.revoke(info.key_id, parts.acme.tenant_id)
     await parts.keys.revoke(info.key_id, None)
@@ -73,7 +73,7 @@ async def test_revoked_key_is_refused_at_once(parts: AccountingRig) -> None:
 
 async def test_another_tenants_key_cannot_be_revoked_or_listed(parts: AccountingRig) -> None:
     other = await parts.tenants.create("other")
-    info, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    info, token = await parts.keys.create(parts.acme.tenant_id)
     with pytest.raises(NotFound):
         await parts.keys.revoke(info.key_id, other.tenant_id)
     assert await parts.keys.list(other.tenant_id) == []
@@ -84,7 +84,7 @@ async def test_other_gateway_refuses_a_revoked_key_after_confirmation_or_a_hint(
     clock = Clock()
     table_versions = TableVersions(parts.database, 0.5, clock)
     elsewhere = ApiKeys(parts.database, table_versions, PEPPER)
-    info, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    info, token = await parts.keys.create(parts.acme.tenant_id)
     await elsewhere.authenticate(f"Bearer {token}")
     await parts.keys.revoke(info.key_id, None)
     clock.now += 0.49  # still trusted: no hint, and confirmed less than half a second ago
@@ -97,7 +97,7 @@ async def test_other_gateway_refuses_a_revoked_key_after_confirmation_or_a_hint(
         table_versions.invalidate()
 
     here = ApiKeys(parts.database, parts.table_versions, PEPPER, announce=hint)
-    info, token = await here.create("acme", parts.acme.tenant_id)
+    info, token = await here.create(parts.acme.tenant_id)
     await elsewhere.authenticate(f"Bearer {token}")
     await here.revoke(info.key_id, None)
     with pytest.raises(Unauthenticated):  # at once
@@ -107,7 +107,7 @@ async def test_other_gateway_refuses_a_revoked_key_after_confirmation_or_a_hint(
 async def test_cached_key_needs_no_sql_until_its_confirmation_is_old(parts: AccountingRig) -> None:
     clock = Clock()
     keys = ApiKeys(parts.database, TableVersions(parts.database, 0.5, clock), PEPPER)
-    _, token = await keys.create("acme", parts.acme.tenant_id)
+    _, token = await keys.create(parts.acme.tenant_id)
     await keys.authenticate(f"Bearer {token}")
     parts.database.interrupt()
     await keys.authenticate(f"Bearer {token}")
@@ -147,7 +147,7 @@ async def test_silent_database_costs_each_caller_one_time_limit(postgresql_url: 
         versions = TableVersions(database, confirm_s=0.5, clock=clock)
         keys, tenants = ApiKeys(database, versions, PEPPER), Tenants(database, versions)
         tenant_id = (await tenants.create("acme")).tenant_id
-        tokens = [(await keys.create("acme", tenant_id))[1] for _ in range(2)]
+        tokens = [(await keys.create(tenant_id))[1] for _ in range(2)]
         await until_authenticated(keys, tokens[0])
         proxy.fall_silent()
         await keys.authenticate(f"Bearer {tokens[0]}")  # confirmed a moment ago
@@ -176,7 +176,7 @@ async def test_two_queries_share_one_time_limit(database_url: str) -> None:
     database = SlowDatabase(database_url)
     versions = TableVersions(database, confirm_s=0.5)
     keys, tenants = ApiKeys(database, versions, PEPPER, clock=clock), Tenants(database, versions)
-    token = (await keys.create("acme", (await tenants.create("acme")).tenant_id))[1]
+    token = (await keys.create((await tenants.create("acme")).tenant_id))[1]
     await keys.authenticate(f"Bearer {token}")
     assert database.limits_s == [100 * ANSWER_LIMIT_S, 100 * (ANSWER_LIMIT_S - 1.0)]
     await database.close()
@@ -208,10 +208,10 @@ async def test_tenant_is_created_once_and_read_by_name(parts: AccountingRig) -> 
 
 
 async def test_changes_of_a_tenant_apply_to_the_next_request(parts: AccountingRig) -> None:
-    _, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    _, token = await parts.keys.create(parts.acme.tenant_id)
     for budget in (None, 7, 9, None):
-        assert (await parts.tenants.change("acme", {"budget_nano": budget})).budget_nano == budget
-        assert (await parts.keys.authenticate(f"Bearer {token}")).budget_nano == budget
+        assert (await parts.tenants.change("acme", {"budget_nano": budget})).limits.budget_nano == budget
+        assert (await parts.keys.authenticate(f"Bearer {token}")).tenant_limits.budget_nano == budget
     expected = {"batch": ServiceClass.BATCH, "interactive": ServiceClass.INTERACTIVE, None: ServiceClass.STANDARD}
     for name, service_class in expected.items():
         assert (await parts.tenants.change("acme", {"service_class": name})).service_class == name

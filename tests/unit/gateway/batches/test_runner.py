@@ -16,11 +16,11 @@ from tests.support.wait import eventually
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedStore, serving
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
-from torchrelay.common.errors import RateLimited, Unauthenticated
+from torchrelay.common.errors import PermissionDenied, RateLimited, Unauthenticated
 from torchrelay.gateway.background import background
 from torchrelay.gateway.batches.core import OPEN, Batch, Purpose
 from torchrelay.gateway.batches.files import Files
-from torchrelay.gateway.batches.line_call import BatchCatalog
+from torchrelay.gateway.batches.line_call import BatchCatalog, KeyCallers
 from torchrelay.gateway.batches.runner import BatchRunner, LineLimits
 from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.billing.reconciliation import reconcile
@@ -214,3 +214,28 @@ async def test_stopped_gateway_leaves_its_lines_to_another(rig: BatchRig) -> Non
     batch = await rig.ended(batch)
     assert (batch.status, batch.num_completed) == ("completed", 4)
     assert await rig.spent() == 4 * USED_NANO
+
+
+async def test_batch_of_a_deleted_tenant_ends_without_files(rig: BatchRig) -> None:
+    rig.tokens.workers[0].pause_at = rig.tokens.workers[1].pause_at = 2
+    await rig.start()
+    batch = await rig.begin([BODY] * 3)
+    await eventually(lambda: sum(num == 2 for num in rig.tokens.num_accepted()) == 3)
+    await rig.batches.cancel_all(PRINCIPAL.tenant_id)
+    await rig.files.drop_all(PRINCIPAL.tenant_id)
+    batch = await rig.ended(batch)
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("cancelled", None, None)
+    assert await rig.spent() == 0
+
+
+async def test_lines_have_the_key_that_created_their_batch(parts: AccountingRig) -> None:
+    callers = KeyCallers(parts.keys)
+    info, token = await parts.keys.create(parts.acme.tenant_id)
+    assert await callers.principal(info.key_id) == await parts.keys.authenticate(f"Bearer {token}")
+    await parts.keys.change(info.key_id, None, {"paused_unix_us": 1})
+    with pytest.raises(PermissionDenied):
+        await callers.principal(info.key_id)
+    await parts.keys.change(info.key_id, None, {"paused_unix_us": None})
+    await parts.keys.revoke(info.key_id, None)
+    with pytest.raises(Unauthenticated):
+        await callers.principal(info.key_id)

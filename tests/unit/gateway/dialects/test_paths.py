@@ -12,11 +12,11 @@ import pytest
 from tests.support.gateway_ports import ADMIN_KEY
 from tests.unit.gateway.dialects.all_dialects import FUNCTION, TEMPLATE
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
-from torchrelay.gateway.core import RequestRate
+from torchrelay.gateway.core import RateLeft, RatesLeft
 from torchrelay.gateway.dialects.embeddings.requests import MAX_INPUTS
 from torchrelay.gateway.http.openapi import TOKEN_PATHS
 from torchrelay.gateway.inference.parameter_ranges import MAX_PROMPTS
-from torchrelay.gateway.limits.limiter import RequestRateExceeded
+from torchrelay.gateway.limits.refusals import RateExceeded
 
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -105,17 +105,17 @@ async def test_callers_id_comes_back_beside_ours(rig: TokenPathRig, name: str) -
 @pytest.mark.parametrize("path", [path for path in PATHS if path != COUNT])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_tell_their_time_and_what_is_left_of_the_rate(rig: TokenPathRig, path: str, stream: bool) -> None:
-    names = [f"x-ratelimit-{name}-requests" for name in ("limit", "remaining", "reset")]
+    names = [f"x-ratelimit-{name}-{of}" for of in ("requests", "tokens") for name in ("limit", "remaining", "reset")]
     body = {**PATHS[path]} if path in (EMBEDDINGS, RERANK) else {**PATHS[path], "stream": stream}
     unlimited = await rig.http.post(path, json=body)
     assert not set(names) & set(unlimited.headers)
-    rig.ports.rate = RequestRate(per_minute=60, num_left=57.5)
+    rig.ports.rates = RatesLeft(RateLeft(per_minute=60, num_left=57.5), RateLeft(per_minute=1000, num_left=-2.0))
     limited = await rig.http.post(path, json=body)
-    assert [limited.headers[name] for name in names] == ["60", "57", "2.500s"]
+    assert [limited.headers[name] for name in names] == ["60", "57", "2.500s", "1000", "0", "60.120s"]
     num_starts = sum(len(worker.starts) for worker in rig.workers)
-    rig.ports.refusal = RequestRateExceeded(RequestRate(per_minute=60, num_left=0), retry_after_s=1)
+    rig.ports.refusal = RateExceeded("no", RatesLeft(RateLeft(per_minute=60, num_left=0)), retry_after_s=1)
     refused = await rig.http.post(path, json=body)
-    assert [refused.headers[name] for name in ("retry-after", *names)] == ["1", "60", "0", "60.000s"]
+    assert [refused.headers[name] for name in ("retry-after", *names[:3])] == ["1", "60", "0", "60.000s"]
     assert sum(len(worker.starts) for worker in rig.workers) == num_starts and len(rig.ports.opened) == 2
     invalid = await rig.http.post(path, json={**body, "model": 0})
     assert [each.status_code for each in (unlimited, limited, refused, invalid)] == [200, 200, 429, 400]

@@ -15,9 +15,11 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from tests.unit.gateway.conftest import AccountingRig
+from tests.unit.gateway.conftest import PEPPER, AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStore, serving
 from torchrelay.common.health import Health
+from torchrelay.gateway.auth.identities import Identities
+from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.batches.files import Files
 from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.catalog.uploads import Uploads
@@ -31,6 +33,7 @@ from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.limits.change_rate import ChangeRate
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
+from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.settings import GatewaySettings
 
 ROUTES = cache(rest_app.routes_app)  # FastAPI takes half a second for their first requests
@@ -63,8 +66,8 @@ class RestRig:
 
     async def client_of(self, tenant: str, storage_quota_bytes: int | None = None) -> httpx.AsyncClient:
         """A client with a key of another, new tenant; the caller closes it."""
-        made = await self.parts.tenants.create(tenant, storage_quota_bytes)
-        _, token = await self.parts.keys.create(tenant, made.tenant_id)
+        made = await self.parts.tenants.create(tenant, storage_quota_bytes=storage_quota_bytes)
+        _, token = await self.parts.keys.create(made.tenant_id)
         return client(self.url, token)
 
 
@@ -99,10 +102,13 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         store = ScriptedStore()  # type: ignore[abstract]
         channel = await stack.enter_async_context(serving(store, ScriptedScheduler()))  # type: ignore[abstract]
         store_client, scheduler = StoreClient(channel, "store:1"), SchedulerClient(channel, "scheduler:1")
+        operators = Operators(parts.database, parts.table_versions, PEPPER)
         services = Services(
             database=parts.database,
             tenants=parts.tenants,
+            operators=operators,
             keys=parts.keys,
+            limits=Limiter("", parts.database, lease_s=60),
             catalog=parts.catalog,
             prices=parts.prices,
             uploads=Uploads(parts.database, parts.catalog, store_client),
@@ -121,10 +127,12 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         )
         rest = rest_app.make_app(services)
         pages = rest_app.public_pages(rest, services.health)
-        app = AsgiRouter(dict.fromkeys(TOKEN_PATHS, _tokens), pages, rest, parts.keys, shares)
+        app = AsgiRouter(
+            dict.fromkeys(TOKEN_PATHS, _tokens), pages, rest, Identities(parts.keys, operators, None), shares
+        )
         http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
         url = f"http://127.0.0.1:{http.port}"
-        _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
+        _, token = await parts.keys.create(parts.acme.tenant_id, name="first")
         admin = await stack.enter_async_context(client(url, "tra-test"))
         acme = await stack.enter_async_context(client(url, token))
         yield RestRig(url, parts, store, services, admin, acme, settings, shares, http.port, events, app)

@@ -123,7 +123,7 @@ async def test_all_methods_of_a_path_are_listed(rig: RestRig) -> None:
         "/v1/models/x": "DELETE, GET, HEAD, PATCH",
         "/v1/models/acme/x": "DELETE, GET, HEAD, PATCH",
         "/v1/keys": "GET, HEAD, POST",
-        "/v1/keys/x": "DELETE",
+        "/v1/keys/x": "DELETE, PATCH",
         "/v1/uploads/x": "DELETE, GET, HEAD",
         "/v1/prices": "GET, HEAD, PUT",
         "/v1/orphans": "DELETE, GET, HEAD",

@@ -12,6 +12,8 @@ ENGINE_FORMS = r"^(auto|torchrelay|vllm(:([2-9]|[1-5]\d|6[0-4]))?)$"  # of a mod
 _INT8: Final = "I8"
 ServiceClassName: TypeAlias = Literal["interactive", "standard", "batch"]
 PriceService: TypeAlias = Literal["", "batch"]  # what a price is of: requests as they come, or lines of batches
+Role: TypeAlias = Literal["viewer", "operator", "admin"]  # each may what those before it may
+BudgetPeriod: TypeAlias = Literal["day", "week", "month"]
 
 
 class ServiceClass(IntEnum):
@@ -22,17 +24,49 @@ class ServiceClass(IntEnum):
     BATCH = 2
 
 
+URGENCY: Final = (ServiceClass.BATCH, ServiceClass.STANDARD, ServiceClass.INTERACTIVE)  # the most urgent last
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a key, or of all keys of a tenant together; None: any number."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # of prompts and answers
+    concurrent_requests: int | None = None
+    budget_nano: int | None = None
+    budget_period: BudgetPeriod | None = None  # in UTC, after which the budget is whole again; None: never
+
+
+NO_LIMITS: Final = Limits()
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The caller an API key identifies, with its limits (``None``: unlimited)."""
+    """The caller that an API key or a token identifies, with what it may do."""
 
-    tenant_id: str  # empty for the admin key
+    tenant_id: str  # empty for operators
     tenant: str
     key_id: str
-    is_admin: bool = False
-    requests_per_minute: int | None = None
-    budget_nano: int | None = None
+    is_admin: bool = False  # an operator, of whatever role
+    role: Role = "admin"  # of an operator
+    person: str = ""  # the name of an operator, or of the owner of a token
+    limits: Limits = NO_LIMITS  # of the key
+    tenant_limits: Limits = NO_LIMITS
     service_class: ServiceClass = ServiceClass.STANDARD  # of its requests that name none
+    top_class: ServiceClass = ServiceClass.INTERACTIVE  # the most urgent that its requests may name
+    models: frozenset[str] | None = None  # "tenant/model" or an alias of it; None: all of its tenant
+    may_manage_keys: bool = True
+    expires_unix_us: int | None = None
+
+    @property
+    def actor(self) -> str:
+        """The caller's name in the audit log."""
+        return self.person or f"key:{self.key_id}"
+
+    def class_of(self, wanted: ServiceClass | None) -> ServiceClass:
+        """The class of a request that names ``wanted``, or none."""
+        return self.service_class if wanted is None else min(wanted, self.top_class, key=URGENCY.index)
 
 
 class FirstToken(NamedTuple):
@@ -227,8 +261,8 @@ class LineResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRate:
-    """A key's limit of requests per minute, and what is left of it, which refills evenly."""
+class RateLeft:
+    """A limit of requests or tokens per minute, and what is left of it, which refills evenly."""
 
     per_minute: int
     num_left: float
@@ -239,12 +273,25 @@ class RequestRate:
         return (self.per_minute - self.num_left) * 60 / self.per_minute
 
 
+class RatesLeft(NamedTuple):
+    """The rates that bind a caller first, its key's or its tenant's; None: neither has a limit."""
+
+    requests: RateLeft | None = None
+    tokens: RateLeft | None = None
+
+
+NO_RATES: Final = RatesLeft()
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Budget reserved by ``Limiter.admit`` and returned by ``Limiter.release``."""
+    """A request's part of its limits: ``Limiter.admit`` reserves it, ``Limiter.release`` settles it."""
 
     reservation_id: str  # empty for callers without limits
     tenant_id: str
-    reserved_nano: int  # 0: nothing reserved
+    key_id: str
     max_output_tokens: int  # whose cost it covers, over all choices
-    rate: RequestRate | None = None  # None: the key has no limit, or Redis does not answer
+    num_requests: int = 0  # 0: a further prompt of a call
+    num_tokens: int = 0
+    reserved_nano: int = 0
+    rates: RatesLeft = NO_RATES

@@ -22,6 +22,10 @@ from torchrelay.common.process.service import Serving, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
+from torchrelay.gateway.auth.grants import parse_grants
+from torchrelay.gateway.auth.identities import Identities
+from torchrelay.gateway.auth.oidc import OidcTokens
+from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.background import all_ended, background, repeat
 from torchrelay.gateway.batches.files import Files
@@ -61,6 +65,7 @@ log = get_logger(__name__)
 GC_THRESHOLD = 20_000  # allocations between young collections; a request makes a few hundred
 POSTGRESQL_QUERIES = 4  # at once, of 10 connections; SQLite has two, of which authentication needs one
 MINIMUMS_EVERY_S = 5.0  # between looks at which models have a minimum of instances
+LAST_USES_EVERY_S = 30.0
 END_S = 1.0  # for the remaining requests to report why they end
 
 
@@ -89,7 +94,7 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
             open_token_path(
                 settings,
                 gateway_id,
-                keys=components.services.keys,
+                keys=components.identities,
                 catalog=components.services.catalog,
                 ledger=components.ledger,
                 limits=components.limits,
@@ -106,8 +111,9 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
         services = replace(components.services, model_changed=_model_changed(components.nats_events, token_path))
         runner = _batch_runner(settings, gateway_id, services, token_path)
         await stack.enter_async_context(background(runner.run()))
-        servers = _servers(settings, token_path, services, components.shares, runner.stop)
-        served = await stack.enter_async_context(servers)
+        served = await stack.enter_async_context(
+            _servers(settings, token_path, services, components.shares, components.identities, runner.stop)
+        )
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
@@ -147,17 +153,18 @@ async def _servers(
     token_path: TokenPath,
     services: Services,
     shares: ConnectionShares,
+    identities: Identities,
     stop_batches: Callable[[], None],
 ) -> AsyncIterator[Serving]:
     """The HTTP and gRPC servers, which leave together. Requests that outlast the grace end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     rest = make_app(services)
     pages = public_pages(rest, services.health)
-    router = AsgiRouter(token_path.apps, pages, rest, services.keys, shares)
+    router = AsgiRouter(token_path.apps, pages, rest, identities, shares)
     feed = LiveFeed(
         services.database, services.catalog, services.scheduler, services.health, token_path.pipeline.first_tokens
     )
-    console = ConsoleApp(router, feed, services.keys, shares)
+    console = ConsoleApp(router, feed, identities, shares)
     app = CorsApp(console, settings.allowed_origins) if settings.allowed_origins else console
     async with (
         background(repeat("console", feed.refresh, EVERY_S)),
@@ -199,6 +206,7 @@ async def _servers(
 @dataclass(frozen=True, slots=True)
 class _Components:
     services: Services
+    identities: Identities
     ledger: Ledger
     limits: Limiter
     shares: ConnectionShares
@@ -214,14 +222,20 @@ async def _make_components(
     nats_events = NatsEvents(
         settings.nats_url, settings.nats_prefix, gateway_id, table_versions.invalidate, settings.nats_replicas
     )
+    pepper = await load_pepper(database, settings.key_pepper)
     keys = ApiKeys(
         database,
         table_versions,
-        await load_pepper(database, settings.key_pepper),
+        pepper,
         admin_key=settings.admin_key,
         capacity=settings.cached_keys,
         announce=nats_events.key_revoked,
     )
+    operators, tenants = Operators(database, table_versions, pepper), Tenants(database, table_versions)
+    tokens = None
+    if settings.oidc_issuer:
+        grants = parse_grants(settings.oidc_grants)
+        tokens = OidcTokens(settings.oidc_issuer, settings.oidc_audience, grants, tenants, table_versions)
     prices = Prices(database, table_versions)
     catalog = Catalog(database, table_versions, prices, settings.cached_models, retired_s=settings.retired_version_s)
     tls = settings.tls
@@ -245,10 +259,14 @@ async def _make_components(
     stack.push_async_callback(health.close)
     files = Files(database, store, settings.max_files)
     shares = connection_shares(settings, queries_at_once=1 if database.is_sqlite else POSTGRESQL_QUERIES)
+    limits = Limiter(settings.redis_url, database, settings.reservation_lease_s)
+    stack.push_async_callback(limits.close)
     services = Services(
         database=database,
-        tenants=Tenants(database, table_versions),
+        tenants=tenants,
+        operators=operators,
         keys=keys,
+        limits=limits,
         catalog=catalog,
         prices=prices,
         uploads=Uploads(
@@ -271,9 +289,16 @@ async def _make_components(
         model_changed=nats_events.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))
-    limits = Limiter(settings.redis_url, database, settings.reservation_lease_s)
-    stack.push_async_callback(limits.close)
-    return _Components(services, ledger, limits, shares, nats_events, scheduler_channel, store_channel)
+    return _Components(
+        services,
+        Identities(keys, operators, tokens),
+        ledger,
+        limits,
+        shares,
+        nats_events,
+        scheduler_channel,
+        store_channel,
+    )
 
 
 def _jobs(
@@ -300,9 +325,9 @@ def _jobs(
     tidying = repeat("files", lambda: files.drop_abandoned(lease_s), every_s)
     clearing = repeat("results", batches.clear_ended, every_s)
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
-    return background(
-        components.nats_events.run(), beating, sweep.run(), collecting, tidying, clearing, return_free_memory()
-    )
+    noting_uses = repeat("last_uses", components.services.keys.write_last_uses, LAST_USES_EVERY_S)
+    rounds = beating, sweep.run(), collecting, tidying, clearing, noting_uses
+    return background(components.nats_events.run(), *rounds, return_free_memory())
 
 
 def main() -> None:

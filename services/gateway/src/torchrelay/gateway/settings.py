@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import ClassVar, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.urls import without_password
 from torchrelay.common.process.settings import ServiceSettings
+from torchrelay.gateway.auth.grants import is_safe_url, parse_grants
 
 ADMIN_PREFIX = "tra-"
 MIN_ADMIN_KEY_CHARS = 32  # 128 bits in hex
@@ -39,7 +40,9 @@ class GatewaySettings(ServiceSettings):
         "sqlite:///torchrelay.db",
         description="sqlite:///path (one gateway only) or postgresql://user:password@host/name.",
     )
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: no rate limits or budgets.")
+    redis_url: str = Field(
+        "redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: each gateway limits its share."
+    )
     scheduler_address: str = Field(
         "127.0.0.1:7101",
         description="host:port of the scheduler's gRPC server; of several schedulers with a lease IP:port,IP:port, or "
@@ -57,6 +60,13 @@ class GatewaySettings(ServiceSettings):
     )
     key_pepper: str = Field(
         "", description="Hex secret for hashing API keys; empty: generated at first start and kept in SQL."
+    )
+    oidc_issuer: str = Field("", description="URL of the OIDC issuer whose bearer tokens are accepted; empty: none.")
+    oidc_audience: str = Field("", description="The audience that these tokens must have.")
+    oidc_grants: str = Field(
+        "",
+        description="Rules CLAIM:VALUE=ROLE with commas, of which the first that applies counts: "
+        "groups:sre=operator,email:ann@x.example=admin,groups:acme=tenant/acme.",
     )
 
     idle_timeout_s: float = Field(
@@ -124,7 +134,9 @@ class GatewaySettings(ServiceSettings):
     sweep_after_s: float = Field(
         10.0, gt=0, description="A gateway whose heartbeat stops this long is gone; its requests are settled."
     )
-    reservation_lease_s: float = Field(900.0, gt=0, description="Lifetime of a budget reservation never released.")
+    reservation_lease_s: float = Field(
+        60.0, gt=0, description="Lifetime of a request's reservation in its limits once its gateway is gone."
+    )
     upload_lease_s: float = Field(86400.0, gt=0, description="Lifetime of an upload never committed.")
     max_open_uploads: int = Field(16, ge=1, description="Uploads that one tenant may have open at once.")
     open_upload_bytes_per_tenant: int = Field(
@@ -155,6 +167,25 @@ class GatewaySettings(ServiceSettings):
                 wanted = "must be * or origins such as https://app.example or http://localhost:3000, with commas"
                 raise ValueError(f"{wanted}, not {origin!r}")
         return origins
+
+    @field_validator("oidc_issuer")
+    @classmethod
+    def _is_an_issuer(cls, url: str) -> str:
+        if url and not is_safe_url(url):
+            raise ValueError(f"must begin with https://, not {url!r}")
+        return url
+
+    @field_validator("oidc_grants")
+    @classmethod
+    def _are_grants(cls, text: str) -> str:
+        parse_grants(text)
+        return text
+
+    @model_validator(mode="after")
+    def _has_an_audience(self) -> Self:
+        if self.oidc_issuer and not (self.oidc_audience and self.oidc_grants):
+            raise ValueError("oidc_issuer needs oidc_audience and oidc_grants")
+        return self
 
     @field_validator("admin_key")
     @classmethod

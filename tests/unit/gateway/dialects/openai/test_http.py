@@ -26,10 +26,10 @@ from torchrelay.common.errors import (
     UploadRefused,
 )
 from torchrelay.control.v1.scheduler_pb2 import Loading
-from torchrelay.gateway.core import FinishCause, RequestRate
+from torchrelay.gateway.core import FinishCause, RateLeft, RatesLeft
 from torchrelay.gateway.exchange.errors import error_body, error_headers
 from torchrelay.gateway.exchange.sse import data_event
-from torchrelay.gateway.limits.limiter import RequestRateExceeded
+from torchrelay.gateway.limits.refusals import RateExceeded
 
 BODY: dict[str, Any] = {"model": "echo", "prompt": PROMPT, "max_tokens": 3}
 STREAM = {**BODY, "stream": True}
@@ -49,7 +49,7 @@ def test_errors_have_openais_shape() -> None:
 
 def test_errors_have_retry_authenticate_and_rate_headers() -> None:
     rate = [f"x-ratelimit-{name}-requests" for name in ("limit", "remaining", "reset")]
-    exceeded = RequestRateExceeded(RequestRate(per_minute=30, num_left=0.25), retry_after_s=1.5)
+    exceeded = RateExceeded("no", RatesLeft(RateLeft(per_minute=30, num_left=0.25)), retry_after_s=1.5)
     for error, headers in (
         (QueueFull("no", retry_after_s=1.2), {"retry-after": "2"}),
         (QueueFull("no", retry_after_s=0), {"retry-after": "1"}),

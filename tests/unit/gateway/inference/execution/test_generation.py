@@ -224,7 +224,7 @@ def test_any_history_gives_the_answer_once(history: tuple[list[int], list[pb.Cho
 
 
 OPENED = OpenedRequest("r", "t", "k", "m", "v", "p", 1, 1, 1, "g", 0)
-RESERVATION = Reservation("rsv", "t", 5, 100)
+RESERVATION = Reservation("rsv", "t", "k", 100, reserved_nano=5)
 
 
 class Limits(InMemoryPorts):
@@ -233,9 +233,9 @@ class Limits(InMemoryPorts):
     num_lost = 0
     num_asked = 0
 
-    async def release(self, reservation: Reservation, cost_nano: int) -> bool:
+    async def release(self, reservation: Reservation, cost_nano: int, num_tokens: int) -> bool:
         self.num_asked += 1
-        return self.num_asked > self.num_lost and await super().release(reservation, cost_nano)
+        return self.num_asked > self.num_lost and await super().release(reservation, cost_nano, num_tokens)
 
 
 @pytest.fixture

@@ -7,24 +7,30 @@ key has 160 random bits, a leaked table is useless even with the pepper; the set
 from __future__ import annotations
 
 import hmac
+import json
 import secrets as random_secrets
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
 
-from sqlalchemy import Select, func, insert, select, update
+from sqlalchemy import ColumnElement, Row, Select, func, insert, select, update
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict, NotFound, Unauthenticated
+from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, Unauthenticated
+from torchrelay.common.recent import Recent
 from torchrelay.gateway.auth.key_format import key_id_of, mac_of, new_token
-from torchrelay.gateway.core import Principal, ServiceClass, ServiceClassName
+from torchrelay.gateway.auth.limit_columns import LIMITS, check_period, limits_of
+from torchrelay.gateway.core import NO_LIMITS, URGENCY, Limits, Principal, ServiceClass, ServiceClassName
+from torchrelay.gateway.sql.audit import record
 from torchrelay.gateway.sql.database import ANSWER_LIMIT_S, Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import api_keys, secrets, tenants
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 MAX_KEYS = 1000  # of a tenant, that are not revoked
-ADMIN = Principal(tenant_id="", tenant="", key_id="admin", is_admin=True)
+ADMIN = Principal(tenant_id="", tenant="", key_id="admin", is_admin=True, person="admin key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +41,34 @@ class KeyInfo:
     name: str
     tenant: str
     created_unix_us: int
-    requests_per_minute: int | None
+    limits: Limits
     service_class: ServiceClassName | None  # None: its tenant's
+    models: tuple[str, ...] | None  # "tenant/model"; None: all of the tenant
+    may_manage_keys: bool
+    expires_unix_us: int | None
+    is_paused: bool
     is_revoked: bool
+    last_used_unix_us: int | None
+    previous_until_unix_us: int | None  # until when the token before the last rotation is valid
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A key as it is cached."""
+
+    mac: str
+    previous_mac: str
+    previous_until_unix_us: int
+    is_paused: bool
+    is_suspended: bool  # its tenant
+    principal: Principal
+
+    def has(self, mac: str) -> bool:
+        """Whether a token's hash is that of the key, or of its token before the rotation."""
+        if hmac.compare_digest(self.mac, mac):
+            return True
+        is_previous = hmac.compare_digest(self.previous_mac, mac)
+        return is_previous and now_unix_us() < self.previous_until_unix_us
 
 
 async def load_pepper(database: Database, setting: str) -> bytes:
@@ -71,14 +102,16 @@ class ApiKeys:
         self._admin_mac = mac_of(pepper, admin_key) if admin_key else ""
         self._announce = announce
         self._clock = clock
-        self._cache: VersionedCache[str, tuple[str, Principal]] = VersionedCache(capacity)
+        self._cache: VersionedCache[str, _Entry] = VersionedCache(capacity)
+        self._used: Recent[str, int] = Recent(capacity)  # since they were written last, with the time
 
     async def authenticate(self, authorization: str | None) -> Principal:
         """The principal of the key in the ``Authorization`` header.
 
-        Raises the same ``Unauthenticated`` for malformed, unknown and revoked keys; ``Unavailable`` without SQL.
+        Raises the same ``Unauthenticated`` for malformed, unknown and revoked keys, one with the time for an expired
+        key, ``PermissionDenied`` for a paused one, and ``Unavailable`` without SQL.
         """
-        token = _token(authorization or "")
+        token = bearer_token(authorization or "")
         if not token:
             raise Unauthenticated("missing API key: send the header Authorization: Bearer tr-...")
         mac = mac_of(self._pepper, token)
@@ -92,58 +125,102 @@ class ApiKeys:
         entry = self._cache.get(key_id, version)
         if entry is None:  # both queries share one time limit
             entry = await self._database.answer(self._look_up(key_id, version), due_s - self._clock())
-        if entry is None or not hmac.compare_digest(entry[0], mac):
+        if entry is None or not entry.has(mac):
             raise _unknown()
-        return entry[1]
+        now_us = now_unix_us()
+        expires_us = entry.principal.expires_unix_us
+        if expires_us is not None and now_us >= expires_us:
+            when = datetime.fromtimestamp(expires_us / 1e6, UTC)
+            raise Unauthenticated(f"this API key expired at {when:%Y-%m-%d %H:%M} UTC; ask for a new one")
+        if entry.is_suspended:
+            raise PermissionDenied(f"the tenant {entry.principal.tenant} is suspended; ask the platform's operator")
+        if entry.is_paused:
+            raise PermissionDenied("this API key is paused; whoever manages the tenant's keys can resume it")
+        self._used[key_id] = now_us
+        return entry.principal
 
-    async def _look_up(self, key_id: str, version: int) -> tuple[str, Principal] | None:
+    async def write_last_uses(self) -> None:
+        """Writes when keys were used since the last call. Raises ``Unavailable`` without SQL."""
+        used = dict(self._used)
+        if not used:
+            return
+        async with self._database.write() as connection:
+            for key_id in sorted(used):  # in one order, so that gateways never deadlock
+                of_key = update(api_keys).where(api_keys.c.key_id == key_id)
+                await connection.execute(of_key.values(last_used_unix_us=used[key_id]))
+        for key_id, at_us in used.items():
+            if self._used.get(key_id) == at_us:
+                del self._used[key_id]
+
+    async def _look_up(self, key_id: str, version: int) -> _Entry | None:
         query = _joined().where(api_keys.c.key_id == key_id, api_keys.c.revoked_unix_us.is_(None))
         async with self._database.read() as connection:
             row = (await connection.execute(query)).one_or_none()
         if row is None:
             self._cache.forget(key_id)
             return None
-        principal = Principal(
-            tenant_id=row.tenant_id,
-            tenant=row.tenant,
-            key_id=key_id,
-            requests_per_minute=row.requests_per_minute,
-            budget_nano=row.budget_nano,
-            service_class=ServiceClass[(row.service_class or row.tenant_class or "standard").upper()],
+        entry = _Entry(
+            row.mac,
+            row.previous_mac or "",
+            row.previous_until_unix_us or 0,
+            row.paused_unix_us is not None,
+            row.tenant_suspended_unix_us is not None,
+            _principal(row),
         )
-        self._cache.put(key_id, version, (row.mac, principal))
-        return row.mac, principal
+        self._cache.put(key_id, version, entry)
+        return entry
 
-    async def create(
-        self,
-        tenant: str,
-        tenant_id: str,
-        name: str = "",
-        requests_per_minute: int | None = None,
-        service_class: ServiceClassName | None = None,
-    ) -> tuple[KeyInfo, str]:
-        """Creates a key; returns its metadata and the token, which cannot be retrieved again.
+    async def create(self, tenant_id: str, **settings: Any) -> tuple[KeyInfo, str]:
+        """Creates a key with these columns; returns its metadata and the token, which cannot be retrieved again.
 
-        Raises ``Conflict`` beyond ``MAX_KEYS`` keys that are not revoked.
+        Raises ``Conflict`` beyond ``MAX_KEYS`` keys that are not revoked, and ``InvalidRequest``.
         """
         key_id, token = new_token()
-        info = KeyInfo(key_id, name, tenant, now_unix_us(), requests_per_minute, service_class, is_revoked=False)
         live = select(func.count()).where(api_keys.c.tenant_id == tenant_id, api_keys.c.revoked_unix_us.is_(None))
+        values = {"name": "", **settings, "key_id": key_id, "tenant_id": tenant_id, "mac": mac_of(self._pepper, token)}
         async with self._database.write() as connection:
             if (await connection.execute(live)).scalar_one() >= MAX_KEYS:
-                raise Conflict(f"tenant {tenant} has {MAX_KEYS} keys; revoke those that are not used", field="tenant")
-            await connection.execute(
-                insert(api_keys).values(
-                    key_id=key_id,
-                    tenant_id=tenant_id,
-                    name=name,
-                    mac=mac_of(self._pepper, token),
-                    requests_per_minute=requests_per_minute,
-                    service_class=service_class,
-                    created_unix_us=info.created_unix_us,
-                )
+                raise Conflict(f"the tenant has {MAX_KEYS} keys; revoke those that are not used", field="tenant")
+            await connection.execute(insert(api_keys).values({**_stored(values), "created_unix_us": now_unix_us()}))
+            row = (await connection.execute(_joined().where(api_keys.c.key_id == key_id))).one()
+            if row.tenant_deleted_unix_us is not None:
+                raise Conflict(f"the tenant {row.tenant_name} is deleted", field="tenant")
+            _check(row, settings)
+            await record(connection, "key.create", key_id, tenant_id, None, _audited(row))
+        return _info(row), token
+
+    async def change(self, key_id: str, tenant_id: str | None, settings: Mapping[str, Any]) -> KeyInfo:
+        """Sets these columns of a key: at once here, within a second everywhere.
+
+        Raises ``NotFound`` if the key is revoked, does not exist or belongs to another tenant (``None``: any tenant),
+        and ``InvalidRequest``.
+        """
+        mine = api_keys.c.key_id == key_id, api_keys.c.revoked_unix_us.is_(None), *_of(tenant_id)
+        action = "key.rotate" if "mac" in settings else "key.change"
+        async with self._database.write() as connection:
+            await bump_version(connection, "keys")  # first: it locks a row, so that nobody changes the key meanwhile
+            before = (await connection.execute(_joined().where(*mine))).one_or_none()
+            changed = await connection.execute(
+                update(api_keys).where(*mine).values({"key_id": key_id, **_stored(settings)})
             )
-        return info, token
+            if changed.rowcount == 0 or before is None:
+                raise _not_found(key_id)
+            row = (await connection.execute(_joined().where(api_keys.c.key_id == key_id))).one()
+            _check(row, settings)
+            await record(connection, action, key_id, row.tenant_id, _audited(before), _audited(row))
+        await self._changed()
+        return _info(row)
+
+    async def rotate(self, key_id: str, tenant_id: str | None, overlap_s: float) -> tuple[KeyInfo, str]:
+        """Gives the key another secret; the old one stays valid for ``overlap_s``. Raises as ``change`` does."""
+        token = new_token(key_id)
+        until_us = now_unix_us() + int(overlap_s * 1e6)
+        rotated = {
+            "previous_mac": api_keys.c.mac,
+            "mac": mac_of(self._pepper, token[1]),
+            "previous_until_unix_us": until_us,
+        }
+        return await self.change(key_id, tenant_id, rotated), token[1]
 
     async def list(self, tenant_id: str | None) -> list[KeyInfo]:
         """The keys of a tenant (``None``: all tenants), including revoked ones, oldest first."""
@@ -152,48 +229,120 @@ class ApiKeys:
             query = query.where(api_keys.c.tenant_id == tenant_id)
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
-        return [
-            KeyInfo(
-                row.key_id,
-                row.name,
-                row.tenant,
-                row.created_unix_us,
-                row.requests_per_minute,
-                row.service_class,
-                is_revoked=row.revoked_unix_us is not None,
-            )
-            for row in rows
-        ]
+        return [_info(row) for row in rows]
+
+    async def one(self, key_id: str) -> KeyInfo:
+        """A key, revoked or not. Raises ``NotFound``."""
+        async with self._database.read() as connection:
+            row = (await connection.execute(_joined().where(api_keys.c.key_id == key_id))).one_or_none()
+        if row is None:
+            raise _not_found(key_id)
+        return _info(row)
 
     async def revoke(self, key_id: str, tenant_id: str | None) -> None:
         """Revokes a key: at once here, within a second everywhere. Idempotent.
 
         Raises ``NotFound`` if the key does not exist or belongs to another tenant (``None``: any tenant).
         """
-        query = update(api_keys).where(api_keys.c.key_id == key_id)
+        query = update(api_keys).where(api_keys.c.key_id == key_id, *_of(tenant_id))
         revoked_at = func.coalesce(api_keys.c.revoked_unix_us, now_unix_us())
-        if tenant_id is not None:
-            query = query.where(api_keys.c.tenant_id == tenant_id)
         async with self._database.write() as connection:
-            changed = await connection.execute(query.values(revoked_unix_us=revoked_at))
-            if changed.rowcount == 0:
-                raise NotFound(f"API key {key_id!r} not found", field="key_id")
+            values = query.values(revoked_unix_us=revoked_at).returning(api_keys.c.tenant_id)
+            owner = (await connection.execute(values)).scalar_one_or_none()
+            if owner is None:
+                raise _not_found(key_id)
+            await record(connection, "key.revoke", key_id, owner)
             await bump_version(connection, "keys")
+        await self._changed()
+
+    async def _changed(self) -> None:
         self._versions.invalidate()
         if self._announce is not None:
             await self._announce()
 
 
-def _token(authorization: str) -> str:
-    """The token of ``Bearer tr-...``; empty if there is none."""
+def bearer_token(authorization: str) -> str:
+    """The token of ``Bearer ...``; empty if there is none."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def _joined() -> Select[tuple[object, ...]]:
-    of_tenant = tenants.c.name.label("tenant"), tenants.c.budget_nano, tenants.c.service_class.label("tenant_class")
-    return select(api_keys, *of_tenant).join_from(api_keys, tenants)
+_TENANT_COLUMNS: Final = ("name", "service_class", "suspended_unix_us", "deleted_unix_us", *LIMITS)
+_OF_TENANT: Final = tuple(tenants.c[name].label(f"tenant_{name}") for name in _TENANT_COLUMNS)
+
+
+def _joined() -> Select[Any]:
+    return select(api_keys, *_OF_TENANT).join_from(api_keys, tenants)
+
+
+def _of(tenant_id: str | None) -> list[ColumnElement[bool]]:
+    return [] if tenant_id is None else [api_keys.c.tenant_id == tenant_id]
+
+
+def _stored(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as columns; the list of models as JSON."""
+    models = settings.get("models")
+    return {**settings, **({} if models is None else {"models": json.dumps(sorted(models))})}
+
+
+def _check(row: Row[Any], settings: Mapping[str, Any]) -> None:
+    """Raises ``InvalidRequest`` for settings that contradict each other."""
+    limits = limits_of(row)
+    check_period(limits)
+    if settings.get("may_manage_keys") and (limits != NO_LIMITS or row.models is not None):
+        message = "a key with limits or models of its own cannot manage keys, since another key would have none of them"
+        raise InvalidRequest(message, field="may_manage_keys")
+
+
+def _may_manage_keys(row: Row[Any]) -> bool:
+    return bool(row.may_manage_keys) and row.models is None and limits_of(row) == NO_LIMITS
+
+
+def _principal(row: Row[Any]) -> Principal:
+    classes = [ServiceClass[name.upper()] for name in (row.service_class, row.tenant_service_class) if name]
+    top = min(classes, default=ServiceClass.INTERACTIVE, key=URGENCY.index)
+    return Principal(
+        tenant_id=row.tenant_id,
+        tenant=row.tenant_name,
+        key_id=row.key_id,
+        limits=limits_of(row),
+        tenant_limits=limits_of(row, "tenant_"),
+        service_class=top if classes else ServiceClass.STANDARD,
+        top_class=top,
+        models=None if row.models is None else frozenset(json.loads(row.models)),
+        may_manage_keys=_may_manage_keys(row),
+        expires_unix_us=row.expires_unix_us,
+    )
+
+
+def _info(row: Row[Any]) -> KeyInfo:
+    return KeyInfo(
+        row.key_id,
+        row.name,
+        row.tenant_name,
+        row.created_unix_us,
+        limits_of(row),
+        row.service_class,
+        None if row.models is None else tuple(json.loads(row.models)),
+        _may_manage_keys(row),
+        row.expires_unix_us,
+        row.paused_unix_us is not None,
+        row.revoked_unix_us is not None,
+        row.last_used_unix_us,
+        row.previous_until_unix_us,
+    )
+
+
+def _audited(row: Row[Any]) -> dict[str, Any]:
+    """The fields of a key that the audit log has: all but its secrets and times of use."""
+    shown = asdict(_info(row))
+    left_out = "key_id", "tenant", "limits", "created_unix_us", "last_used_unix_us"
+    return {**{name: shown[name] for name in shown if name not in left_out}, **shown["limits"]}
 
 
 def _unknown() -> Unauthenticated:
     return Unauthenticated("invalid or revoked API key")
+
+
+def _not_found(key_id: str) -> NotFound:
+    return NotFound(f"API key {key_id!r} not found", field="key_id")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from sqlalchemy import Select, delete, func, insert, literal, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, delete, func, insert, literal, select, tuple_, update
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
@@ -113,10 +113,15 @@ class Files:
     async def drop_abandoned(self, lease_s: float) -> None:
         """Deletes files that were not complete ``lease_s`` after they were begun: their gateway died."""
         before = now_unix_us() - int(lease_s * 1e6)
-        query = select(files.c.tenant_id, files.c.file_id)
-        query = query.where(files.c.is_complete.is_(False), files.c.created_unix_us <= before)
+        await self._drop_where(files.c.is_complete.is_(False), files.c.created_unix_us <= before)
+
+    async def drop_all(self, tenant_id: str) -> None:
+        """Deletes all files of a tenant, whatever needs them."""
+        await self._drop_where(files.c.tenant_id == tenant_id)
+
+    async def _drop_where(self, *conditions: ColumnElement[bool]) -> None:
         async with self._database.read() as connection:
-            rows = (await connection.execute(query)).all()
+            rows = (await connection.execute(select(files.c.tenant_id, files.c.file_id).where(*conditions))).all()
         for row in rows:
             await self._drop(row.tenant_id, row.file_id)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, replace
 
 import msgspec
 from starlette.types import Message
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import (
     Conflict,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
+    PermissionDenied,
     TorchrelayError,
     Unauthenticated,
     Unavailable,
@@ -58,11 +61,13 @@ class KeyCallers:
         self._keys = keys
 
     async def principal(self, key_id: str) -> Principal:
-        """Raises ``Unauthenticated`` if the key was revoked."""
+        """Raises ``Unauthenticated`` if the key was revoked or has expired, ``PermissionDenied`` if it is paused."""
         entry = await self._keys._look_up(key_id, await self._keys._versions.confirmed("keys"))
-        if entry is None:
-            raise Unauthenticated("the key that created the batch was revoked")
-        return entry[1]
+        if entry is None or now_unix_us() >= (entry.principal.expires_unix_us or math.inf):
+            raise Unauthenticated("the key that created the batch was revoked, or has expired")
+        if entry.is_suspended or entry.is_paused:
+            raise PermissionDenied("the key that created the batch is paused, or its tenant is suspended")
+        return entry.principal
 
 
 async def answer_of(app: TokenPathApp, principal: Principal | TorchrelayError, path: str, body: bytes) -> LineAnswer:

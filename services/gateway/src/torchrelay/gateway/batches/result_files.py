@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from torchrelay.common.clock import now_unix_us
+from torchrelay.common.errors import NotFound
 from torchrelay.gateway.batches.core import Batch, BatchStatus, Purpose, StoredFile
 from torchrelay.gateway.batches.files import Files
 from torchrelay.gateway.batches.lines import missing_line, result_line
@@ -39,7 +40,10 @@ async def end_batch(batches: Batches, files: Files, batch: Batch, gateway_id: st
             return None
         name = f"{batch.batch_id}_{'output' if kind == 'out' else 'error'}.jsonl"
         file = StoredFile(batch.file_id(kind), batch.tenant_id, name, Purpose.OUTPUT, 0, now_unix_us())
-        return await files.put(file, _content(batches, batch, lines, error, of_errors=kind == "err"))
+        try:
+            return await files.put(file, _content(batches, batch, lines, error, of_errors=kind == "err"))
+        except NotFound:  # the input was deleted with its tenant
+            return None
 
     output = await stored("out", num_completed > 0)
     errors = await stored("err", num_completed < batch.num_lines)

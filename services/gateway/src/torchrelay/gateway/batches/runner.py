@@ -190,7 +190,8 @@ class BatchRunner:
         """The caller of the line, or why it is refused."""
         try:
             line.check_is_whole()
-            return replace(await self._principal_of(batch.key_id), service_class=ServiceClass.BATCH)
+            principal = await self._principal_of(batch.key_id)
+            return replace(principal, service_class=ServiceClass.BATCH, top_class=ServiceClass.BATCH)
         except RETRIED:
             raise
         except TorchrelayError as error:

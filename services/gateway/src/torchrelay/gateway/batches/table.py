@@ -109,6 +109,12 @@ class Batches:
             raise Conflict(f"batch {batch_id} is {batch.status}: it can no longer be cancelled", field="batch_id")
         return batch
 
+    async def cancel_all(self, tenant_id: str) -> None:
+        """Begins the end of all batches of a tenant."""
+        of_tenant = update(batches).where(batches.c.tenant_id == tenant_id, batches.c.status.in_(_CANCELLABLE))
+        async with self._database.write() as connection:
+            await connection.execute(of_tenant.values(status=BatchStatus.CANCELLING, cancelling_unix_us=now_unix_us()))
+
     async def _step(
         self, batch_id: str, before: Sequence[BatchStatus], after: BatchStatus, gateway_id: str = "", **values: Any
     ) -> bool:

@@ -13,6 +13,7 @@ from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.billing.price_list import PriceList
 from torchrelay.gateway.core import Price, PriceService
+from torchrelay.gateway.sql.audit import record
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import prices
@@ -58,6 +59,8 @@ class Prices:
         try:
             async with self._database.write() as connection:
                 await connection.execute(insert(prices).values(asdict(price)))
+                added = {"prompt_nano": prompt_nano, "cached_nano": cached_nano, "output_nano": output_nano}
+                await record(connection, "price.add", model or "default", None, None, {**added, "valid_from": begin})
                 await bump_version(connection, "catalog")
         except IntegrityError as error:
             raise Conflict("a price with this valid_from already exists", field="valid_from") from error

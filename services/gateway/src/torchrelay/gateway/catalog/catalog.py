@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, func, insert, or_, select, true, tuple_, update
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict, ModelNotFound, NotFound
+from torchrelay.common.errors import Conflict, ModelNotFound, NotFound, PermissionDenied
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.model_settings import TenantSettings
 from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota, used_bytes
@@ -27,6 +27,7 @@ from torchrelay.gateway.core import (
     Version,
 )
 from torchrelay.gateway.resource_names import is_name
+from torchrelay.gateway.sql.audit import record
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_catalog_of
 from torchrelay.gateway.sql.tables import aliases, models, replaced_versions, retired_versions, tenants, versions
@@ -67,7 +68,10 @@ class Catalog:
         self._cache: VersionedCache[str, PublishedModel] = VersionedCache(capacity)
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
-        """The model ``name`` refers to, with its current price. Raises ``ModelNotFound``."""
+        """The model ``name`` refers to, with its current price.
+
+        Raises ``ModelNotFound``, or ``PermissionDenied`` for a model that the key may not call.
+        """
         if principal.is_admin and "/" not in name:
             raise _not_found(name, "; with the admin key, its name must include the tenant: TENANT/MODEL")
         full_name = name if "/" in name else f"{principal.tenant}/{name}"
@@ -82,6 +86,9 @@ class Catalog:
                 raise _not_found(name)
             if not principal.is_admin:  # whose version is not that of the model's tenant
                 self._cache.put(full_name, version, published)
+        if not _may_call(principal, published):
+            allowed = ", ".join(sorted(principal.models or ())) or "none"
+            raise PermissionDenied(f"this key may not call {published.name}; its models: {allowed}", field="model")
         price = await self._prices.current(published.name)
         return published if published.price is price else replace(published, price=price)
 
@@ -103,8 +110,9 @@ class Catalog:
         return await self._table_versions.confirmed("catalog")
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
-        """The models of the principal's tenant (all models for the admin), by name."""
-        return await self._listed(true() if principal.is_admin else models.c.tenant_id == principal.tenant_id)
+        """The models that the principal may call (all models for the admin), by name."""
+        listed = await self._listed(true() if principal.is_admin else models.c.tenant_id == principal.tenant_id)
+        return [each for each in listed if _may_call(principal, each)]
 
     async def with_minimum(self) -> list[PublishedModel]:
         """The models that have a minimum of instances, always or at times, by name. Raises ``Unavailable``."""
@@ -140,6 +148,8 @@ class Catalog:
             rows = [{"tenant_id": model.tenant_id, "alias": name, "model": own_name} for name in sorted(set(names))]
             if rows:
                 await connection.execute(insert(aliases), rows)
+            before, after = {"aliases": list(model.aliases)}, {"aliases": sorted(set(names))}
+            await record(connection, "model.aliases", model.name, model.tenant_id, before, after)
         self._table_versions.invalidate()
 
     async def check_takes_upload(self, tenant_id: str, name: str) -> None:
@@ -163,9 +173,12 @@ class Catalog:
             if not _serves_adapters(model.version, settings.engine or ANY_ENGINE):
                 own_name = model.name.partition("/")[2]
                 await _check_has_no_adapters(connection, model.tenant_id, own_name, model.version.version_id)
-            changed = await connection.execute(update(models).where(*_is(model)).values(values))
-            if changed.rowcount == 0:
+            before = (await connection.execute(select(models).where(*_is(model)))).one_or_none()
+            if before is None:
                 raise _not_found(model.name)
+            await connection.execute(update(models).where(*_is(model)).values(values))
+            earlier = {name: getattr(before, name) for name in settings.columns()}
+            await record(connection, "model.change", model.name, model.tenant_id, earlier, settings.columns())
         self._table_versions.invalidate()
 
     async def delete(self, model: PublishedModel) -> None:
@@ -184,6 +197,7 @@ class Catalog:
                 of_model = table.c.tenant_id == model.tenant_id, table.c.model == own_name
                 await connection.execute(delete(table).where(*of_model))
             await _retire(self._database, connection, version_id, model.tenant_id)
+            await record(connection, "model.delete", model.name, model.tenant_id, {"version": version_id}, None)
         self._table_versions.invalidate()
 
     async def replaced(self, model: PublishedModel) -> list[ReplacedVersion]:
@@ -251,6 +265,9 @@ class Catalog:
         same_model = (models.c.tenant_id == tenant_id, models.c.name == name)
         previous = (await connection.execute(select(models.c.version_id).where(*same_model))).scalar_one_or_none()
         values = settings.columns() | {"version_id": version.version_id, "updated_unix_us": now}
+        before, after = None if previous is None else {"version": previous}, {"version": version.version_id}
+        tenant = (await connection.execute(select(tenants.c.name).where(tenants.c.tenant_id == tenant_id))).scalar_one()
+        await record(connection, "model.publish", f"{tenant}/{name}", tenant_id, before, after)
         if previous is None:
             defaults = {"idle_timeout_s": 0.0, "max_instances": 0, "created_unix_us": now}
             await connection.execute(insert(models).values(defaults | values | {"tenant_id": tenant_id, "name": name}))
@@ -412,3 +429,10 @@ def _is(model: PublishedModel) -> tuple[ColumnElement[bool], ColumnElement[bool]
 
 def _not_found(name: str, hint: str = "") -> ModelNotFound:
     return ModelNotFound(f"the model {name[:200]!r} does not exist{hint}", field="model")
+
+
+def _may_call(principal: Principal, model: PublishedModel) -> bool:
+    if principal.models is None:
+        return True
+    names = {model.name, *(f"{principal.tenant}/{alias}" for alias in model.aliases)}
+    return not principal.models.isdisjoint(names)

@@ -21,6 +21,7 @@ from sqlalchemy import Select, delete, func, insert, select
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import (
+    Conflict,
     DataCorrupted,
     NotFound,
     Overloaded,
@@ -90,6 +91,8 @@ class Uploads:
         upload = Upload(new_id("upl"), tenant.tenant_id, tenant.name, model, declared_bytes, now_unix_us())
         async with self._database.write() as connection:
             quota = await locked_quota(connection, tenant.tenant_id)
+            if tenant.is_deleted:
+                raise Conflict(f"the tenant {tenant.name} is deleted", field="model")
             await self._check_open(connection, tenant.tenant_id, declared_bytes)
             if quota is not None:
                 await check_quota(connection, tenant.tenant_id, quota, declared_bytes)

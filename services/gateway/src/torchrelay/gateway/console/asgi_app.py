@@ -7,11 +7,11 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchrelay.common.errors import TorchrelayError
-from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.console.live_feed import LiveFeed
 from torchrelay.gateway.console.static_files import static_files
 from torchrelay.gateway.exchange.errors import refusal
 from torchrelay.gateway.exchange.http_request import HttpRequest
+from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 
 LIVE_PATH = "/console/live"
@@ -20,7 +20,7 @@ LIVE_PATH = "/console/live"
 class ConsoleApp:
     """Answers the console's paths, and passes all others to ``app``."""
 
-    def __init__(self, app: ASGIApp, feed: LiveFeed, keys: ApiKeys, shares: ConnectionShares) -> None:
+    def __init__(self, app: ASGIApp, feed: LiveFeed, keys: Authenticator, shares: ConnectionShares) -> None:
         self._app = app
         self._feed = feed
         self._keys = keys

@@ -115,7 +115,7 @@ class AnswersApp(TokenPathApp):
                 async with exchange.request.until_disconnect():
                     sessions = await stack.enter_async_context(entering)
                 body_bytes.release(num_held_bytes)  # the prompts are encoded
-                exchange.rate = sessions[0].rate
+                exchange.rates = sessions[0].rates
                 watcher = asyncio.ensure_future(_stop_on_disconnect(exchange, sessions))
                 try:
                     if is_stream:

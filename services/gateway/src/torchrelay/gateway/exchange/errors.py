@@ -10,8 +10,8 @@ from typing import TypedDict
 from starlette.responses import JSONResponse
 
 from torchrelay.common.errors import TorchrelayError, Unauthenticated
-from torchrelay.gateway.core import RequestRate
-from torchrelay.gateway.limits.limiter import RequestRateExceeded
+from torchrelay.gateway.core import RateLeft, RatesLeft
+from torchrelay.gateway.limits.refusals import RateExceeded
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= dict.fromkeys((405, 408, 413, 414, 415, 422, 431), "invalid_request_error")
@@ -39,20 +39,23 @@ def body(status: int, message: str, *, param: str | None = None, code: str | Non
     return {"error": {"message": message, "type": _TYPES.get(status, "api_error"), "param": param, "code": code}}
 
 
-def rate_headers(rate: RequestRate) -> dict[str, str]:
-    """OpenAI's headers about a key's requests per minute; the last one says in how long all of them are left again."""
-    return {
-        "x-ratelimit-limit-requests": str(rate.per_minute),
-        "x-ratelimit-remaining-requests": str(int(rate.num_left)),
-        "x-ratelimit-reset-requests": f"{rate.full_in_s:.3f}s",
-    }
+def rate_headers(rates: RatesLeft) -> dict[str, str]:
+    """OpenAI's headers about requests and tokens per minute; ``reset``: in how long all of them are left again."""
+    named: list[tuple[str, RateLeft | None]] = [("requests", rates.requests), ("tokens", rates.tokens)]
+    headers = {}
+    for name, rate in named:
+        if rate is not None:
+            headers[f"x-ratelimit-limit-{name}"] = str(rate.per_minute)
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, int(rate.num_left)))
+            headers[f"x-ratelimit-reset-{name}"] = f"{rate.full_in_s:.3f}s"
+    return headers
 
 
 def error_headers(error: TorchrelayError) -> dict[str, str]:
-    """Headers of the error: Retry-After, WWW-Authenticate, those of a key's rate."""
+    """Headers of the error: Retry-After, WWW-Authenticate, those of rates."""
     if error.retry_after_s is not None:
         retry = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-        return retry | (rate_headers(error.rate) if isinstance(error, RequestRateExceeded) else {})
+        return retry | (rate_headers(error.rates) if isinstance(error, RateExceeded) else {})
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     return {}

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import TorchrelayError
-from torchrelay.gateway.core import RequestRate
+from torchrelay.gateway.core import RatesLeft
 from torchrelay.gateway.exchange.dialect import Dialect, StreamEncoder
 from torchrelay.gateway.exchange.errors import error_headers, rate_headers
 from torchrelay.gateway.exchange.http_request import HttpRequest
@@ -36,7 +36,7 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: Dialect) -> None:
         self.request = HttpRequest(scope, receive)
         self.request_id, self.arrived_unix_us = dialect.new_id(), now_unix_us()
-        self.rate: RequestRate | None = None
+        self.rates = RatesLeft()
         self.left_out: tuple[str, ...] = ()  # of the prompt
         self.encoder: StreamEncoder | None = None  # of a streamed answer
         self.has_begun = False
@@ -90,6 +90,5 @@ class HttpExchange:
         listed.append((b"openai-processing-ms", b"%d" % elapsed_ms))
         if self.left_out:
             listed.append((b"x-torchrelay-left-out", ", ".join(self.left_out).encode()))
-        if self.rate is not None:
-            listed += encoded_headers(rate_headers(self.rate))
+        listed += encoded_headers(rate_headers(self.rates))
         await self._send({"type": "http.response.start", "status": status, "headers": listed})

@@ -14,6 +14,7 @@ from fastapi.security import HTTPBearer
 from torchrelay.common.errors import InvalidRequest, ModelNotFound, PermissionDenied
 from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
+from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.batches.files import Files
 from torchrelay.gateway.batches.table import Batches
@@ -24,6 +25,7 @@ from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.limits.change_rate import ChangeRate
+from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.limits.tenant_turns import TenantTurns
 from torchrelay.gateway.sql.database import Database
 
@@ -35,6 +37,8 @@ class Services:
     database: Database
     tenants: Tenants
     keys: ApiKeys
+    operators: Operators
+    limits: Limiter
     catalog: Catalog
     prices: Prices
     uploads: Uploads
@@ -83,11 +87,20 @@ Changer = Annotated[Principal, Depends(_changer)]  # the caller, whose change co
 
 def _admin(caller: Caller) -> Principal:
     if not caller.is_admin:
-        raise PermissionDenied("this requires the admin key")
+        raise PermissionDenied("this requires the admin key, or that of an operator")
     return caller
 
 
-Admin = Annotated[Principal, Depends(_admin)]
+Admin = Annotated[Principal, Depends(_admin)]  # an operator of any role; the router lets viewers change nothing
+
+
+def _owner(caller: Admin) -> Principal:
+    if caller.role != "admin":
+        raise PermissionDenied(f"this requires the role admin; {caller.person} has the role {caller.role}")
+    return caller
+
+
+Owner = Annotated[Principal, Depends(_owner)]
 
 
 def check_query(request: Request) -> None:

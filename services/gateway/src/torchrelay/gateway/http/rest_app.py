@@ -14,6 +14,7 @@ from torchrelay.gateway.http.error_handlers import install_error_handlers
 from torchrelay.gateway.http.openapi import described
 from torchrelay.gateway.http.router import Page
 from torchrelay.gateway.http.routes import (
+    audit,
     batches,
     billing,
     cluster,
@@ -22,6 +23,7 @@ from torchrelay.gateway.http.routes import (
     files,
     keys,
     models,
+    operators,
     orphans,
     requests,
     tenants,
@@ -41,7 +43,8 @@ def make_app(services: Services) -> FastAPI:
 def routes_app() -> FastAPI:
     """The routes without what answers them: enough for the schema."""
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
-    parts = (tenants, keys, uploads, models, files, batches, orphans, billing, requests, explain, events, cluster)
+    of_models = (uploads, models, files, batches, orphans)
+    parts = (operators, tenants, keys, audit, *of_models, billing, requests, explain, events, cluster)
     routers = [*(part.router for part in parts), models.versions_router]
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:

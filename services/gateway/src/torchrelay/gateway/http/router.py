@@ -13,15 +13,16 @@ from urllib.parse import quote
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.common.errors import InvalidRequest, PermissionDenied, TorchrelayError
 from torchrelay.common.ids import new_id
-from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.bodies.unusable_text import check_text
 from torchrelay.gateway.exchange.errors import body, refusal
 from torchrelay.gateway.exchange.http_exchange import CLOSE
 from torchrelay.gateway.exchange.http_request import HttpRequest
 from torchrelay.gateway.inference.core import ClientDisconnected
+from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
+from torchrelay.gateway.sql.audit import ACTOR
 
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
@@ -40,7 +41,7 @@ class AsgiRouter:
         tokens: Mapping[str, ASGIApp],
         pages: Mapping[str, Page],
         rest: ASGIApp,
-        keys: ApiKeys,
+        keys: Authenticator,
         shares: ConnectionShares,
     ) -> None:
         self._tokens = tokens
@@ -75,7 +76,12 @@ class AsgiRouter:
                 answer = JSONResponse(body(405, message, code="method_not_allowed"), 405, {"allow": "GET, HEAD"})
                 await answer(scope, receive, answering)
                 return
+            if caller.is_admin and caller.role == "viewer" and scope["method"] not in ("GET", "HEAD"):
+                raise PermissionDenied(
+                    f"{caller.person} is a viewer, who may change nothing: ask an admin for the role"
+                )
             scope["state"]["caller"] = caller
+            ACTOR.set(caller.actor)
             with self._shares.requests.held(caller.tenant_id):
                 is_of_upload = scope["method"] == "PUT" and _UPLOAD_OF_FILE.match(scope["path"])
                 if is_of_upload or (scope["method"] == "POST" and scope["path"] == "/v1/files"):

@@ -44,21 +44,21 @@ class RequestLimiter(Protocol):
         num_prompt_tokens: int,
         max_output_tokens: int,
         min_output_tokens: int | None = None,
+        *,
+        num_requests: int = 1,
     ) -> Reservation:
-        """Takes one request from the key's rate and reserves the largest possible cost from the tenant's budget.
+        """Takes a request from the rates of its key and tenant, and reserves its largest cost from their budgets.
 
         ``max_output_tokens`` is the sum over all choices. With ``min_output_tokens`` a multiple of these is reserved if
-        no more is left of the budget. Raises ``RateLimited`` or ``QuotaExceeded``.
+        no more is left of a budget. ``num_requests``: 0 for a further prompt of a call. Raises ``RateLimited``,
+        ``QuotaExceeded`` or ``InvalidRequest``.
         """
-
-    def renew(self, reservation: Reservation) -> None:
-        """Begins the reservation's lease anew, without waiting: its request goes on."""
 
     def abandon(self, reservation: Reservation) -> None:
         """Ends the reservation of a request that never began, without waiting."""
 
-    async def release(self, reservation: Reservation, cost_nano: int) -> bool:
-        """Ends the reservation; ``cost_nano`` is the billed cost. Idempotent.
+    async def release(self, reservation: Reservation, cost_nano: int, num_tokens: int) -> bool:
+        """Ends the reservation of a request that used ``num_tokens`` and is billed ``cost_nano``. Idempotent.
 
         False if Redis did not answer: to be called again, or the reservation stays until its lease ends.
         """

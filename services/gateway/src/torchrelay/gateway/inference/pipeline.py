@@ -32,7 +32,7 @@ from torchrelay.gateway.core import (
     FirstToken,
     Principal,
     PublishedModel,
-    RequestRate,
+    RatesLeft,
     Reservation,
 )
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
@@ -65,7 +65,7 @@ class RequestSession:
 
     request: RunningRequest
     texts: tuple[ChoiceDetokenizer, ...]
-    rate: RequestRate | None  # of the caller's key
+    rates: RatesLeft  # of the caller's key and tenant
     tokens: TokenBytes | None = None  # if logprobs were requested
     syntax: AnswerSyntax = PLAIN  # of an answer to messages
     tools: ParameterTypes | None = None  # that the answer may call
@@ -124,7 +124,7 @@ class PreparedRequest:
             params.num_choices,
             arrived_unix_us,
             *deadline,
-            principal.service_class if params.service_class is None else params.service_class,
+            principal.class_of(params.service_class),
             "tools" if params.answer_format is None else params.answer_format.field,
         )
 
@@ -137,12 +137,12 @@ class PreparedRequest:
         return tuple(ChoiceDetokenizer(self.decoder.tokens, last_tokens, *text_ends) for _ in range(params.num_choices))
 
     def session(
-        self, request: RunningRequest, texts: tuple[ChoiceDetokenizer, ...], rate: RequestRate | None
+        self, request: RunningRequest, texts: tuple[ChoiceDetokenizer, ...], rates: RatesLeft
     ) -> RequestSession:
         tokens = None if self.params.top_logprobs is None else self.decoder.token_bytes
         tools = parameter_types(self.params.tools) or None
         scored_by = None if self.params.prompt_logprobs is None else self.decoder
-        return RequestSession(request, texts, rate, tokens, self.syntax, tools, self.echo, scored_by)
+        return RequestSession(request, texts, rates, tokens, self.syntax, tools, self.echo, scored_by)
 
 
 def earlier_deadline(arrived_unix_us: int, callers_s: float | None, operators_s: float) -> tuple[int, bool]:
@@ -206,7 +206,7 @@ class RequestPipeline:
         self._idle.set()
 
     def for_line(self, catalog: ModelCatalog, bill: RequestBill, timeout_s: float) -> RequestPipeline:
-        """The same pipeline for a line of a batch, which has its own prices, bill and time, and its caller's class."""
+        """The same pipeline for a line of a batch, which has its own prices, bill and time."""
         pipeline = copy(self)
         pipeline._catalog, pipeline._bill, pipeline._request_timeout_s = catalog, bill, timeout_s
         pipeline._is_of_line = True
@@ -286,7 +286,7 @@ class RequestPipeline:
                 pooling=model.version.embedding.pooling,
                 second_text=prompts[index].second_text,
             )
-            session = RequestSession(self._new(resolved, bill.reservation, bill), (), bill.reservation.rate)
+            session = RequestSession(self._new(resolved, bill.reservation, bill), (), bill.reservation.rates)
             sessions.append(session)
             self._run(session.request)
             return session
@@ -407,7 +407,7 @@ class RequestPipeline:
         for number, (each, reservation) in enumerate(zip(prepared, reservations, strict=True)):
             number_id = f"{request_id}-{number}" if number else request_id
             resolved = each.resolved(number_id, principal, arrived_unix_us, deadline, reservation)
-            sessions.append(each.session(self._new(resolved, reservation), texts[number], reservations[0].rate))
+            sessions.append(each.session(self._new(resolved, reservation), texts[number], reservations[0].rates))
         for session in sessions:
             self._run(session.request)
         return sessions
@@ -424,8 +424,6 @@ class RequestPipeline:
         decoder = await self._prompts.decoder(principal, model)
         echo = (prompt_text(decoder.tokens, prompt) if params.text is None else params.text) if params.echo else ""
         rest = replace(params, messages=None, text=None, token_ids=None)
-        if self._is_of_line:
-            rest = replace(rest, service_class=None)
         return PreparedRequest(model, rest, prompt, encoded.syntax, sampling, decoder, echo)
 
     async def _admit(self, principal: Principal, prepared: Sequence[PreparedRequest]) -> list[Reservation]:
@@ -436,8 +434,9 @@ class RequestPipeline:
                 # Without a limit of its own, an answer gets what is left of the budget: at least a token per choice.
                 least = each.params.num_choices if each.params.max_tokens is None else None
                 most = each.sampling.max_tokens * each.params.num_choices
-                caller = replace(principal, requests_per_minute=None) if reservations else principal
-                reservation = await self._limits.admit(caller, each.model, len(each.prompt), most, least)
+                reservation = await self._limits.admit(
+                    principal, each.model, len(each.prompt), most, least, num_requests=0 if reservations else 1
+                )
                 reservations.append(reservation)
         except BaseException as refused:
             for reservation in reservations:

@@ -1,11 +1,11 @@
-"""Limits that gateways share through Redis: a key's requests per minute, and a tenant's budget.
+"""Limits that gateways share through Redis, of keys and of tenants: requests and tokens per minute, requests at once,
+and budgets.
 
 A key or tenant without limits costs no round trip, one with limits costs one. Redis holds only state that can be
-rebuilt: token buckets, the reservations of running requests (each with a lease, in case their gateway dies), and the
-tenant's spending, copied from SQL for at most a minute. Without Redis requests are *allowed*, which is logged once:
-lost hot state must not stop a paying tenant. A Redis that hangs costs one request half a second, once a second. A
-budget may therefore be exceeded by what was admitted meanwhile, and by requests that settled while the spending was
-copied from SQL.
+rebuilt: buckets, the reservations of running requests (each with a lease that its gateway renews), and the spending,
+copied from SQL for at most a minute. Without an answer of Redis within ``ANSWER_LIMIT_S`` a gateway decides by its own
+share of each limit, the limit divided by the number of gateways, so that lost hot state neither stops a paying tenant
+nor lifts its limits. A budget may be exceeded by requests that settled while the spending was copied from SQL.
 """
 
 from __future__ import annotations
@@ -14,64 +14,83 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
-from torchrelay.common.errors import QuotaExceeded, RateLimited, TorchrelayError
+from torchrelay.common.clock import now_unix_us
+from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.billing.money import dollars
 from torchrelay.gateway.billing.price_list import cost_nano
-from torchrelay.gateway.core import Principal, PublishedModel, RequestRate, Reservation
+from torchrelay.gateway.billing.usage_query import UsageFilter, usage_sums
+from torchrelay.gateway.core import NO_LIMITS, Limits, Principal, PublishedModel, Reservation
+from torchrelay.gateway.limits.admission import (
+    KEY,
+    TENANT,
+    UNKNOWN,
+    Outcome,
+    Use,
+    Verdict,
+    Wish,
+    is_above,
+    period_bounds,
+)
+from torchrelay.gateway.limits.local_use import LocalUse
 from torchrelay.gateway.limits.lua_scripts import ADMIT, RELEASE, RENEW
+from torchrelay.gateway.limits.refusals import rates_left, refusal, too_large
 from torchrelay.gateway.sql.database import Database
-from torchrelay.gateway.sql.tables import balances
+from torchrelay.gateway.sql.tables import balances, gateways
 
 if TYPE_CHECKING:
     from torchrelay.gateway.limits.script_runner import RedisScriptRunner
 
 log = get_logger(__name__)
-_SPENT_TTL_S = 60
+LONG_ANSWER_TOKENS: Final = 1024  # that an answer without max_tokens reserves of its tokens per minute
+_SPENT_TTL_S: Final = 60
+_GATEWAYS_TTL_S: Final = 10.0
 _RELEASE_PAUSES_S = (0.0, 1.0, 5.0, 30.0)  # before each attempt to release what nobody waits for
 _CLOSE_S = 1.0  # for these attempts when the gateway stops
-_RESERVED_RETRY_S = 1.0  # running requests usually cost a small part of their reservation
+_RENEWALS_PER_LEASE: Final = 3
 
 
-class RequestRateExceeded(RateLimited):
-    """A key has used its requests per minute."""
+@dataclass(frozen=True, slots=True)
+class LimitsUse:
+    """The limits of a key and of its tenant, with the use of each."""
 
-    def __init__(self, rate: RequestRate, retry_after_s: float) -> None:
-        message = f"rate limit exceeded: this key allows {rate.per_minute} requests per minute"
-        super().__init__(message, retry_after_s=retry_after_s)
-        self.rate = rate
+    limits: tuple[Limits, Limits]
+    uses: tuple[Use, Use]
+    periods_us: tuple[tuple[int, int | None], tuple[int, int | None]]
 
 
 class Limiter:
-    """Checks requests against their key's rate and their tenant's budget."""
+    """Checks requests against the limits of their key and of their tenant."""
 
     def __init__(
-        self, redis_url: str, database: Database, lease_s: float, clock: Callable[[], float] = time.time
+        self, redis_url: str, database: Database, lease_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``redis_url``: empty for no limits. ``lease_s``: the longest life of a reservation.
-
-        ``clock`` is the wall clock, since gateways share buckets and leases.
+        """``redis_url``: empty for a gateway that decides alone. ``lease_s``: the life of a reservation whose gateway
+        does not renew it.
         """
         self._clock = clock
         self._redis_url = redis_url
         self._database = database
         self._lease_s = lease_s
         self._scripts: RedisScriptRunner | None = None
+        self._local = LocalUse()
+        self._num_gateways, self._counted_at_s = 1, float("-inf")
+        self._running: dict[str, Reservation] = {}  # to be renewed
+        self._renewing: asyncio.Task[None] | None = None
         self._undoing: set[asyncio.Task[None]] = set()  # work on reservations that nobody waits for
 
     async def close(self) -> None:
         if self._undoing:
             await asyncio.wait(self._undoing, timeout=_CLOSE_S)
-        undoing = [*self._undoing]
-        for each in undoing:
+        ending = [*self._undoing, *([self._renewing] if self._renewing else [])]
+        for each in ending:
             each.cancel()
-        await asyncio.gather(*undoing, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         if self._scripts is not None:
             await self._scripts.close()
 
@@ -82,22 +101,37 @@ class Limiter:
         num_prompt_tokens: int,
         max_output_tokens: int,
         min_output_tokens: int | None = None,
+        *,
+        num_requests: int = 1,
     ) -> Reservation:
-        """Takes one request from the key's bucket and reserves the largest possible cost from the tenant's budget.
+        """Takes a request from the rates of its key and tenant, and reserves its largest cost from their budgets.
 
         ``max_output_tokens`` is the sum over all choices. With ``min_output_tokens`` a multiple of these is reserved if
-        no more is left of the budget. Raises ``RateLimited``, also while running requests reserve what this one needs,
-        or ``QuotaExceeded``. Nothing stays reserved if the call is cancelled.
+        no more is left of a budget, and a usual answer of the tokens per minute. ``num_requests``: 0 for a further
+        prompt of a call. Raises ``RateLimited``, also while running requests reserve what this one needs,
+        ``QuotaExceeded``, or ``InvalidRequest`` for a request that is larger than a minute's tokens. Nothing stays
+        reserved if the call is cancelled.
         """
-        if principal.requests_per_minute is None and principal.budget_nano is None:
-            return Reservation("", principal.tenant_id, 0, max_output_tokens)
-        work = self._admit(principal, model, num_prompt_tokens, max_output_tokens, min_output_tokens)
+        if principal.limits == NO_LIMITS == principal.tenant_limits:
+            return Reservation("", principal.tenant_id, principal.key_id, max_output_tokens)
+        work = self._admit(principal, model, num_prompt_tokens, max_output_tokens, min_output_tokens, num_requests)
         admitting = asyncio.ensure_future(work)
         try:
             return await asyncio.shield(admitting)
         except asyncio.CancelledError:
             self._in_background(self._undo(admitting))
             raise
+
+    async def use_of(self, principal: Principal) -> LimitsUse:
+        """Returns what the key and its tenant use of their limits. Raises ``Unavailable`` without SQL."""
+        limits = principal.limits, principal.tenant_limits
+        verdict = await self._verdict(principal, Wish(), None)
+        now = now_unix_us()
+        return LimitsUse(
+            limits,
+            verdict.uses,
+            (period_bounds(limits[KEY].budget_period, now), period_bounds(limits[TENANT].budget_period, now)),
+        )
 
     def abandon(self, reservation: Reservation) -> None:
         """Ends the reservation of a request that never began, without waiting."""
@@ -109,14 +143,14 @@ class Limiter:
         undoing.add_done_callback(self._undoing.discard)
 
     async def _undo(self, admitting: asyncio.Future[Reservation]) -> None:
-        """Releases what an admission without a caller reserves, once Redis has answered it."""
+        """Releases what an admission without a caller reserves, once it is decided."""
         with suppress(TorchrelayError):
             await self._release_until_answered(await admitting)
 
     async def _release_until_answered(self, reservation: Reservation) -> None:
         for pause_s in _RELEASE_PAUSES_S:
             await asyncio.sleep(pause_s)
-            if await self.release(reservation, cost_nano=0):
+            if await self.release(reservation, cost_nano=0, num_tokens=0):
                 return
         log.warning("reservation_left_to_its_lease", reservation_id=reservation.reservation_id)
 
@@ -127,111 +161,168 @@ class Limiter:
         num_prompt_tokens: int,
         max_output_tokens: int,
         min_output_tokens: int | None,
+        num_requests: int,
     ) -> Reservation:
-        price, has_budget = model.price, principal.budget_nano is not None
-        least = cost_nano(price, num_prompt_tokens, 0, min_output_tokens or max_output_tokens)
-        step = (min_output_tokens or 0) * price.output_nano
-        reserved = cost_nano(price, num_prompt_tokens, 0, max_output_tokens) if has_budget else 0
-        reservation = Reservation(new_id("rsv"), principal.tenant_id, reserved, max_output_tokens)
-        answer = await self._try_admit(principal, reservation, least, step, spent_nano=-1)
-        if answer[0] == b"spent?":
-            spent_nano = await self._spent(principal.tenant_id)
-            answer = await self._try_admit(principal, reservation, least, step, spent_nano)
-        if answer[0] == b"rate":
-            assert principal.requests_per_minute is not None
-            rate = RequestRate(principal.requests_per_minute, float(answer[2]))
-            raise RequestRateExceeded(rate, retry_after_s=float(answer[1]))
-        if answer[0] == b"budget":
-            spent_nano, reserved_nano = map(int, answer[1:])
-            if spent_nano + least <= (principal.budget_nano or 0):
-                raise _budget_is_reserved(principal, reserved_nano)
-            if min_output_tokens is None:
-                wish = f"this one may cost {dollars(least)}; lower max_tokens"
-            else:
-                wish = f"this one costs at least {dollars(least)}; shorten the prompt"
-            raise _over_budget(principal, wish, spent_nano, reserved_nano)
-        if len(answer) > 2 and answer[2] and principal.requests_per_minute is not None:
-            reservation = replace(reservation, rate=RequestRate(principal.requests_per_minute, float(answer[2])))
-        if has_budget and len(answer) > 1 and int(answer[1]) < reserved:
-            num_fewer_tokens = (reserved - int(answer[1])) // price.output_nano
-            return replace(
-                reservation, reserved_nano=int(answer[1]), max_output_tokens=max_output_tokens - num_fewer_tokens
-            )
+        price, limits = model.price, (principal.limits, principal.tenant_limits)
+        num_tokens = num_prompt_tokens + max_output_tokens
+        if min_output_tokens is not None:
+            num_tokens = num_prompt_tokens + max(min_output_tokens, min(max_output_tokens, LONG_ANSWER_TOKENS))
+            most = min(each.tokens_per_minute or num_tokens for each in limits)
+            num_tokens = max(num_prompt_tokens + min_output_tokens, min(num_tokens, most))
+        if (place := is_above(limits, num_tokens)) is not None:
+            raise too_large(principal, place, num_tokens)
+        has_budget = any(each.budget_nano is not None for each in limits)
+        wish = Wish(
+            num_requests,
+            num_tokens,
+            cost_nano(price, num_prompt_tokens, 0, max_output_tokens) if has_budget else 0,
+            cost_nano(price, num_prompt_tokens, 0, min_output_tokens or max_output_tokens),
+            (min_output_tokens or 0) * price.output_nano,
+        )
+        reservation_id = new_id("rsv")
+        verdict = await self._verdict(principal, wish, reservation_id)
+        if verdict.outcome is not Outcome.OK:
+            raise refusal(principal, wish, verdict)
+        if verdict.amount_nano < wish.amount_nano:
+            max_output_tokens -= (wish.amount_nano - verdict.amount_nano) // price.output_nano
+        reservation = Reservation(
+            reservation_id,
+            principal.tenant_id,
+            principal.key_id,
+            max_output_tokens,
+            num_requests,
+            num_tokens,
+            verdict.amount_nano,
+            rates_left(limits, verdict, num_requests, num_tokens),
+        )
+        self._local.take(_names(reservation), limits, reservation, self._num_gateways, self._clock())
+        self._running[reservation_id] = reservation
+        if self._redis_url and self._renewing is None:
+            self._renewing = asyncio.ensure_future(self._renew())
         return reservation
 
-    def renew(self, reservation: Reservation) -> None:
-        """Begins the reservation's lease anew, without waiting: its request goes on."""
-        if reservation.reserved_nano > 0:
-            self._in_background(self._renew(reservation))
+    async def _verdict(self, principal: Principal, wish: Wish, reservation_id: str | None) -> Verdict:
+        """The verdict of Redis or, without its answer, of this gateway; reserves under the id if it is ``OK``."""
+        limits = principal.limits, principal.tenant_limits
+        now = now_unix_us()
+        begins = [period_bounds(each.budget_period, now)[0] for each in limits]
+        verdict = await self._try(principal, wish, reservation_id, begins, (UNKNOWN, UNKNOWN))
+        if verdict.outcome is Outcome.SPENT:
+            spent = await self._spent(principal, KEY, begins[KEY]), await self._spent(principal, TENANT, begins[TENANT])
+            verdict = await self._try(principal, wish, reservation_id, begins, spent)
+        return verdict
 
-    async def _renew(self, reservation: Reservation) -> None:
-        keys = _budget_keys(reservation.tenant_id)[2:]
-        await self._run(RENEW, keys, [reservation.reservation_id, self._clock() + self._lease_s])
+    async def _try(
+        self,
+        principal: Principal,
+        wish: Wish,
+        reservation_id: str | None,
+        begins_us: list[int],
+        spent_nano: tuple[int, int],
+    ) -> Verdict:
+        limits = principal.limits, principal.tenant_limits
+        names = _scope_names(principal.tenant_id, principal.key_id)
+        now_s = self._clock()
+        for name, spent, begin_us in zip(names, spent_nano, begins_us, strict=True):
+            if spent >= 0:
+                self._local.note_spent(name, spent, begin_us, now_s + _SPENT_TTL_S, now_s)
+        member = ""
+        if reservation_id is not None:
+            member = f"{reservation_id} {principal.key_id} {wish.num_requests} {wish.num_tokens}"
+        args: list[str | int | float] = [member, self._lease_s, principal.key_id]
+        args += [wish.num_requests, wish.num_tokens, wish.amount_nano, wish.least_nano, wish.step_nano]
+        for limit, begin_us, spent in zip(limits, begins_us, spent_nano, strict=True):
+            of_scope = limit.requests_per_minute, limit.tokens_per_minute, limit.concurrent_requests, limit.budget_nano
+            args += [UNKNOWN if each is None else each for each in of_scope]
+            args += [begin_us, spent, _SPENT_TTL_S]
+        answer = await self._run(ADMIT, principal.tenant_id, args)
+        if answer is not None:
+            return _read(answer)
+        await self._count_gateways()
+        return self._local.decide(names, limits, wish, begins_us, self._num_gateways, self._clock())
 
-    async def release(self, reservation: Reservation, cost_nano: int) -> bool:
-        """Ends the reservation; ``cost_nano`` is the billed cost. Idempotent.
+    async def _count_gateways(self) -> None:
+        """Counts the gateways that share the limits. Without SQL the last number holds."""
+        now_s = self._clock()
+        if now_s - self._counted_at_s < _GATEWAYS_TTL_S:
+            return
+        self._counted_at_s = now_s
+        with suppress(Unavailable):
+            async with self._database.read() as connection:
+                number = (await connection.execute(select(func.count()).select_from(gateways))).scalar_one()
+            self._num_gateways = max(1, number)
+
+    async def _renew(self) -> None:
+        """Renews the leases of running requests."""
+        while True:
+            await asyncio.sleep(self._lease_s / _RENEWALS_PER_LEASE)
+            members: dict[str, list[str | int | float]] = {}
+            for each in self._running.values():
+                members.setdefault(each.tenant_id, [self._lease_s]).append(_member(each))
+            for tenant_id, args in members.items():
+                await self._run(RENEW, tenant_id, args)
+
+    async def release(self, reservation: Reservation, cost_nano: int, num_tokens: int) -> bool:
+        """Ends the reservation of a request that used ``num_tokens`` and is billed ``cost_nano``. Idempotent.
 
         False if Redis did not answer: to be called again, or the reservation stays until its lease ends.
         """
-        if reservation.reserved_nano <= 0:
+        if not reservation.reservation_id:
             return True
-        keys = _budget_keys(reservation.tenant_id)
-        return await self._run(RELEASE, keys, [reservation.reservation_id, cost_nano]) is not None
-
-    async def _try_admit(
-        self, principal: Principal, reservation: Reservation, least_nano: int, step_nano: int, spent_nano: int
-    ) -> list[bytes]:
-        keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
-        args: list[str | int | float] = [
-            self._clock(),
-            principal.requests_per_minute or 0,
-            -1 if principal.budget_nano is None else principal.budget_nano,
-            reservation.reservation_id,
-            reservation.reserved_nano,
-            self._lease_s,
-            spent_nano,
-            _SPENT_TTL_S,
-            least_nano,
-            step_nano,
-        ]
-        return await self._run(ADMIT, keys, args) or [b"ok"]
-
-    async def _run(self, script: str, keys: list[str], args: list[str | int | float]) -> list[bytes] | None:
-        """The script's answer; ``ok`` without a Redis, None if it does not answer."""
+        self._running.pop(reservation.reservation_id, None)
+        self._local.give_back(_names(reservation), reservation, cost_nano, num_tokens)
         if not self._redis_url:
-            return [b"ok"]
+            return True
+        args: list[str | int | float] = [_member(reservation), cost_nano, num_tokens]
+        return await self._run(RELEASE, reservation.tenant_id, args) is not None
+
+    async def _run(self, script: str, tenant_id: str, args: list[str | int | float]) -> list[bytes] | None:
+        """The script's answer; None without a Redis, or if it does not answer."""
+        if not self._redis_url:
+            return None
         if self._scripts is None:
             # Imported with the first limit: redis-py takes 6 MB, which installations without limits never need.
             from torchrelay.gateway.limits.script_runner import RedisScriptRunner
 
             self._scripts = RedisScriptRunner(self._redis_url)
+        # Both keys share a hash tag, which puts them on one node of a Redis cluster.
+        keys = [f"relay:{{{tenant_id}}}:use", f"relay:{{{tenant_id}}}:running"]
         return await self._scripts.run(script, keys, args)
 
-    async def _spent(self, tenant_id: str) -> int:
-        query = select(balances.c.spent_nano).where(balances.c.tenant_id == tenant_id)
-        async with self._database.read() as connection:
-            spent_nano: int = (await connection.execute(query)).scalar_one()
-        return spent_nano
+    async def _spent(self, principal: Principal, place: int, begin_us: int) -> int:
+        """Returns the spending since the begin of the budget's period; ``UNKNOWN`` without a budget."""
+        limit = (principal.limits, principal.tenant_limits)[place]
+        if limit.budget_nano is None:
+            return UNKNOWN
+        if place == TENANT and limit.budget_period is None:
+            query = select(balances.c.spent_nano).where(balances.c.tenant_id == principal.tenant_id)
+            async with self._database.read() as connection:
+                spent_nano: int = (await connection.execute(query)).scalar_one()
+            return spent_nano
+        of_key = principal.key_id if place == KEY else None
+        [total] = await usage_sums(self._database, UsageFilter(principal.tenant_id, of_key, None, begin_us), None)
+        return total.cost_nano
 
 
-def _budget_is_reserved(principal: Principal, reserved_nano: int) -> RateLimited:
-    tenant, budget = principal.tenant, dollars(principal.budget_nano or 0)
-    return RateLimited(
-        f"running requests reserve {dollars(reserved_nano)} of the budget of {budget} of tenant {tenant}; try again "
-        "once they have ended, or lower max_tokens",
-        retry_after_s=_RESERVED_RETRY_S,
+def _scope_names(tenant_id: str, key_id: str) -> tuple[str, str]:
+    return f"{tenant_id}/{key_id}", tenant_id
+
+
+def _names(reservation: Reservation) -> tuple[str, str]:
+    return _scope_names(reservation.tenant_id, reservation.key_id)
+
+
+def _member(reservation: Reservation) -> str:
+    """The reservation as a member of the sorted set (see lua_scripts.py)."""
+    return (
+        f"{reservation.reservation_id} {reservation.key_id} {reservation.num_requests} {reservation.num_tokens} "
+        f"{reservation.reserved_nano}"
     )
 
 
-def _over_budget(principal: Principal, wish: str, spent_nano: int, reserved_nano: int) -> QuotaExceeded:
-    tenant, budget = principal.tenant, dollars(principal.budget_nano or 0)
-    return QuotaExceeded(
-        f"budget of {budget} of tenant {tenant} exceeded: {dollars(spent_nano)} spent, {dollars(reserved_nano)} "
-        f"reserved by running requests, and {wish}, or ask the admin to raise the budget: "
-        f"torchrelay tenant set {tenant} --budget DOLLARS"
-    )
+def _read(answer: list[bytes]) -> Verdict:
+    def use(first: int) -> Use:
+        requests, tokens, *integers = answer[first : first + 5]
+        return Use(float(requests), float(tokens), *map(int, integers))
 
-
-def _budget_keys(tenant_id: str) -> list[str]:
-    """All keys of a tenant share a hash tag, which puts them on one node of a Redis cluster."""
-    return [f"relay:{{{tenant_id}}}:{part}" for part in ("spent", "reserved", "amounts", "leases")]
+    return Verdict(Outcome(answer[0].decode()), int(answer[1]), float(answer[2]), int(answer[3]), (use(4), use(9)))

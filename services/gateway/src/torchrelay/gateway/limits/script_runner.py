@@ -1,4 +1,4 @@
-"""Runs Lua scripts on Redis and carries on without it when it is unreachable or silent."""
+"""Runs Lua scripts on Redis and gives no answer when it is unreachable or silent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.limits.circuit import Circuit
 
 log = get_logger(__name__)
-ANSWER_LIMIT_S = 0.5  # in all, whatever the client retries: a request waits for it
+ANSWER_LIMIT_S = 0.05  # in all, whatever the client retries: a request waits for it
 SKIP_S = 1.0
 
 
@@ -41,7 +41,7 @@ class RedisScriptRunner:
                 answer: list[bytes] = await self._redis.register_script(script)(keys=keys, args=args)
         except (RedisError, OSError) as error:
             if self._circuit.is_closed:
-                log.warning("redis_away_requests_not_limited", error=repr(error)[:200])
+                log.warning("redis_away_each_gateway_limits_its_share", error=repr(error)[:200])
             self._circuit.silent(self._clock())
             return None
         if not self._circuit.is_closed:

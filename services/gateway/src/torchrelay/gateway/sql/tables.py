@@ -18,6 +18,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     text,
+    true,
 )
 
 metadata = MetaData(
@@ -48,6 +49,38 @@ tenants = Table(
     Column("budget_nano", BigInteger),
     Column("service_class", String),
     Column("created_unix_us", BigInteger, nullable=False),
+    Column("requests_per_minute", Integer),
+    Column("tokens_per_minute", BigInteger),
+    Column("concurrent_requests", Integer),
+    Column("budget_period", String),  # null: the budget is for ever
+    Column("suspended_unix_us", BigInteger),
+    Column("deleted_unix_us", BigInteger),
+)
+
+# People who run the platform, each with a key.
+operators = Table(
+    "operators",
+    metadata,
+    Column("operator_id", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("role", String, nullable=False),
+    Column("mac", String, nullable=False),
+    Column("created_unix_us", BigInteger, nullable=False),
+    Column("revoked_unix_us", BigInteger),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("audit_id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("at_unix_us", BigInteger, nullable=False),
+    Column("actor", String, nullable=False),
+    Column("action", String, nullable=False),
+    Column("target", String, nullable=False),
+    Column("tenant_id", String),  # null: of operators alone
+    Column("before", Text),  # JSON
+    Column("after", Text),
+    Index("ix_audit_tenant_id_audit_id", "tenant_id", "audit_id"),
 )
 
 api_keys = Table(
@@ -61,6 +94,17 @@ api_keys = Table(
     Column("service_class", String),  # null: its tenant's
     Column("created_unix_us", BigInteger, nullable=False),
     Column("revoked_unix_us", BigInteger),
+    Column("tokens_per_minute", BigInteger),
+    Column("concurrent_requests", Integer),
+    Column("budget_nano", BigInteger),
+    Column("budget_period", String),
+    Column("models", Text),  # a JSON array; null: all of the tenant
+    Column("may_manage_keys", Boolean, nullable=False, server_default=true()),
+    Column("expires_unix_us", BigInteger),
+    Column("paused_unix_us", BigInteger),
+    Column("last_used_unix_us", BigInteger),  # written every half minute
+    Column("previous_mac", String),  # of the token before the last rotation
+    Column("previous_until_unix_us", BigInteger),
 )
 
 # Versions as described by the param-store; content-addressed, so tenants with equal uploads share a row.

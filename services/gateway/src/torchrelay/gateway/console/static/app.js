@@ -1,5 +1,6 @@
 import { html, render, useEffect, useState } from "/console/vendor/preact-htm.js";
 import { call, events, key } from "/console/api.js";
+import { Audit } from "/console/audit.js";
 import { Cluster } from "/console/cluster.js";
 import { Events } from "/console/events.js";
 import { Keys } from "/console/keys.js";
@@ -20,6 +21,7 @@ const PAGES = {
   keys: ["Keys and limits", Keys],
   usage: ["Usage and bill", Usage],
   events: ["Events", Events],
+  audit: ["Changes", Audit],
 };
 const MAX_SAMPLES = 900;
 const AGAIN_MS = 2000;

@@ -69,7 +69,7 @@ class VectorsApp(TokenPathApp):
 
             async def values_of(index: int) -> bytes:
                 session = start(index)
-                exchange.rate = session.rate
+                exchange.rates = session.rates
                 values = await _values(session)
                 self.pipeline.leave(session.request)
                 return values[: size * FLOAT_BYTES]

@@ -23,7 +23,7 @@ from torchrelay.gateway.billing.usage_query import (
     usage_sums,
 )
 from torchrelay.gateway.core import Price, PriceService
-from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, ledger_scope, tenant_of
+from torchrelay.gateway.http.dependencies import Admin, Caller, Owner, ServicesOf, ledger_scope, tenant_of
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.whole_number import WholeNumber
 
@@ -107,7 +107,7 @@ async def prices(services: ServicesOf, caller: Caller) -> dict[str, Any]:
 
 
 @router.put("/prices")
-async def add_price(services: ServicesOf, admin: Admin, body: NewPrice) -> dict[str, Any]:
+async def add_price(services: ServicesOf, admin: Owner, body: NewPrice) -> dict[str, Any]:
     """Adds a row to the price list; rows are never changed. An alias stands for its model."""
     tenant, _, model = body.model.partition("/")
     if body.model and not (is_name(tenant) and is_name(model)):

@@ -23,16 +23,11 @@ class JointBill:
         self._usages: list[ChoiceUsage] = []
         self._settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def renew(self, reservation: Reservation) -> None:
-        self._writer.renew(reservation)
-
     def open(self, opened: OpenedRequest) -> Opening:
-        """Writes the row of the call with its first request; keeps its reservation with each further one."""
+        """Writes the row of the call with its first request."""
         if self._opening is None:
             row = replace(opened, request_id=self._request_id, num_prompt_tokens=self.num_prompt_tokens)
             self._opening, self._model = self._writer.open(row), opened.model
-        elif self.reservation is not None:
-            self.renew(self.reservation)
         return self._opening
 
     def settle(

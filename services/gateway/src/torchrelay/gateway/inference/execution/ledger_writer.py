@@ -26,8 +26,6 @@ MAX_RELEASES = 4096  # waiting for a retry; further reservations are left to the
 class RequestBill(Protocol):
     """The part of a ``LedgerWriter`` that a request needs."""
 
-    def renew(self, reservation: Reservation) -> None: ...
-
     def open(self, opened: OpenedRequest) -> Opening: ...
 
     def settle(
@@ -91,10 +89,6 @@ class LedgerWriter:
         """Writes not yet committed."""
         return len(self._tasks)
 
-    def renew(self, reservation: Reservation) -> None:
-        """Keeps the reservation of a request that goes on."""
-        self._limits.renew(reservation)
-
     def open(self, opened: OpenedRequest) -> Opening:
         """Writes the opened row."""
         return self._own(self._open(opened), self._tasks)
@@ -144,7 +138,7 @@ class LedgerWriter:
         cost_nano = 0
         with suppress(NotFound):
             cost_nano = await self._retried(request_id, lambda: self._ledger.settle(request_id, usages))
-        await self._end(reservation, model, cost_nano)
+        await self._end(reservation, model, cost_nano, usages)
 
     async def _settle_line(self, result: LineResult, parts: Sequence[LinePart]) -> None:
         errors = [await part.opening for part in parts]
@@ -157,7 +151,7 @@ class LedgerWriter:
             cost_nano = await self._retried(result.request_id, lambda: self._ledger.settle_line(result, usages))
         finally:
             for part in parts:  # of one model and tenant
-                await self._end(part.reservation, part.model, cost_nano)
+                await self._end(part.reservation, part.model, cost_nano, part.usages)
                 cost_nano = 0
 
     async def _retried(self, request_id: str, settle: Callable[[], Awaitable[int]]) -> int:
@@ -176,17 +170,20 @@ class LedgerWriter:
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
 
-    async def _end(self, reservation: Reservation, model: str, cost_nano: int) -> None:
+    async def _end(self, reservation: Reservation, model: str, cost_nano: int, usages: Sequence[ChoiceUsage]) -> None:
         """Ends the reservation of a settled request, and counts its cost."""
         self.billed_nano[self.labels.of(model)] += cost_nano
-        if not await self._limits.release(reservation, cost_nano) and len(self._releases) < self._max_releases:
-            self._own(self._release(reservation, cost_nano), self._releases)
+        num_tokens = max((each.num_prompt_tokens for each in usages), default=0)
+        num_tokens += sum(each.num_output_tokens for each in usages)
+        is_released = await self._limits.release(reservation, cost_nano, num_tokens)
+        if not is_released and len(self._releases) < self._max_releases:
+            self._own(self._release(reservation, cost_nano, num_tokens), self._releases)
 
-    async def _release(self, reservation: Reservation, cost_nano: int) -> None:
+    async def _release(self, reservation: Reservation, cost_nano: int, num_tokens: int) -> None:
         for delay_s in self._release_retry_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._closes.wait()
-            if await self._limits.release(reservation, cost_nano) or self._closes.is_set():
+            if await self._limits.release(reservation, cost_nano, num_tokens) or self._closes.is_set():
                 return
         log.warning("reservation_left_to_its_lease", reservation_id=reservation.reservation_id)

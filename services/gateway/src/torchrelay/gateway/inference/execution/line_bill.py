@@ -17,9 +17,6 @@ class LineBill:
         self._writer, self._batch_id = writer, batch_id
         self._parts: list[LinePart] = []
 
-    def renew(self, reservation: Reservation) -> None:
-        self._writer.renew(reservation)
-
     def open(self, opened: OpenedRequest) -> Opening:
         return self._writer.open(replace(opened, batch_id=self._batch_id))
 

@@ -320,8 +320,6 @@ class RunningRequest:
             self._end(number, goes_on=bool(plans))
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
-        if plans:
-            self._bill.renew(self._reservation)
         for plan in plans:
             self._admit(plan)
 
