@@ -10,6 +10,7 @@ from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.core import (
     ChoiceUsage,
     EmbeddingSpec,
+    LineResult,
     ModelShape,
     OpenedRequest,
     Price,
@@ -105,6 +106,9 @@ class InMemoryPorts:
             raise NotFound(f"request {request_id} was never opened")
         self.settled.setdefault(request_id, list(usages))
         return sum(usage.num_output_tokens for usage in usages)
+
+    async def settle_line(self, result: LineResult, parts: Sequence[tuple[str, Sequence[ChoiceUsage]]]) -> int:
+        return sum([await self.settle(*part) for part in parts])
 
     async def admit(
         self,

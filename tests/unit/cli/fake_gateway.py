@@ -21,7 +21,7 @@ MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "creat
 MODEL |= {"idle_timeout_s": 0, "effective_idle_timeout_s": None, "max_instances": 2, "effective_max_instances": 2}
 MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": []}
 MODEL |= dict.fromkeys(("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"), 0.0)
-PRICE: dict[str, Any] = {"model": None, "prompt_nano": 100, "cached_nano": 25, "output_nano": 400}
+PRICE: dict[str, Any] = {"model": None, "service": "", "prompt_nano": 100, "cached_nano": 25, "output_nano": 400}
 PRICE |= {"valid_from": "1970-01-01T00:00:00+00:00", "valid_to": None}
 
 

@@ -42,6 +42,7 @@ class ScriptedStore(ParamStoreServicer):
         self.quantize = ""
         self.needed_engine = ""
         self.content = "one"
+        self.objects: dict[tuple[str, str], bytes] = {}  # by tenant and name
 
     async def BeginUpload(self, request: Any, context: Any) -> param_store_pb2.UploadState:
         if self.begin_refusal is not None:
@@ -122,6 +123,23 @@ class ScriptedStore(ParamStoreServicer):
         del self.published[request.version_id]
         self.deleted.append(request.version_id)
         return param_store_pb2.DeleteVersionReply()
+
+    async def PutObject(self, request_iterator: AsyncIterator[Any], context: Any) -> param_store_pb2.PutObjectReply:
+        opening, data = (await anext(aiter(request_iterator))).open, bytearray()
+        await context.send_initial_metadata((ACCEPTED,))
+        async for part in request_iterator:
+            self.largest_slice = max(self.largest_slice, len(part.data))
+            data += part.data
+        self.objects[opening.object.tenant_id, opening.object.name] = bytes(data)
+        return param_store_pb2.PutObjectReply(num_bytes=len(data))
+
+    async def ReadObject(self, request: Any, context: Any) -> param_store_pb2.FileBytes:
+        data = self.objects[request.object.tenant_id, request.object.name]
+        return param_store_pb2.FileBytes(data=data[request.offset : request.offset + request.num_bytes])
+
+    async def DeleteObject(self, request: Any, context: Any) -> param_store_pb2.DeleteObjectReply:
+        self.objects.pop((request.tenant_id, request.name), None)
+        return param_store_pb2.DeleteObjectReply()
 
     def _upload(self, upload_id: str) -> dict[str, tuple[param_store_pb2.DeclaredFile, bytearray]]:
         if upload_id not in self.uploads:

@@ -27,6 +27,7 @@ from torchrelay.gateway.core import EmbeddingSpec
 from torchrelay.gateway.exchange.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.grpc.server import public_grpc_server
 from torchrelay.gateway.http.server import http_server
+from torchrelay.gateway.inference.interfaces import RequestLedger
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import TokenPath, open_token_path
@@ -107,6 +108,7 @@ async def _make(
     write_gap_s: float = WRITE_GAP_S,
     meter: Meter | None = None,
     fault: Faults = no_fault,
+    ledger: RequestLedger | None = None,
     **settings: object,
 ) -> TokenPathRig:
     config = json.dumps({"eos_token": EOS, "chat_template": template}).encode()
@@ -147,7 +149,7 @@ async def _make(
             "gw-test",
             keys=ports,
             catalog=ports,
-            ledger=ports,
+            ledger=ledger or ports,
             limits=ports,
             shares=shares,
             scheduler=channels[0],

@@ -11,9 +11,9 @@ from tests.support.oidc_issuer import AUDIENCE, Issuer, running_issuer
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import PermissionDenied, Unauthenticated, Unavailable
 from torchrelay.gateway.auth import oidc
-from torchrelay.gateway.auth.grants import Grant, is_safe_url, parse_grants
 from torchrelay.gateway.auth.oidc import OidcTokens
 from torchrelay.gateway.core import Limits
+from torchrelay.gateway.grants import Grant, is_safe_url, parse_grants
 
 GRANTS = parse_grants("groups:sre=operator, email:ann@x.example=admin, groups:staff=viewer, groups:acme=tenant/acme")
 

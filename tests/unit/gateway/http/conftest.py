@@ -20,6 +20,8 @@ from tests.unit.gateway.scripted_services import ScriptedScheduler, ScriptedStor
 from torchrelay.common.health import Health
 from torchrelay.gateway.auth.identities import Identities
 from torchrelay.gateway.auth.operators import Operators
+from torchrelay.gateway.batches.files import Files
+from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
@@ -114,6 +116,8 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             prices=parts.prices,
             invoices=Invoices(parts.database),
             uploads=Uploads(parts.database, parts.catalog, store_client),
+            files=(files := Files(parts.database, store_client, max_files=3)),
+            batches=Batches(parts.database, files, max_open=2),
             store=store_client,
             scheduler=scheduler,
             queries=shares.queries,

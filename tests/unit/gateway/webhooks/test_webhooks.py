@@ -16,11 +16,12 @@ from sqlalchemy import update
 from tests.unit.gateway.conftest import DATABASES, AccountingRig
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
+from torchrelay.gateway.sql.event_outbox import EVENT_TYPES, emit
 from torchrelay.gateway.sql.tables import webhooks as rows
 from torchrelay.gateway.webhooks import webhooks as module
 from torchrelay.gateway.webhooks.budget_warnings import warn_of_budgets
 from torchrelay.gateway.webhooks.delivery import MAX_EVENTS, deliver_due
-from torchrelay.gateway.webhooks.webhooks import EVENT_TYPES, Webhooks, emit
+from torchrelay.gateway.webhooks.webhooks import Webhooks
 
 
 @dataclass

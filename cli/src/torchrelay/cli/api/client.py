@@ -25,6 +25,7 @@ _LISTS = {
     "tenant": ("/v1/tenants", "name"),
     "key_id": ("/v1/keys", "id"),
     "upload_id": ("/v1/uploads", "id"),
+    "batch_id": ("/v1/batches", "id"),
 }
 _MIN_LIKENESS = 0.7
 _QUOTED = re.compile(r"'([^']+)'")

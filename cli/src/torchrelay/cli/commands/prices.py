@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -25,12 +26,19 @@ from torchrelay.cli.views.console import ResultTable
 
 EXAMPLE = (
     "Example:  torchrelay prices\n\nOf all:   torchrelay prices set --prompt 0.10 --output 0.40\n\n"
-    "Of one:   torchrelay prices set acme/glossary --prompt 0.20 --cached 0.05 --output 0.80"
+    "Of one:   torchrelay prices set acme/glossary --prompt 0.20 --cached 0.05 --output 0.80\n\n"
+    "Batches:  torchrelay prices set --service batch --prompt 0.05 --output 0.20"
 )
 PER_MILLION = "dollars per million tokens"
 _NANO_PER_TOKEN = 1000  # of a dollar per million tokens
 _KINDS = ("prompt", "cached", "output")
 app = typer.Typer(invoke_without_command=True)
+
+
+class Service(StrEnum):
+    """The services that can have prices of their own."""
+
+    BATCH = "batch"
 
 
 def _nano_per_token(text: str) -> int:
@@ -54,7 +62,8 @@ def is_ended(price: dict[str, Any], now: datetime) -> bool:
 
 
 def current_price(prices: Iterable[dict[str, Any]], model: str, now: datetime) -> dict[str, Any]:
-    """The row that applies to a model: its own, or else the default."""
+    """The row that applies to a model's requests outside batches: its own, or else the default."""
+    prices = [each for each in prices if not each.get("service")]
     valid = [each for each in prices if datetime.fromisoformat(each["valid_from"]) <= now and not is_ended(each, now)]
     return next((each for each in valid if each["model"] == model), None) or next(
         each for each in valid if each["model"] is None
@@ -79,10 +88,14 @@ def prices(
         console.print_json(listed)
         return
     now = datetime.now(UTC)
-    table = ResultTable("model", *_KINDS, "from", "until", right=_KINDS, names=("model",), is_narrow=True)
+    columns = ("model", "service", *_KINDS, "from", "until")
+    is_plain = not any(price["service"] for price in listed["data"])
+    hidden = ("service",) if is_plain else ()
+    table = ResultTable(*columns, right=_KINDS, names=("model",), without=hidden, is_narrow=True)
     for price in listed["data"]:
         if show_all or not is_ended(price, now):
-            table.add_line(price["model"] or "(default)", *price_texts(price), *_times(price))
+            name = price["model"] or "(default)"
+            table.add_line(name, price["service"], *price_texts(price), *_times(price))
     console.out().print(table)
     console.err().print(f"[dim]{PER_MILLION}; cached: prompt tokens found in the prefix cache; times in UTC[/]")
 
@@ -108,6 +121,9 @@ def set_price(
         str | None,
         typer.Option(help="The same of prompt tokens found in the cache; default: as --prompt.", metavar="DOLLARS"),
     ] = None,
+    service: Annotated[
+        Service | None, typer.Option(help="batch: of the requests in batches; default: of all others.")
+    ] = None,
     begin: Annotated[
         str | None, typer.Option("--from", help="Day or time (UTC); default: now.", metavar="TIME")
     ] = None,
@@ -124,8 +140,9 @@ def set_price(
         "output_nano": _nano_per_token(output),
     }
     with admin_access(home, url, key).client() as client:
-        price = client.call("PUT", "/v1/prices", json=nano | given(model=model, valid_from=begin))
+        price = client.call("PUT", "/v1/prices", json=nano | given(model=model, valid_from=begin, service=service))
     of_prompt, of_cached, of_output = price_texts(price)
-    name, since = price["model"] or "default price", price["valid_from"][:16].replace("T", " ")
+    of_service = f" ({price['service']})" if price["service"] else ""
+    name, since = f"{price['model'] or 'default price'}{of_service}", price["valid_from"][:16].replace("T", " ")
     console.out().print(f"[bold]{name}[/]: prompt {of_prompt}, cached {of_cached}, output {of_output} from {since} UTC")
     console.err().print(f"[dim]{PER_MILLION}[/]")

@@ -676,6 +676,142 @@ class DeleteVersionReply(_message.Message):
 Global___DeleteVersionReply: _TypeAlias = DeleteVersionReply  # noqa: Y015
 
 @_typing.final
+class ObjectName(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    tenant_id: _builtins.str
+    """lower-case letters, digits and hyphens, as is the name"""
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        tenant_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tenant_id", b"tenant_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObjectName: _TypeAlias = ObjectName  # noqa: Y015
+
+@_typing.final
+class PutObjectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Open(_message.Message):
+        """The store sends initial metadata with torchrelay-accepted once it has checked this; data follows only then."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        OBJECT_FIELD_NUMBER: _builtins.int
+        MAX_BYTES_FIELD_NUMBER: _builtins.int
+        max_bytes: _builtins.int
+        """more are refused"""
+        @_builtins.property
+        def object(self) -> Global___ObjectName: ...
+        def __init__(
+            self,
+            *,
+            object: Global___ObjectName | None = ...,
+            max_bytes: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["object", b"object"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "object", b"object"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """at most 1 MiB each"""
+    @_builtins.property
+    def open(self) -> Global___PutObjectRequest.Open:
+        """first message"""
+
+    def __init__(
+        self,
+        *,
+        open: Global___PutObjectRequest.Open | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "open", b"open", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "open", b"open", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["open", "data"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___PutObjectRequest: _TypeAlias = PutObjectRequest  # noqa: Y015
+
+@_typing.final
+class PutObjectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutObjectReply: _TypeAlias = PutObjectReply  # noqa: Y015
+
+@_typing.final
+class ReadObjectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    num_bytes: _builtins.int
+    """all of which the object must have"""
+    @_builtins.property
+    def object(self) -> Global___ObjectName: ...
+    def __init__(
+        self,
+        *,
+        object: Global___ObjectName | None = ...,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["object", b"object"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "object", b"object", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadObjectRequest: _TypeAlias = ReadObjectRequest  # noqa: Y015
+
+@_typing.final
+class DeleteObjectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteObjectReply: _TypeAlias = DeleteObjectReply  # noqa: Y015
+
+@_typing.final
 class CompiledKey(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

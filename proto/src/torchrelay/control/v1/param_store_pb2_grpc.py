@@ -86,6 +86,21 @@ class ParamStoreStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.FromString,
                 _registered_method=True)
+        self.PutObject = channel.stream_unary(
+                '/torchrelay.control.v1.ParamStore/PutObject',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.PutObjectRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.PutObjectReply.FromString,
+                _registered_method=True)
+        self.ReadObject = channel.unary_unary(
+                '/torchrelay.control.v1.ParamStore/ReadObject',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.ReadObjectRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.FileBytes.FromString,
+                _registered_method=True)
+        self.DeleteObject = channel.unary_unary(
+                '/torchrelay.control.v1.ParamStore/DeleteObject',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.ObjectName.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteObjectReply.FromString,
+                _registered_method=True)
         self.ReadCompiled = channel.unary_stream(
                 '/torchrelay.control.v1.ParamStore/ReadCompiled',
                 request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.CompiledKey.SerializeToString,
@@ -188,6 +203,27 @@ class ParamStoreServicer:
 
     def DeleteUnnamed(self, request, context):
         """Removes packs and files that no version names, which a process left when it died.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutObject(self, request_iterator, context):
+        """Stores a file of a tenant, such as the input of a batch, in the remote store; a later one of the same name replaces it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadObject(self, request, context):
+        """Reads a part of it, of at most 1 MiB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteObject(self, request, context):
+        """Deletes it; no effect if it is missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -298,6 +334,21 @@ def add_ParamStoreServicer_to_server(servicer, server):
                     servicer.DeleteUnnamed,
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.SerializeToString,
+            ),
+            'PutObject': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutObject,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.PutObjectRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.PutObjectReply.SerializeToString,
+            ),
+            'ReadObject': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadObject,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.ReadObjectRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.FileBytes.SerializeToString,
+            ),
+            'DeleteObject': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteObject,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.ObjectName.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteObjectReply.SerializeToString,
             ),
             'ReadCompiled': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadCompiled,
@@ -606,6 +657,87 @@ class ParamStore:
             '/torchrelay.control.v1.ParamStore/DeleteUnnamed',
             torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.SerializeToString,
             torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutObject(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/torchrelay.control.v1.ParamStore/PutObject',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.PutObjectRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.PutObjectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadObject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrelay.control.v1.ParamStore/ReadObject',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.ReadObjectRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.FileBytes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteObject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrelay.control.v1.ParamStore/DeleteObject',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.ObjectName.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteObjectReply.FromString,
             options,
             channel_credentials,
             insecure,

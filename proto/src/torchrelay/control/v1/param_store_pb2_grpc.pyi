@@ -50,6 +50,12 @@ class ParamStoreStub:
     """Lists all versions in the remote store."""
     DeleteUnnamed: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DeleteUnnamedRequest, _param_store_pb2.DeleteUnnamedReply]
     """Removes packs and files that no version names, which a process left when it died."""
+    PutObject: _grpc.StreamUnaryMultiCallable[_param_store_pb2.PutObjectRequest, _param_store_pb2.PutObjectReply]
+    """Stores a file of a tenant, such as the input of a batch, in the remote store; a later one of the same name replaces it."""
+    ReadObject: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.ReadObjectRequest, _param_store_pb2.FileBytes]
+    """Reads a part of it, of at most 1 MiB."""
+    DeleteObject: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.ObjectName, _param_store_pb2.DeleteObjectReply]
+    """Deletes it; no effect if it is missing."""
     ReadCompiled: _grpc.UnaryStreamMultiCallable[_param_store_pb2.CompiledKey, _param_store_pb2.FileBytes]
     """Reads what a worker has kept of the output of its compilers for a pack: an archive with its MAC."""
     WriteCompiled: _grpc.StreamUnaryMultiCallable[_param_store_pb2.WriteCompiledRequest, _param_store_pb2.WriteCompiledReply]
@@ -93,6 +99,12 @@ class ParamStoreAsyncStub(ParamStoreStub):
     """Lists all versions in the remote store."""
     DeleteUnnamed: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DeleteUnnamedRequest, _param_store_pb2.DeleteUnnamedReply]  # type: ignore[assignment]
     """Removes packs and files that no version names, which a process left when it died."""
+    PutObject: _aio.StreamUnaryMultiCallable[_param_store_pb2.PutObjectRequest, _param_store_pb2.PutObjectReply]  # type: ignore[assignment]
+    """Stores a file of a tenant, such as the input of a batch, in the remote store; a later one of the same name replaces it."""
+    ReadObject: _aio.UnaryUnaryMultiCallable[_param_store_pb2.ReadObjectRequest, _param_store_pb2.FileBytes]  # type: ignore[assignment]
+    """Reads a part of it, of at most 1 MiB."""
+    DeleteObject: _aio.UnaryUnaryMultiCallable[_param_store_pb2.ObjectName, _param_store_pb2.DeleteObjectReply]  # type: ignore[assignment]
+    """Deletes it; no effect if it is missing."""
     ReadCompiled: _aio.UnaryStreamMultiCallable[_param_store_pb2.CompiledKey, _param_store_pb2.FileBytes]  # type: ignore[assignment]
     """Reads what a worker has kept of the output of its compilers for a pack: an archive with its MAC."""
     WriteCompiled: _aio.StreamUnaryMultiCallable[_param_store_pb2.WriteCompiledRequest, _param_store_pb2.WriteCompiledReply]  # type: ignore[assignment]
@@ -193,6 +205,30 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.DeleteUnnamedReply, _abc.Awaitable[_param_store_pb2.DeleteUnnamedReply]]:
         """Removes packs and files that no version names, which a process left when it died."""
+
+    @_abc_1.abstractmethod
+    def PutObject(
+        self,
+        request_iterator: _MaybeAsyncIterator[_param_store_pb2.PutObjectRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_param_store_pb2.PutObjectReply, _abc.Awaitable[_param_store_pb2.PutObjectReply]]:
+        """Stores a file of a tenant, such as the input of a batch, in the remote store; a later one of the same name replaces it."""
+
+    @_abc_1.abstractmethod
+    def ReadObject(
+        self,
+        request: _param_store_pb2.ReadObjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_param_store_pb2.FileBytes, _abc.Awaitable[_param_store_pb2.FileBytes]]:
+        """Reads a part of it, of at most 1 MiB."""
+
+    @_abc_1.abstractmethod
+    def DeleteObject(
+        self,
+        request: _param_store_pb2.ObjectName,
+        context: _ServicerContext,
+    ) -> _typing.Union[_param_store_pb2.DeleteObjectReply, _abc.Awaitable[_param_store_pb2.DeleteObjectReply]]:
+        """Deletes it; no effect if it is missing."""
 
     @_abc_1.abstractmethod
     def ReadCompiled(

@@ -11,6 +11,7 @@ ANY_ENGINE, OWN_ENGINE = "auto", "torchrelay"
 ENGINE_FORMS = r"^(auto|torchrelay|vllm(:([2-9]|[1-5]\d|6[0-4]))?)$"  # of a model's setting; vllm:2: on two devices
 _INT8: Final = "I8"
 ServiceClassName: TypeAlias = Literal["interactive", "standard", "batch"]
+PriceService: TypeAlias = Literal["", "batch"]  # what a price is of: requests as they come, or lines of batches
 Role: TypeAlias = Literal["viewer", "operator", "admin"]  # each may what those before it may
 BudgetPeriod: TypeAlias = Literal["day", "week", "month"]
 
@@ -86,6 +87,7 @@ class Price:
     cached_nano: int
     output_nano: int
     valid_from_unix_us: int
+    service: PriceService = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,7 @@ class OpenedRequest:
     num_choices: int
     gateway_id: str
     opened_unix_us: int
+    batch_id: str = ""  # of a batch's line, which pays only together with its result; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,17 @@ class ChoiceUsage:
     num_cached_prompt_tokens: int
     num_output_tokens: int
     cause: FinishCause
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """The answer to a line of a batch."""
+
+    batch_id: str
+    line: int  # of the input file, from 0
+    request_id: str  # of the attempt that gave it
+    status: int  # of HTTP
+    body: str  # JSON
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -22,12 +22,15 @@ from torchrelay.common.process.service import Serving, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
-from torchrelay.gateway.auth.grants import parse_grants
 from torchrelay.gateway.auth.identities import Identities
 from torchrelay.gateway.auth.oidc import OidcTokens
 from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.background import all_ended, background, repeat
+from torchrelay.gateway.batches.files import Files
+from torchrelay.gateway.batches.line_call import BatchCatalog
+from torchrelay.gateway.batches.runner import BatchRunner, LineLimits
+from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.billing.heartbeat import Heartbeat
 from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.billing.ledger import Ledger
@@ -41,6 +44,7 @@ from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.console.asgi_app import ConsoleApp
 from torchrelay.gateway.console.live_feed import EVERY_S, LiveFeed
 from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.grants import parse_grants
 from torchrelay.gateway.grpc.server import public_grpc_server
 from torchrelay.gateway.http.cors import CorsApp
 from torchrelay.gateway.http.dependencies import ModelChanged, Services
@@ -115,14 +119,38 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
         )
         await stack.enter_async_context(background(announcing))
         services = replace(components.services, model_changed=_model_changed(components.nats_events, token_path))
+        runner = _batch_runner(settings, gateway_id, services, token_path)
+        await stack.enter_async_context(background(runner.run()))
         served = await stack.enter_async_context(
-            _servers(settings, token_path, services, components.shares, components.identities, gateway_id)
+            _servers(
+                settings,
+                token_path,
+                services,
+                components.shares,
+                components.identities,
+                gateway_id,
+                runner.stop,
+            )
         )
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
         yield replace(served, addresses={**served.addresses, "gateway_id": gateway_id})
+
+
+def _batch_runner(settings: GatewaySettings, gateway_id: str, services: Services, token_path: TokenPath) -> BatchRunner:
+    limits = LineLimits(settings.batch_lines_at_once, settings.max_batch_lines_at_once, settings.max_body_bytes)
+    return BatchRunner(
+        services.batches,
+        services.files,
+        token_path.apps,
+        token_path.pipeline,
+        BatchCatalog(services.catalog, services.prices),
+        services.keys.caller_of,
+        gateway_id,
+        limits,
+    )
 
 
 def _model_changed(nats_events: NatsEvents, token_path: TokenPath) -> ModelChanged:
@@ -144,6 +172,7 @@ async def _servers(
     shares: ConnectionShares,
     identities: Identities,
     gateway_id: str,
+    stop_batches: Callable[[], None],
 ) -> AsyncIterator[Serving]:
     """The HTTP and gRPC servers, which leave together. Requests that outlast the grace end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
@@ -177,6 +206,7 @@ async def _servers(
 
         async def leave(grace_s: float) -> None:
             services.health.leave("gateway")
+            stop_batches()
             feed.close()
             http.stop_accepting()
             await all_ended(rpc.stop(grace_s), drain(max(grace_s - END_S, 0.0)))
@@ -249,6 +279,7 @@ async def _make_components(
         others["redis"] = redis.ask
     health = Health({"database": database.ask}, others)
     stack.push_async_callback(health.close)
+    files = Files(database, store, settings.max_files)
     shares = connection_shares(settings, queries_at_once=1 if database.is_sqlite else POSTGRESQL_QUERIES)
     limits = Limiter(settings.redis_url, database, settings.reservation_lease_s)
     stack.push_async_callback(limits.close)
@@ -268,6 +299,8 @@ async def _make_components(
             store,
             UploadLimits(settings.max_open_uploads, settings.open_upload_bytes_per_tenant, settings.upload_lease_s),
         ),
+        files=files,
+        batches=Batches(database, files, settings.max_open_batches, settings.batch_window_s),
         store=store,
         scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),
         queries=shares.queries,
@@ -311,23 +344,18 @@ def _jobs(
         lease_s=settings.upload_lease_s,
         retired_s=settings.retired_version_s,
     )
+    lease_s, every_s = settings.upload_lease_s, settings.housekeeping_s
+    files, batches = components.services.files, components.services.batches
+    tidying = repeat("files", lambda: files.drop_abandoned(lease_s), every_s)
+    clearing = repeat("results", batches.clear_ended, every_s)
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
     noting_uses = repeat("last_uses", components.services.keys.write_last_uses, LAST_USES_EVERY_S)
     services, warned = components.services, components.nats_events.budget_warned
     warning = repeat("budgets", lambda: warn_of_budgets(database, warned), BUDGETS_EVERY_S)
     delivering = repeat("webhooks", lambda: deliver_due(services.webhooks, database), WEBHOOKS_EVERY_S)
-    forgetting = repeat("webhooks", services.webhooks.forget_old, settings.housekeeping_s)
-    return background(
-        components.nats_events.run(),
-        beating,
-        sweep.run(),
-        collecting,
-        noting_uses,
-        warning,
-        delivering,
-        forgetting,
-        return_free_memory(),
-    )
+    forgetting = repeat("webhooks", services.webhooks.forget_old, every_s)
+    rounds = beating, sweep.run(), collecting, tidying, clearing, noting_uses, warning, delivering, forgetting
+    return background(components.nats_events.run(), *rounds, return_free_memory())
 
 
 def main() -> None:

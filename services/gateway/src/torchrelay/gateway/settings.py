@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.urls import without_password
 from torchrelay.common.process.settings import ServiceSettings
-from torchrelay.gateway.auth.grants import is_safe_url, parse_grants
+from torchrelay.gateway.grants import is_safe_url, parse_grants
 
 ADMIN_PREFIX = "tra-"
 MIN_ADMIN_KEY_CHARS = 32  # 128 bits in hex
@@ -141,6 +141,13 @@ class GatewaySettings(ServiceSettings):
     max_open_uploads: int = Field(16, ge=1, description="Uploads that one tenant may have open at once.")
     open_upload_bytes_per_tenant: int = Field(
         1 << 40, ge=1, description="Declared bytes of one tenant's open uploads together; a single one may have more."
+    )
+    max_files: int = Field(1000, ge=1, description="Files that one tenant may have, beside those of its models.")
+    max_open_batches: int = Field(16, ge=1, description="Batches of one tenant that have not ended.")
+    batch_window_s: float = Field(86400.0, gt=0, description="A batch ends this long after its creation at the latest.")
+    batch_lines_at_once: int = Field(32, ge=1, description="Lines of one batch under way at once.")
+    max_batch_lines_at_once: int = Field(
+        128, ge=1, description="Lines of all batches under way at once at this gateway; of one tenant half as many."
     )
     retired_version_s: float = Field(
         600.0, ge=0, description="Delay before the bytes of a replaced or deleted version are freed."

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import grpc
 from opentelemetry.metrics import Meter
-from starlette.types import ASGIApp
 
 from torchrelay.common.net.rpc.health import Faults, no_fault
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
@@ -27,7 +26,7 @@ from torchrelay.gateway.dialects.openai.dialect import PATHS as COMPLETION_PATHS
 from torchrelay.gateway.dialects.openai.dialect import OpenAiDialect
 from torchrelay.gateway.dialects.responses.dialect import PATH as RESPONSES_PATH
 from torchrelay.gateway.dialects.responses.dialect import ResponsesDialect
-from torchrelay.gateway.exchange.asgi_app import WRITE_GAP_S, AnswersApp
+from torchrelay.gateway.exchange.asgi_app import WRITE_GAP_S, AnswersApp, TokenPathApp
 from torchrelay.gateway.grpc.public_calls import PublicCalls
 from torchrelay.gateway.grpc.reflection import ReflectionServicer
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream
@@ -54,7 +53,7 @@ FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 class TokenPath:
     """``apps`` serve HTTP, by path; ``servicers`` gRPC."""
 
-    apps: Mapping[str, ASGIApp]
+    apps: Mapping[str, TokenPathApp]
     servicers: Sequence[GatewayServicer | OpenInferenceServicer | ReflectionServicer]
     pipeline: RequestPipeline
     admissions: AdmissionStream
@@ -102,7 +101,7 @@ async def open_token_path(
         stack.push_async_callback(pipeline.stop_all, CLOSE_S)
         parts = keys, pipeline, shares, settings.max_body_bytes
         openai, anthropic = OpenAiDialect(), AnthropicDialect()
-        apps = {
+        apps: dict[str, TokenPathApp] = {
             **dict.fromkeys(COMPLETION_PATHS, AnswersApp(openai, *parts, write_gap_s)),
             RESPONSES_PATH: AnswersApp(ResponsesDialect(), *parts, write_gap_s),
             MESSAGES_PATH: AnswersApp(anthropic, *parts, write_gap_s),

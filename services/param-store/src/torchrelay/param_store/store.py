@@ -27,6 +27,7 @@ from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.tls import transport_for
 
 log = get_logger(__name__)
+DRAFT_PREFIX = "object-"  # of files of tenants that are being received
 
 
 class Store:
@@ -49,6 +50,8 @@ class Store:
             settings.upload_expiry_s,
             settings.max_open_uploads,
         )
+        for abandoned in settings.data_dir.glob(f"{DRAFT_PREFIX}*"):  # by a store that was killed
+            abandoned.unlink()
         self.versions = Versions(remote, self.uploads.claims)
         self.packer_queue = CommitQueue(settings.num_packers, settings.max_waiting_commits)
         # Publishing takes as long as the remote store does, and must not occupy the threads that other calls need.

@@ -16,9 +16,9 @@ from typing import Any, Final, cast
 
 from torchrelay.common.errors import PermissionDenied, Unauthenticated, Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.auth.grants import Grant, is_safe_url
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.core import URGENCY, Principal, ServiceClass
+from torchrelay.gateway.grants import Grant, is_safe_url
 from torchrelay.gateway.sql.table_versions import TableVersions
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 

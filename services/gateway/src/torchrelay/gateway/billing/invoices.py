@@ -20,8 +20,8 @@ from torchrelay.gateway.billing.money import dollars
 from torchrelay.gateway.billing.usage_query import UsageFilter, billed_sums
 from torchrelay.gateway.sql.audit import record
 from torchrelay.gateway.sql.database import Database, SqlConnection
+from torchrelay.gateway.sql.event_outbox import emit
 from torchrelay.gateway.sql.tables import adjustments, balances, counters, invoices, tenants
-from torchrelay.gateway.webhooks.webhooks import emit
 
 # From the end of a month until all its settlements are committed: longer than a transaction lasts, than the clocks of
 # gateways differ, and than it takes to count the rows of a gateway of the release before.

@@ -5,8 +5,9 @@
 
 Settling is one transaction: it sets ``opened.settled_unix_us`` if unset (which decides a race), inserts one ledger row
 per choice, and adds these to the tenant's balance and to the sums of the hour. A gateway that the sweep took for gone
-(see orphan_sweep.py) and that delivered more than the sweep has billed adds the difference, once. All opens and settles
-pending at one moment share a transaction of a few statements, so that many requests share the fsync of one commit.
+(see orphan_sweep.py) and that delivered more than the sweep has billed adds the difference, once. A batch's line is
+billed in the transaction that keeps its result (line_results.py), or not at all. All opens and settles pending at one
+moment share a transaction of a few statements, so that many requests share the fsync of one commit.
 
 Rows are numbered in the order of commits: the last statement but one takes the numbers, and locks their counter until
 the commit. A reader that sees a number sees all smaller ones.
@@ -25,11 +26,12 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.billing.ledger_rows import LedgerRow, ledger_rows, supplement_rows
+from torchrelay.gateway.billing.line_results import LineLost, keep_results, kept_ids
 from torchrelay.gateway.billing.usage_hours import add_to_hours, hour_sums
-from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Price
+from torchrelay.gateway.core import ChoiceUsage, FinishCause, LineResult, OpenedRequest, Price
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.group_commit import GroupCommit, Result
-from torchrelay.gateway.sql.tables import balances, counters, ledger, opened, prices
+from torchrelay.gateway.sql.tables import balances, batch_results, counters, ledger, opened, prices
 
 log = get_logger(__name__)
 
@@ -75,7 +77,15 @@ class Settlement:
     usages: tuple[ChoiceUsage, ...]
 
 
-class Ledger(GroupCommit[OpenedRequest | Settlement]):
+@dataclass(frozen=True, slots=True)
+class LineSettlement:
+    """The result of a batch's line, and the requests that gave it, which are billed if it is kept."""
+
+    result: LineResult
+    parts: tuple[Settlement, ...]
+
+
+class Ledger(GroupCommit[OpenedRequest | Settlement | LineSettlement]):
     """Opens and settles requests. An async context manager; on exit it commits pending writes."""
 
     def __init__(self, database: Database, clock: Callable[[], int] = now_unix_us) -> None:
@@ -83,6 +93,7 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
         self._clock_unix_us = clock
         self._open = database.insert(opened).on_conflict_do_nothing()
         self._add_to_hours = add_to_hours(database)
+        self._keep = database.insert(batch_results).on_conflict_do_nothing()
         self._prices: dict[str, Price] = {}  # few rows, and immutable
 
     async def open(self, request: OpenedRequest) -> None:
@@ -115,23 +126,51 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
             numbers = [{f"of_{name}": row[name] for name in _KEY} | {"number": row["ledger_id"]} for row in rows]
             connection.execute(_SET_NUMBER, numbers)
 
-    def _write(self, connection: Connection, writes: Sequence[OpenedRequest | Settlement]) -> dict[int, Result]:
+    async def settle_line(self, result: LineResult, parts: Sequence[tuple[str, Sequence[ChoiceUsage]]]) -> int:
+        """Keeps the result of a batch's line and bills its requests, in one transaction; returns their cost.
+
+        Idempotent. Raises ``LineLost``, and bills nothing, if the line has another result, its batch takes none any
+        more, or a request was settled before: by the sweep, which took this gateway for gone.
+        """
+        return await self.do(LineSettlement(result, tuple(Settlement(name, tuple(usages)) for name, usages in parts)))
+
+    def _write(
+        self, connection: Connection, writes: Sequence[OpenedRequest | Settlement | LineSettlement]
+    ) -> dict[int, Result]:
         """The results of ``writes``, by their index."""
         opens = {index: write for index, write in enumerate(writes) if isinstance(write, OpenedRequest)}
         if opens:
             rows = [{name: getattr(write, name) for name in OpenedRequest.__slots__} for write in opens.values()]
             connection.execute(self._open, rows)
         settlements = {index: write for index, write in enumerate(writes) if isinstance(write, Settlement)}
-        costs = self._settle(connection, list(settlements.values())) if settlements else {}
+        lines = {index: write for index, write in enumerate(writes) if isinstance(write, LineSettlement)}
+        parts = [part for line in lines.values() for part in line.parts]
+        kept: set[str] = set()
+        costs: dict[str, int] = {}
+        if settlements or lines:
+            costs = self._settle(connection, [*settlements.values(), *parts], list(lines.values()), kept)
         results: dict[int, Result] = dict.fromkeys(opens, 0)
+        for index, line in lines.items():
+            of_line = sum(costs.get(part.request_id, 0) for part in line.parts)
+            results[index] = (
+                of_line if line.result.request_id in kept else LineLost("the result of the line is not kept")
+            )
         for index, settlement in settlements.items():
             cost = costs.get(settlement.request_id)
             unknown = NotFound(f"request {settlement.request_id} was never opened", field="request_id")
             results[index] = unknown if cost is None else cost
         return results
 
-    def _settle(self, connection: Connection, settlements: Sequence[Settlement]) -> dict[str, int]:
-        """The recorded cost by request id, without requests that were never opened."""
+    def _settle(
+        self,
+        connection: Connection,
+        settlements: Sequence[Settlement],
+        lines: Sequence[LineSettlement],
+        kept: set[str],
+    ) -> dict[str, int]:
+        """The recorded cost by request id, without requests that were never opened. Adds to ``kept`` the attempts at
+        ``lines`` whose results are kept.
+        """
         usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first wins
         now = self._clock_unix_us()
         costs: dict[str, int] = {}
@@ -144,7 +183,15 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
             costs[request.request_id] = costs.get(request.request_id, 0) + cost
             charges[request.tenant_id] += cost
 
-        for request in [opened_of(row) for row in connection.execute(_WIN, {"request_ids": list(usages), "now": now})]:
+        won = [opened_of(row) for row in connection.execute(_WIN, {"request_ids": list(usages), "now": now})]
+        if lines:
+            ids = {request.request_id for request in won}
+            to_keep = [line.result for line in lines if all(part.request_id in ids for part in line.parts)]
+            keep_results(connection, self._keep, to_keep)
+            kept |= kept_ids(connection, [line.result for line in lines])
+            lost = (line for line in lines if line.result.request_id not in kept)
+            usages.update((part.request_id, ()) for line in lost for part in line.parts)
+        for request in won:
             bill(request, ledger_rows(request, usages[request.request_id], self._price(connection, request)))
         for request, standing in _settled_before(connection, usages.keys() - costs.keys()):
             costs[request.request_id] = sum(row.cost_nano for row in standing)

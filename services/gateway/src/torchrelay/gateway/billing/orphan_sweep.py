@@ -109,8 +109,10 @@ class OrphanSweep:
         registers = await source.read(gateway_id, {request.request_id for request in requests})
         if (await self._heartbeat.beats()).get(gateway_id, NO_ROW) != beat:
             return 0  # it was only stalled, and came back while the registers were read
-        usages = {each.request_id: usages_from_registers(each, registers.get(each.request_id, {})) for each in requests}
-        await asyncio.gather(*(self._ledger.settle(request_id, used) for request_id, used in usages.items()))
+        # A batch's line runs again, elsewhere, and pays then.
+        used = {each.request_id: {} if each.batch_id else registers.get(each.request_id, {}) for each in requests}
+        usages = {each.request_id: usages_from_registers(each, used[each.request_id]) for each in requests}
+        await asyncio.gather(*(self._ledger.settle(*each) for each in usages.items()))
         log.info("swept", gateway_id=gateway_id, num_requests=len(requests))
         return len(requests)
 

@@ -1,4 +1,4 @@
-"""The table of prices: immutable rows, each valid until the next row of the same model starts."""
+"""The table of prices: immutable rows, each valid until the next row of the same model and service starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.billing.price_list import PriceList
-from torchrelay.gateway.core import Price
+from torchrelay.gateway.core import Price, PriceService
 from torchrelay.gateway.sql.audit import record
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
@@ -37,19 +37,25 @@ class Prices:
                 self._loaded = version, PriceList([Price(*row) for row in rows])
         return self._loaded[1]
 
-    async def current(self, model: str) -> Price:
+    async def current(self, model: str, service: PriceService = "") -> Price:
         """The current price of ``model`` ("tenant/model")."""
-        return (await self.all()).at(model, self._clock_unix_us())
+        return (await self.all()).at(model, self._clock_unix_us(), service)
 
     async def add(
-        self, model: str, prompt_nano: int, cached_nano: int, output_nano: int, valid_from_unix_us: int | None = None
+        self,
+        model: str,
+        prompt_nano: int,
+        cached_nano: int,
+        output_nano: int,
+        valid_from_unix_us: int | None = None,
+        service: PriceService = "",
     ) -> Price:
         """Adds a row, valid from now or a later time. Raises ``InvalidRequest`` for a past time."""
         now = self._clock_unix_us()
         begin = now if valid_from_unix_us is None else valid_from_unix_us
         if begin < now:
             raise InvalidRequest("valid_from must not be in the past", field="valid_from")
-        price = Price(new_id("price"), model, prompt_nano, cached_nano, output_nano, begin)
+        price = Price(new_id("price"), model, prompt_nano, cached_nano, output_nano, begin, service)
         try:
             async with self._database.write() as connection:
                 await connection.execute(insert(prices).values(asdict(price)))

@@ -1,4 +1,4 @@
-"""The storage quota of a tenant: over its models, open uploads, and retired versions that are not freed yet."""
+"""The storage quota of a tenant: over its models, open uploads, files, and retired versions that are not freed yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sqlalchemy import func, select
 
 from torchrelay.common.errors import QuotaExceeded
 from torchrelay.gateway.sql.database import SqlConnection
-from torchrelay.gateway.sql.tables import models, retired_versions, tenants, uploads, versions
+from torchrelay.gateway.sql.tables import files, models, retired_versions, tenants, uploads, versions
 
 
 async def locked_quota(connection: SqlConnection, tenant_id: str) -> int | None:
@@ -25,7 +25,8 @@ async def used_bytes(connection: SqlConnection, tenant_id: str) -> int:
     ids = versions.c.version_id
     stored = select(func.coalesce(func.sum(versions.c.stored_bytes), 0)).where(ids.in_(own) | ids.in_(retired))
     declared = select(func.coalesce(func.sum(uploads.c.declared_bytes), 0)).where(uploads.c.tenant_id == tenant_id)
-    return sum([int((await connection.execute(query)).scalar_one()) for query in (stored, declared)])
+    own_files = select(func.coalesce(func.sum(files.c.num_bytes), 0)).where(files.c.tenant_id == tenant_id)
+    return sum([int((await connection.execute(query)).scalar_one()) for query in (stored, declared, own_files)])
 
 
 async def check_quota(
@@ -35,8 +36,8 @@ async def check_quota(
     used = await used_bytes(connection, tenant_id)
     if used + more_bytes > quota_bytes:
         raise QuotaExceeded(
-            f"storage quota of {quota_bytes} bytes exceeded: models, open uploads and versions not freed yet use "
-            f"{used} bytes, this needs {more_bytes} more; abort an upload, delete a model (its bytes are freed some "
-            "minutes later) or ask the admin to raise the quota (torchrelay tenant set)",
+            f"storage quota of {quota_bytes} bytes exceeded: models, open uploads, files and versions not freed yet "
+            f"use {used} bytes, this needs {more_bytes} more; abort an upload, delete a file or a model (its "
+            "bytes are freed some minutes later) or ask the admin to raise the quota (torchrelay tenant set)",
             field=field,
         )

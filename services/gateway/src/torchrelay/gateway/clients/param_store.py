@@ -22,6 +22,7 @@ from torchrelay.gateway.core import EmbeddingSpec, ModelShape, Version
 _LOOKUP_TIMEOUT_S = 10.0  # for calls that move no model bytes
 _LIST_TIMEOUT_S = 60.0
 _SILENCE_S = 30.0  # in an upload or a commit; the store tells a long stage again every few seconds
+OBJECT_PART_BYTES = 1 << 20
 _DIGEST_BYTES_PER_S = 64 << 20  # a store that was restarted reads what it has; all of a file must reach its disk
 
 
@@ -126,6 +127,41 @@ class StoreClient:
         with suppress(NotFound), self._endpoint.mapped_errors():
             await self._stub.AbortUpload(request, timeout=_LOOKUP_TIMEOUT_S)
 
+    async def put_object(self, tenant_id: str, name: str, body: ByteStream, max_bytes: int) -> int:
+        """Streams a tenant's file to the store; returns its size. Raises ``InvalidRequest`` if it is larger."""
+        call: Any = self._stub.PutObject()
+        opening = param_store_pb2.PutObjectRequest.Open(object=_object(tenant_id, name), max_bytes=max_bytes)
+
+        async def write() -> None:
+            await self._endpoint.answered(call.write(param_store_pb2.PutObjectRequest(open=opening)), self._silence_s)
+            await self._endpoint.answered(call.initial_metadata(), self._silence_s)
+            async for data in rechunk(body):
+                await self._endpoint.answered(call.write(param_store_pb2.PutObjectRequest(data=data)), self._silence_s)
+            await call.done_writing()
+
+        try:
+            with self._endpoint.mapped_errors():
+                await write_while_open(call, write())
+                reply: param_store_pb2.PutObjectReply = await self._endpoint.answered(call, _LIST_TIMEOUT_S)
+                return reply.num_bytes
+        finally:
+            call.cancel()
+
+    async def read_object(self, tenant_id: str, name: str, num_bytes: int) -> AsyncGenerator[bytes]:
+        """The content of a tenant's file, of which one part is in memory."""
+        for offset in range(0, num_bytes, OBJECT_PART_BYTES):
+            length = min(OBJECT_PART_BYTES, num_bytes - offset)
+            request = param_store_pb2.ReadObjectRequest(
+                object=_object(tenant_id, name), offset=offset, num_bytes=length
+            )
+            with self._endpoint.mapped_errors():
+                part = await self._stub.ReadObject(request, timeout=_LOOKUP_TIMEOUT_S)
+            yield part.data
+
+    async def delete_object(self, tenant_id: str, name: str) -> None:
+        with self._endpoint.mapped_errors():
+            await self._stub.DeleteObject(_object(tenant_id, name), timeout=_LOOKUP_TIMEOUT_S)
+
     async def version(self, version_id: str) -> Version | None:
         """A version in the remote store; None if it has no version with this id."""
         request = param_store_pb2.DescribeRequest(version_id=version_id)
@@ -156,6 +192,10 @@ class StoreClient:
         request = param_store_pb2.DeleteUnnamedRequest(older_than_s=older_than_s)
         with self._endpoint.mapped_errors():
             return (await self._stub.DeleteUnnamed(request, timeout=_LIST_TIMEOUT_S)).num_bytes_freed
+
+
+def _object(tenant_id: str, name: str) -> param_store_pb2.ObjectName:
+    return param_store_pb2.ObjectName(tenant_id=tenant_id, name=name)
 
 
 def version_of(description: param_store_pb2.VersionDescription) -> Version:

@@ -6,6 +6,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from copy import copy
+from typing import Self
 
 from starlette.types import Receive, Scope, Send
 
@@ -68,6 +70,12 @@ class TokenPathApp(ABC):
         except Exception:  # process boundary: the client gets an answer, the operator the traceback
             log.exception("request_crashed", request_id=exchange.request_id)
             await exchange.fail(TorchrelayError("internal error; include the request id when reporting it"))
+
+    def with_pipeline(self, pipeline: RequestPipeline) -> Self:
+        """The same application on another pipeline."""
+        app = copy(self)
+        app.pipeline = pipeline
+        return app
 
     @abstractmethod
     async def complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:

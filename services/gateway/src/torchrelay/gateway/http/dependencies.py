@@ -16,6 +16,8 @@ from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
+from torchrelay.gateway.batches.files import Files
+from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.billing.invoices import Invoices
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog
@@ -44,6 +46,8 @@ class Services:
     prices: Prices
     invoices: Invoices
     uploads: Uploads
+    files: Files
+    batches: Batches
     store: StoreClient
     scheduler: SchedulerClient
     queries: TenantTurns

@@ -15,10 +15,12 @@ from torchrelay.gateway.http.openapi import described
 from torchrelay.gateway.http.router import Page
 from torchrelay.gateway.http.routes import (
     audit,
+    batches,
     billing,
     cluster,
     events,
     explain,
+    files,
     keys,
     models,
     operators,
@@ -42,21 +44,9 @@ def make_app(services: Services) -> FastAPI:
 def routes_app() -> FastAPI:
     """The routes without what answers them: enough for the schema."""
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
-    parts = (
-        operators,
-        tenants,
-        keys,
-        audit,
-        webhooks,
-        uploads,
-        models,
-        orphans,
-        billing,
-        requests,
-        explain,
-        events,
-        cluster,
-    )
+    of_models = (uploads, models, files, batches, orphans)
+    of_money = (billing, webhooks)
+    parts = (operators, tenants, keys, audit, *of_models, *of_money, requests, explain, events, cluster)
     routers = [*(part.router for part in parts), models.versions_router]
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:

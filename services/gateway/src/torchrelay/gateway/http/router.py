@@ -83,7 +83,8 @@ class AsgiRouter:
             scope["state"]["caller"] = caller
             ACTOR.set(caller.actor)
             with self._shares.requests.held(caller.tenant_id):
-                if scope["method"] == "PUT" and _UPLOAD_OF_FILE.match(scope["path"]):
+                is_of_upload = scope["method"] == "PUT" and _UPLOAD_OF_FILE.match(scope["path"])
+                if is_of_upload or (scope["method"] == "POST" and scope["path"] == "/v1/files"):
                     with self._shares.uploads.held(caller.tenant_id):
                         await self._rest(scope, request.receive_part, answering)
                 elif scope["method"] == "POST" and _COMMIT.fullmatch(scope["path"]):

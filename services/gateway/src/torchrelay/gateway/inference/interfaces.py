@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Principal, PublishedModel, Reservation
+from torchrelay.gateway.core import ChoiceUsage, LineResult, OpenedRequest, Principal, PublishedModel, Reservation
 
 
 class Authenticator(Protocol):
@@ -31,6 +31,9 @@ class RequestLedger(Protocol):
 
     async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
         """Bills the request; returns its cost in nano-dollars once committed. Idempotent."""
+
+    async def settle_line(self, result: LineResult, parts: Sequence[tuple[str, Sequence[ChoiceUsage]]]) -> int:
+        """Bills the requests of a batch's line if its result is kept. Raises ``Conflict`` otherwise."""
 
 
 class RequestLimiter(Protocol):

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,14 +185,16 @@ class RequestPipeline:
         self._limits = limits
         self._prompts = prompts
         self._upstreams = upstreams
-        self._ledger_writer = ledger_writer
+        self.ledger_writer = ledger_writer
+        self._bill: RequestBill = ledger_writer
         self._bounds = bounds
         self._max_attempts = max_attempts
         self._keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
         self.requests: set[RunningRequest] = set()  # under way
         self.first_tokens: deque[FirstToken] = deque(maxlen=MAX_FIRST_TOKENS)  # of recently ended requests
-        self._num_inside = 0
+        self._inside: set[object] = set()
+        self._is_of_line = False
         self._metrics = InferenceMetrics(
             lambda: len(self.requests),
             lambda: ledger_writer.num_waiting,
@@ -201,6 +204,13 @@ class RequestPipeline:
         )
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def for_line(self, catalog: ModelCatalog, bill: RequestBill, timeout_s: float) -> RequestPipeline:
+        """The same pipeline for a line of a batch, which has its own prices, bill and time."""
+        pipeline = copy(self)
+        pipeline._catalog, pipeline._bill, pipeline._request_timeout_s = catalog, bill, timeout_s
+        pipeline._is_of_line = True
+        return pipeline
 
     @asynccontextmanager
     async def session(
@@ -253,7 +263,7 @@ class RequestPipeline:
         requests fails. On leaving the block all is as with ``sessions``.
         """
         deadline_unix_us, _ = earlier_deadline(arrived_unix_us, None, self._request_timeout_s)
-        bill = JointBill(self._ledger_writer, request_id, sum(map(len, prompts)))
+        bill = JointBill(self._bill, request_id, sum(map(len, prompts)))
         sessions: list[RequestSession] = []
 
         async def admit() -> list[RequestSession]:
@@ -299,7 +309,8 @@ class RequestPipeline:
         request_id: str,
         model_name: str,
     ) -> AsyncIterator[list[RequestSession]]:
-        self._num_inside += 1
+        inside = object()
+        self._inside.add(inside)
         self._idle.clear()
         began_s, outcome = time.monotonic(), TorchrelayError.code
         sessions: list[RequestSession] = []
@@ -326,8 +337,8 @@ class RequestPipeline:
                 ended: list[RunningRequest] | list[None] = [session.request for session in sessions] or [None]
                 for each in ended:
                     self._metrics.ended(operation, each, outcome, time.monotonic() - began_s, span)
-                self._num_inside -= 1
-                if not self._num_inside:
+                self._inside.remove(inside)
+                if not self._inside:
                     self._idle.set()
 
     def leave(self, request: RunningRequest) -> None:
@@ -430,7 +441,8 @@ class RequestPipeline:
         except BaseException as refused:
             for reservation in reservations:
                 self._limits.abandon(reservation)
-            if isinstance(refused, RateLimited) and reservations:  # by those before it, and would be again
+            # By those before it, and would be again; a line of a batch is tried when others have ended.
+            if isinstance(refused, RateLimited) and reservations and not self._is_of_line:
                 message = (
                     "the prompts of this request together need more than is left of the budget; send fewer at once"
                 )
@@ -444,7 +456,7 @@ class RequestPipeline:
         return RunningRequest(
             resolved,
             self._upstreams,
-            bill or self._ledger_writer,
+            bill or self._bill,
             reservation,
             max_attempts=self._max_attempts,
             keep_alive_s=self._keep_alive_s,

@@ -169,7 +169,7 @@ replaced_versions = Table(
     Column("replaced_unix_us", BigInteger, nullable=False),
 )
 
-# A price is valid until the next row of the same model starts.
+# A price is valid until the next row of the same model and service starts.
 prices = Table(
     "prices",
     metadata,
@@ -179,7 +179,8 @@ prices = Table(
     Column("cached_nano", BigInteger, nullable=False),
     Column("output_nano", BigInteger, nullable=False),
     Column("valid_from_unix_us", BigInteger, nullable=False),
-    UniqueConstraint("model", "valid_from_unix_us"),
+    Column("service", String, nullable=False, server_default=""),  # batch: of lines of batches; empty: of all others
+    UniqueConstraint("model", "service", "valid_from_unix_us"),
 )
 
 uploads = Table(
@@ -206,6 +207,7 @@ opened = Table(
     Column("num_choices", Integer, nullable=False),
     Column("gateway_id", String, nullable=False),
     Column("opened_unix_us", BigInteger, nullable=False),
+    Column("batch_id", String, nullable=False, server_default=""),  # of a batch's line
     Column("settled_unix_us", BigInteger),
 )
 # Partial on PostgreSQL too (see the migration); declaring it here would load that dialect, 3 MB, even with SQLite.
@@ -346,4 +348,57 @@ gateways = Table(
     metadata,
     Column("gateway_id", String, primary_key=True),
     Column("beat", BigInteger, nullable=False),
+)
+
+# Files of tenants, whose bytes the param-store has under the same name.
+files = Table(
+    "files",
+    metadata,
+    Column("file_id", String, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
+    Column("filename", String, nullable=False),
+    Column("purpose", String, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),  # while it is being sent: as declared
+    Column("is_complete", Boolean, nullable=False),
+    Column("created_unix_us", BigInteger, nullable=False),
+    Index("ix_files_tenant_created", "tenant_id", "created_unix_us"),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("batch_id", String, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
+    Column("key_id", String, nullable=False),
+    Column("endpoint", String, nullable=False),
+    Column("input_file_id", String, nullable=False),
+    Column("metadata", Text, nullable=False),  # JSON, as are the errors
+    Column("status", String, nullable=False),
+    Column("errors", Text, nullable=False, server_default="[]"),
+    Column("num_lines", Integer, nullable=False, server_default="0"),
+    Column("num_completed", Integer, nullable=False, server_default="0"),  # once the batch has ended
+    Column("num_failed", Integer, nullable=False, server_default="0"),
+    Column("output_file_id", String),
+    Column("error_file_id", String),
+    Column("created_unix_us", BigInteger, nullable=False),
+    Column("expires_unix_us", BigInteger, nullable=False),
+    *(
+        Column(f"{moment}_unix_us", BigInteger)
+        for moment in ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    ),
+    Column("gateway_id", String, nullable=False, server_default=""),  # that runs it, as long as it is in ``gateways``
+    Index("ix_batches_tenant_created", "tenant_id", "created_unix_us"),
+)
+Index("ix_batches_status", batches.c.status)
+
+# Results of lines, until their batch has its files.
+batch_results = Table(
+    "batch_results",
+    metadata,
+    Column("batch_id", ForeignKey("batches.batch_id"), primary_key=True),
+    Column("line", Integer, primary_key=True),
+    Column("request_id", String, nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("body", Text, nullable=False),
+    Index("ix_batch_results_batch_status", "batch_id", "status"),  # counts them without their bodies
 )

@@ -11,8 +11,8 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.gateway.billing.usage_hours import HOUR_US, hour_of
 from torchrelay.gateway.limits.admission import period_bounds
 from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.event_outbox import emit
 from torchrelay.gateway.sql.tables import api_keys, balances, budget_warnings, tenants, usage_hours
-from torchrelay.gateway.webhooks.webhooks import emit
 
 PERCENTS: Final = (80, 100)
 Warned = Callable[[str, str], Awaitable[None]]  # of a tenant's name and a sentence

@@ -11,7 +11,7 @@ import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final
 
 from sqlalchemy import Row, delete, func, insert, select, update
 
@@ -19,11 +19,10 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.sql.audit import record
-from torchrelay.gateway.sql.database import Database, SqlConnection
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.event_outbox import EventType
 from torchrelay.gateway.sql.tables import counters, webhook_events, webhooks
 
-EventType: TypeAlias = Literal["usage", "budget.warning", "invoice.closed"]
-EVENT_TYPES: Final[tuple[EventType, ...]] = get_args(EventType)
 MAX_WEBHOOKS: Final = 100
 _KEPT_US: Final = 30 * 86_400 * 1_000_000  # events that no webhook has taken
 
@@ -131,14 +130,6 @@ class Webhooks:
         async with self._database.write() as connection:
             is_old = webhook_events.c.at_unix_us < now_unix_us() - _KEPT_US
             await connection.execute(delete(webhook_events).where(is_old))
-
-
-async def emit(connection: SqlConnection, type_: EventType, tenant_id: str, data: Mapping[str, Any]) -> None:
-    """Adds an event within the caller's transaction; numbered in the order of commits."""
-    rise = update(counters).where(counters.c.name == "webhook_events").values(last=counters.c.last + 1)
-    number = (await connection.execute(rise.returning(counters.c.last))).scalar_one()
-    row = {"event_id": number, "type": type_, "tenant_id": tenant_id, "data": json.dumps(data)}
-    await connection.execute(insert(webhook_events).values({**row, "at_unix_us": now_unix_us()}))
 
 
 def _one(webhook_id: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Keys of the remote store, each of which contains a digest."""
+"""Keys of the remote store, each of which contains a digest, but for those of tenants' files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from torchrelay.common.errors import InvalidRequest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 
 
 def is_digest(text: str) -> bool:
@@ -39,6 +40,14 @@ def version_key(version_id: str) -> str:
 
 def compiled_key(pack_id: str, digest: str) -> str:
     return f"compiled/{checked_digest(pack_id, 'pack_id')}.{checked_digest(digest, 'digest')}"
+
+
+def object_key(tenant_id: str, name: str) -> str:
+    """The key of a tenant's file. Raises ``InvalidRequest`` for a name that could leave the tenant's folder."""
+    for field, value in (("tenant_id", tenant_id), ("name", name)):
+        if _NAME.fullmatch(value) is None:
+            raise InvalidRequest(f"{field} must be lower-case letters, digits and hyphens", field=field)
+    return f"objects/{tenant_id}/{name}"
 
 
 def owner_key(key: str) -> str:

@@ -5,6 +5,7 @@
     files/<digest>              small files of versions, by BLAKE3
     versions/<version id>.json  the packs and files of a version; its BLAKE3 is the version id
     compiled/<pack id>.<digest> code that workers have compiled for a pack, with their MAC
+    objects/<tenant id>/<name>  files of tenants, such as the input of a batch
 
 Every other key is the digest of its content, so writes are idempotent. Methods block: call them on threads. They raise
 ``Unavailable`` when an object store is unreachable, slow or broken for longer than its options allow, and ``OSError``

@@ -210,6 +210,14 @@ class Versions:
             reader.close()
         return bytes(part)
 
+    def put_object(self, key: str, path: Path) -> None:
+        """Stores a tenant's file, which no version names."""
+        self._remote.put_file(key, path)
+
+    def delete_object(self, key: str) -> None:
+        """Deletes it; no effect if it is missing."""
+        self._remote.delete(key)
+
     def keep_compiled(self, pack_id: str, digest: str, archive: bytes) -> None:
         """Stores the archive until the pack is deleted. Raises ``NotFound`` if there is no pack."""
         self._remote.size(pack_key(pack_id))

@@ -34,7 +34,7 @@ from torchrelay.gateway.billing.usage_query import (
     total_of,
     usage_sums,
 )
-from torchrelay.gateway.core import Price
+from torchrelay.gateway.core import Price, PriceService
 from torchrelay.gateway.http.dependencies import Admin, Caller, Owner, ServicesOf, ledger_scope, tenant_of
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.whole_number import WholeNumber
@@ -44,7 +44,7 @@ _MAX_NANO = 10**12  # a thousand dollars per token: certainly a mistake
 
 
 class NewPrice(BaseModel):
-    """Nano-dollars per token; without a model, the default price."""
+    """Nano-dollars per token; without a model, the default price. ``service``: "batch" for the lines of batches."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str = Field(default="", min_length=1)  # an empty one would set the price of all models
@@ -52,6 +52,7 @@ class NewPrice(BaseModel):
     cached_nano: WholeNumber = Field(ge=0, le=_MAX_NANO)
     output_nano: WholeNumber = Field(ge=0, le=_MAX_NANO)
     valid_from: str | None = None
+    service: PriceService = ""
 
 
 class NewAdjustment(BaseModel):
@@ -197,7 +198,8 @@ async def add_price(services: ServicesOf, admin: Owner, body: NewPrice) -> dict[
         except ModelNotFound:
             warning = {"warning": f"no model is named {name} yet; the price applies once there is one"}
     begin = None if body.valid_from is None else instant_of(body.valid_from, "valid_from")
-    price = await services.prices.add(name, body.prompt_nano, body.cached_nano, body.output_nano, begin)
+    nano = body.prompt_nano, body.cached_nano, body.output_nano
+    price = await services.prices.add(name, *nano, begin, body.service)
     return _price(price, None) | warning
 
 
@@ -247,6 +249,7 @@ def _price(price: Price, until_unix_us: int | None) -> dict[str, Any]:
         "id": price.price_id,
         "object": "price",
         "model": price.model or None,
+        "service": price.service,
         "prompt_nano": price.prompt_nano,
         "cached_nano": price.cached_nano,
         "output_nano": price.output_nano,

@@ -49,13 +49,15 @@ async def change(services: ServicesOf, _admin: Admin, name: str, body: TenantCha
 
 @router.delete("/{name}")
 async def delete(services: ServicesOf, admin: Owner, name: str) -> dict[str, Any]:
-    """Deletes a tenant's keys, models and uploads. Its ledger, bills and audit log stay, and so its name is not free.
+    """Deletes a tenant's keys, models, uploads and files. Its ledger, bills and audit log stay; its name is not free.
 
     Its requests are refused from the beginning on; a deletion that was broken off can be repeated.
     """
     tenant = await services.tenants.by_name(name)
     if not tenant.is_suspended:
         await services.tenants.change(name, {"suspended_unix_us": now_unix_us()})
+    await services.batches.cancel_all(tenant.tenant_id)
+    await services.files.drop_all(tenant.tenant_id)
     for upload in await services.uploads.list(admin):
         if upload.tenant_id == tenant.tenant_id:
             await services.uploads.abort(upload)

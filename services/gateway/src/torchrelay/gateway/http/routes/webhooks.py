@@ -9,9 +9,10 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.gateway.auth.grants import is_safe_url
+from torchrelay.gateway.grants import is_safe_url
 from torchrelay.gateway.http.dependencies import Admin, Owner, ServicesOf
-from torchrelay.gateway.webhooks.webhooks import EVENT_TYPES, EventType, Webhook
+from torchrelay.gateway.sql.event_outbox import EVENT_TYPES, EventType
+from torchrelay.gateway.webhooks.webhooks import Webhook
 
 router = APIRouter(prefix="/v1/webhooks")
 

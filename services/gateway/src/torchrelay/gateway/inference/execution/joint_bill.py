@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Reservation
-from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter, Opening
+from torchrelay.gateway.inference.execution.ledger_writer import Opening, RequestBill
 
 
 class JointBill:
     """Takes the place of a ``LedgerWriter`` for a call's requests. ``end`` settles what they have used together."""
 
-    def __init__(self, writer: LedgerWriter, request_id: str, num_prompt_tokens: int) -> None:
+    def __init__(self, writer: RequestBill, request_id: str, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.reservation: Reservation | None = None  # once the call is admitted
         self._writer = writer

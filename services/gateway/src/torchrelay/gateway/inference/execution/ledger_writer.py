@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
-from torchrelay.common.errors import NotFound, TorchrelayError
+from torchrelay.common.errors import Conflict, NotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Reservation
+from torchrelay.gateway.core import ChoiceUsage, LineResult, OpenedRequest, Reservation
 from torchrelay.gateway.inference.interfaces import RequestLedger, RequestLimiter
 from torchrelay.gateway.inference.model_labels import ModelLabels
 
@@ -30,6 +31,17 @@ class RequestBill(Protocol):
     def settle(
         self, opening: Opening, reservation: Reservation, request_id: str, model: str, usages: Sequence[ChoiceUsage], /
     ) -> asyncio.Future[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinePart:
+    """The use of a request of a batch's line, which is not billed yet."""
+
+    opening: Opening
+    reservation: Reservation
+    request_id: str
+    model: str
+    usages: Sequence[ChoiceUsage]
 
 
 class LedgerWriter:
@@ -87,6 +99,13 @@ class LedgerWriter:
         """Bills the accepted usage once the opened row is committed, and ends the reservation."""
         return self._own(self._settle(opening, reservation, request_id, model, usages), self._tasks)
 
+    def settle_line(self, result: LineResult, parts: Sequence[LinePart]) -> asyncio.Task[None]:
+        """Keeps the result of a batch's line and bills its requests with it; only a success is billed.
+
+        The task raises ``Conflict``, and nothing is billed, if the result is not kept.
+        """
+        return self._own(self._settle_line(result, parts), self._tasks)
+
     def _own(self, work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         tasks.add(task)
@@ -95,7 +114,8 @@ class LedgerWriter:
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Conflict):  # which the owner of a line handles
             log.error("ledger_write_failed", exc_info=error)
 
     async def _open(self, opened: OpenedRequest) -> TorchrelayError | None:
@@ -111,24 +131,47 @@ class LedgerWriter:
     async def _settle(
         self, opening: Opening, reservation: Reservation, request_id: str, model: str, usages: Sequence[ChoiceUsage]
     ) -> None:
-        cost_nano, num_failures = 0, 0
         if await opening is not None:
             # Nothing was delivered, so nothing is billed. It is settled nevertheless: if only the commit's answer was
             # lost, the row exists and the sweep would bill it later.
             usages = ()
+        cost_nano = 0
+        with suppress(NotFound):
+            cost_nano = await self._retried(request_id, lambda: self._ledger.settle(request_id, usages))
+        await self._end(reservation, model, cost_nano, usages)
+
+    async def _settle_line(self, result: LineResult, parts: Sequence[LinePart]) -> None:
+        errors = [await part.opening for part in parts]
+        if result.status != 200 or any(errors):
+            for part in parts:
+                self.settle(part.opening, part.reservation, part.request_id, part.model, ())
+            parts = ()
+        cost_nano, usages = 0, [(part.request_id, part.usages) for part in parts]
+        try:
+            cost_nano = await self._retried(result.request_id, lambda: self._ledger.settle_line(result, usages))
+        finally:
+            for part in parts:  # of one model and tenant
+                await self._end(part.reservation, part.model, cost_nano, part.usages)
+                cost_nano = 0
+
+    async def _retried(self, request_id: str, settle: Callable[[], Awaitable[int]]) -> int:
+        """The cost, once committed. Raises ``NotFound`` and ``Conflict``."""
         # No retry library: stamina would cost 37 us on every request, and three outcomes must be told apart.
+        num_failures = 0
         while True:
             try:
-                cost_nano = await self._ledger.settle(request_id, usages)
-                break
-            except NotFound:
-                break
+                return await settle()
+            except (NotFound, Conflict):
+                raise
             except TorchrelayError as error:
                 log.warning("settlement_failed", request_id=request_id, why=error.message)
             except Exception:  # e.g. a deadlock; retried as long as the process lives
                 log.exception("settlement_crashed", request_id=request_id)
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
+
+    async def _end(self, reservation: Reservation, model: str, cost_nano: int, usages: Sequence[ChoiceUsage]) -> None:
+        """Ends the reservation of a settled request, and counts its cost."""
         self.billed_nano[self.labels.of(model)] += cost_nano
         num_tokens = max((each.num_prompt_tokens for each in usages), default=0)
         num_tokens += sum(each.num_output_tokens for each in usages)
