@@ -45,7 +45,9 @@ EXPORTED: tuple[Format, Format] = ("jsonl", "focus")
 
 OPENED = """
     WITH RECURSIVE row(i) AS (SELECT :first UNION ALL SELECT i + 1 FROM row WHERE i < :last)
-    INSERT INTO opened SELECT printf('req-%020d', i), t.tenant_id, 'key-' || (i / 3 % :keys) || '-' || t.name,
+    INSERT INTO opened (request_id, tenant_id, key_id, model, version_id, price_id, num_prompt_tokens, max_tokens,
+        num_choices, gateway_id, opened_unix_us, settled_unix_us)
+    SELECT printf('req-%020d', i), t.tenant_id, 'key-' || (i / 3 % :keys) || '-' || t.name,
         t.name || '/model-' || (i / 7 % :models), 'version', 'price-default', 20 + i * 31 % 900, 400, 1, 'gateway',
         :begin + :length / :num * i, :begin + :length / :num * i
     FROM row JOIN (SELECT tenant_id, name, row_number() OVER (ORDER BY name) - 1 AS number FROM tenants) AS t

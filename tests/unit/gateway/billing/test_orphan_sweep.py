@@ -171,7 +171,20 @@ async def test_requests_of_a_gone_gateway_are_settled(
     }
     assert await round_of(sweep) == 0
     assert "gw-dead" not in await Heartbeat(parts.database, "gw-live").beats()
-    assert (await reconcile(parts.database)).faults == ()
+    books = await reconcile(parts.database, UsageRegisterReader(nats_client, subjects))
+    assert (books.faults, books.num_in_registers) == ((), 1)
+    assert (await reconcile(parts.database)).num_in_registers is None
+
+
+async def test_books_find_what_the_sweep_billed_beyond_the_registers(parts: AccountingRig) -> None:
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
+    assert await sweep_twice(parts, Registers({"req-1": {0: UsageRegister(10, 0, 5)}})) == 1
+    for position, faults in ((5, 0), (7, 0), (4, 1)):
+        books = await reconcile(parts.database, Registers({"req-1": {0: UsageRegister(10, 0, position)}}))
+        assert len(books.faults) == faults
+    assert books.faults == ("request req-1: 5 output tokens billed by the sweep, 4 in the registers",)
+    away = await reconcile(parts.database, Registers(Unavailable("NATS is away")))
+    assert away.faults == ("NATS is away",)
 
 
 class Reported:

@@ -115,6 +115,7 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
             catalog=parts.catalog,
             prices=parts.prices,
             invoices=Invoices(parts.database),
+            registers=lambda: None,
             uploads=Uploads(parts.database, parts.catalog, store_client),
             files=(files := Files(parts.database, store_client, max_files=3)),
             batches=Batches(parts.database, files, max_open=2),

@@ -292,6 +292,7 @@ async def _make_components(
         limits=limits,
         catalog=catalog,
         prices=prices,
+        registers=nats_events.registers,
         invoices=Invoices(database),
         uploads=Uploads(
             database,

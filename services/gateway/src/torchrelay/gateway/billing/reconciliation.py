@@ -1,4 +1,4 @@
-"""Cross-checks opened rows, ledger, sums by hour, balances, adjustments and invoices.
+"""Cross-checks opened rows, ledger, usage registers, sums by hour, balances, adjustments and invoices.
 
 Each statement reads a bounded range of rows, and compares what was written in the same transactions. So its time and
 memory are bounded however large the ledger is, and the gateways go on writing meanwhile.
@@ -12,9 +12,14 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Executable, Row, case, func, literal, or_, select, union_all
 
+from torchrelay.common.errors import Unavailable
 from torchrelay.gateway.billing.invoices import Invoices
+from torchrelay.gateway.billing.ledger import opened_of
+from torchrelay.gateway.billing.orphan_sweep import RegisterSource
 from torchrelay.gateway.billing.usage_hours import HOUR_US, SUMS, hour_of
 from torchrelay.gateway.billing.usage_query import UsageFilter, rows_of_hours, rows_of_ledger
+from torchrelay.gateway.billing.usage_register import usages_from_registers
+from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.sql.database import REPORT_LIMIT_S, Database
 from torchrelay.gateway.sql.tables import (
     adjustments,
@@ -30,6 +35,7 @@ from torchrelay.gateway.sql.tables import (
 
 _MAX_FAULTS = 100
 _RANGE_ROWS = 50_000
+_RANGE_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +47,19 @@ class Reconciliation:
     num_ledger_rows: int
     cost_nano: int  # of the ledger
     adjusted_nano: int
+    num_in_registers: int | None  # swept requests whose registers still exist; None: NATS is away
     difference_nano: int  # of balances to sums by hour and adjustments, and of these sums to the ledger, without signs
     faults: tuple[str, ...]
 
 
-async def reconcile(database: Database) -> Reconciliation:
+async def reconcile(database: Database, registers: RegisterSource | None = None) -> Reconciliation:
     """The database reads the whole ledger, and gives no more than sums and faults: meant for an operator's nightly
-    check.
+    check. ``registers``: None while NATS is away.
     """
     check = _Check(database)
     await check.numbers()
     await check.requests()
+    num_in_registers = None if registers is None else await check.registers(registers)
     for tenant in await check.rows(select(tenants.c.tenant_id)):
         await check.hours(tenant.tenant_id)
         await check.balance(tenant.tenant_id)
@@ -65,6 +73,7 @@ async def reconcile(database: Database) -> Reconciliation:
         check.num_rows,
         check.cost_nano,
         check.adjusted_nano,
+        num_in_registers,
         check.difference_nano,
         tuple(check.faults[:_MAX_FAULTS]),
     )
@@ -148,6 +157,35 @@ class _Check:
             if row.more:
                 faults.append(f"{where}: more tokens than were opened")
         return faults
+
+    async def registers(self, source: RegisterSource) -> int:
+        """The sweep has billed no request for more than what its workers have reported until now; counts them."""
+        num_found = 0
+        swept = ledger.c.cause == FinishCause.GATEWAY_LOST, ledger.c.supplement == 0
+        of_request = opened.c.request_id == ledger.c.request_id
+        lost = select(opened.c.gateway_id).join_from(opened, ledger, of_request).where(*swept).distinct()
+        for gateway in await self.rows(lost):
+            after: str | None = ""
+            while after is not None:
+                query = select(opened, func.sum(ledger.c.num_output_tokens)).join_from(opened, ledger, of_request)
+                query = query.where(*swept, opened.c.gateway_id == gateway.gateway_id, opened.c.request_id > after)
+                query = query.group_by(*opened.c).order_by(opened.c.request_id).limit(_RANGE_REQUESTS)
+                rows = await self.rows(query)
+                after = rows[-1].request_id if len(rows) == _RANGE_REQUESTS else None
+                billed = {row.request_id: (opened_of(row[:-1]), int(row[-1])) for row in rows}
+                try:
+                    reported = await source.read(gateway.gateway_id, billed.keys())
+                except Unavailable as error:
+                    self.faults.append(error.message)
+                    return num_found
+                num_found += len(reported)
+                for request_id, choices in reported.items():
+                    request, num_billed = billed[request_id]
+                    num_reported = sum(each.num_output_tokens for each in usages_from_registers(request, choices))
+                    if num_billed > num_reported:
+                        told = f"{num_billed} output tokens billed by the sweep, {num_reported} in the registers"
+                        self.faults.append(f"request {request_id}: {told}")
+        return num_found
 
     async def hours(self, tenant_id: str) -> None:
         """The sums by hour are those of the ledger."""

@@ -19,6 +19,7 @@ from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.batches.files import Files
 from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.billing.invoices import Invoices
+from torchrelay.gateway.billing.orphan_sweep import RegisterSource
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.catalog.uploads import Uploads
@@ -45,6 +46,7 @@ class Services:
     catalog: Catalog
     prices: Prices
     invoices: Invoices
+    registers: Callable[[], RegisterSource | None]  # None until NATS is connected
     uploads: Uploads
     files: Files
     batches: Batches

@@ -125,7 +125,7 @@ class Limiter:
     async def use_of(self, principal: Principal) -> LimitsUse:
         """Returns what the key and its tenant use of their limits. Raises ``Unavailable`` without SQL."""
         limits = principal.limits, principal.tenant_limits
-        verdict = await self._verdict(principal, Wish(), None)
+        verdict, _ = await self._verdict(principal, Wish(), None)
         now = now_unix_us()
         return LimitsUse(
             limits,
@@ -180,7 +180,7 @@ class Limiter:
             (min_output_tokens or 0) * price.output_nano,
         )
         reservation_id = new_id("rsv")
-        verdict = await self._verdict(principal, wish, reservation_id)
+        verdict, is_reported = await self._verdict(principal, wish, reservation_id)
         if verdict.outcome is not Outcome.OK:
             raise refusal(principal, wish, verdict)
         if verdict.amount_nano < wish.amount_nano:
@@ -195,22 +195,32 @@ class Limiter:
             verdict.amount_nano,
             rates_left(limits, verdict, num_requests, num_tokens),
         )
-        self._local.take(_names(reservation), limits, reservation, self._num_gateways, self._clock())
+        self._local.take(
+            _names(reservation),
+            limits,
+            reservation,
+            self._num_gateways,
+            self._clock(),
+            is_reported=is_reported or not self._redis_url,
+        )
         self._running[reservation_id] = reservation
         if self._redis_url and self._renewing is None:
             self._renewing = asyncio.ensure_future(self._renew())
         return reservation
 
-    async def _verdict(self, principal: Principal, wish: Wish, reservation_id: str | None) -> Verdict:
-        """The verdict of Redis or, without its answer, of this gateway; reserves under the id if it is ``OK``."""
+    async def _verdict(self, principal: Principal, wish: Wish, reservation_id: str | None) -> tuple[Verdict, bool]:
+        """The verdict of Redis or, without its answer, of this gateway, and whether it is that of Redis.
+
+        Redis reserves under the id if it is ``OK``.
+        """
         limits = principal.limits, principal.tenant_limits
         now = now_unix_us()
         begins = [period_bounds(each.budget_period, now)[0] for each in limits]
-        verdict = await self._try(principal, wish, reservation_id, begins, (UNKNOWN, UNKNOWN))
-        if verdict.outcome is Outcome.SPENT:
+        answer = await self._try(principal, wish, reservation_id, begins, (UNKNOWN, UNKNOWN))
+        if answer[0].outcome is Outcome.SPENT:
             spent = await self._spent(principal, KEY, begins[KEY]), await self._spent(principal, TENANT, begins[TENANT])
-            verdict = await self._try(principal, wish, reservation_id, begins, spent)
-        return verdict
+            answer = await self._try(principal, wish, reservation_id, begins, spent)
+        return answer
 
     async def _try(
         self,
@@ -219,7 +229,7 @@ class Limiter:
         reservation_id: str | None,
         begins_us: list[int],
         spent_nano: tuple[int, int],
-    ) -> Verdict:
+    ) -> tuple[Verdict, bool]:
         limits = principal.limits, principal.tenant_limits
         names = _scope_names(principal.tenant_id, principal.key_id)
         now_s = self._clock()
@@ -231,15 +241,17 @@ class Limiter:
             member = f"{reservation_id} {principal.key_id} {wish.num_requests} {wish.num_tokens}"
         args: list[str | int | float] = [member, self._lease_s, principal.key_id]
         args += [wish.num_requests, wish.num_tokens, wish.amount_nano, wish.least_nano, wish.step_nano]
-        for limit, begin_us, spent in zip(limits, begins_us, spent_nano, strict=True):
+        owed = self._local.owed(names)
+        for limit, begin_us, spent, unreported in zip(limits, begins_us, spent_nano, owed, strict=True):
             of_scope = limit.requests_per_minute, limit.tokens_per_minute, limit.concurrent_requests, limit.budget_nano
             args += [UNKNOWN if each is None else each for each in of_scope]
-            args += [begin_us, spent, _SPENT_TTL_S]
+            args += [begin_us, spent, _SPENT_TTL_S, *unreported]
         answer = await self._run(ADMIT, principal.tenant_id, args)
         if answer is not None:
-            return _read(answer)
+            self._local.note_reported(names, owed)
+            return _read(answer), True
         await self._count_gateways()
-        return self._local.decide(names, limits, wish, begins_us, self._num_gateways, self._clock())
+        return self._local.decide(names, limits, wish, begins_us, self._num_gateways, self._clock()), False
 
     async def _count_gateways(self) -> None:
         """Counts the gateways that share the limits. Without SQL the last number holds."""

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from torchrelay.common.recent import Recent
 from torchrelay.gateway.core import Limits, Reservation
 from torchrelay.gateway.limits.admission import UNKNOWN, Use, Verdict, Wish, decide, refilled, share_of
 
 _MAX_SCOPES: Final = 10_000  # keys and tenants
+
+
+class Owed(NamedTuple):
+    """Requests and tokens that a gateway has admitted without Redis, and not yet reported to it."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -22,6 +29,8 @@ class _State:
     spent_until_s: float = 0.0
     period_begin_us: int = 0
     reserved_ids: set[str] = field(default_factory=set)
+    owed: Owed = Owed()
+    owed_ids: set[str] = field(default_factory=set)  # of requests in ``owed``
 
 
 class LocalUse:
@@ -62,9 +71,16 @@ class LocalUse:
         state.use.spent_nano, state.period_begin_us, state.spent_until_s = spent_nano, period_us, until_s
 
     def take(
-        self, names: Sequence[str], limits: Sequence[Limits], reservation: Reservation, num_gateways: int, now_s: float
+        self,
+        names: Sequence[str],
+        limits: Sequence[Limits],
+        reservation: Reservation,
+        num_gateways: int,
+        now_s: float,
+        *,
+        is_reported: bool,
     ) -> None:
-        """Notes an admitted request."""
+        """Notes an admitted request. ``is_reported``: Redis has admitted it."""
         for name, whole in zip(names, limits, strict=True):
             share = share_of(whole, num_gateways, UNKNOWN)
             state = self._states.get(name)
@@ -77,7 +93,22 @@ class LocalUse:
             use.reserved_nano += reservation.reserved_nano
             state.use, state.at_s = use, now_s
             state.reserved_ids.add(reservation.reservation_id)
+            if not is_reported:
+                state.owed_ids.add(reservation.reservation_id)
+                state.owed = Owed(
+                    state.owed.num_requests + reservation.num_requests, state.owed.num_tokens + reservation.num_tokens
+                )
             self._states[name] = state  # the newest
+
+    def owed(self, names: Sequence[str]) -> list[Owed]:
+        states = [self._states.get(name) for name in names]
+        return [Owed() if state is None else state.owed for state in states]
+
+    def note_reported(self, names: Sequence[str], reported: Sequence[Owed]) -> None:
+        for name, told in zip(names, reported, strict=True):
+            if (state := self._states.get(name)) is not None and told != Owed():
+                state.owed = Owed(state.owed.num_requests - told.num_requests, state.owed.num_tokens - told.num_tokens)
+                state.owed_ids.clear()
 
     def give_back(self, names: Sequence[str], reservation: Reservation, cost_nano: int, num_tokens: int) -> None:
         """Notes the end of a request that used ``num_tokens``. Idempotent."""
@@ -86,6 +117,9 @@ class LocalUse:
             if state is None or reservation.reservation_id not in state.reserved_ids:
                 continue
             state.reserved_ids.remove(reservation.reservation_id)
+            if reservation.reservation_id in state.owed_ids:
+                unused = reservation.num_tokens - num_tokens
+                state.owed = state.owed._replace(num_tokens=state.owed.num_tokens - unused)
             use = state.use
             use.tokens_left += reservation.num_tokens - num_tokens
             use.num_running -= reservation.num_requests

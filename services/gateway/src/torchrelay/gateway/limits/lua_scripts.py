@@ -28,7 +28,8 @@ end
 
 # Arguments: member, lease in seconds, key id, requests, tokens, amount, least amount, step; then of the key and of the
 # tenant: requests and tokens per minute, requests at once, budget (each below 0: none), the begin of the budget's
-# period, its spending (below 0: unknown), and how long that holds.
+# period, its spending (below 0: unknown), how long that holds, and the requests and tokens that the gateway has admitted
+# without Redis since it was last told.
 # Answer: outcome, place, seconds to wait, amount; then of both: requests and tokens left, running, reserved, spent.
 ADMIT = (
     _COMMON
@@ -58,6 +59,12 @@ local function loaded(prefix, first)
     return math.min(per_minute, tonumber(number or per_minute) + elapsed * per_minute / 60)
   end
   s.requests, s.tokens = left(has[2], s.rpm), left(has[3], s.tpm)
+  local owed_requests, owed_tokens = tonumber(ARGV[first + 7]), tonumber(ARGV[first + 8])
+  if owed_requests > 0 or owed_tokens ~= 0 then
+    s.requests, s.tokens = s.requests - owed_requests, s.tokens - owed_tokens
+    redis.call('HSET', use, prefix .. 'at', string.format('%.6f', now), prefix .. 'requests',
+      string.format('%.6f', s.requests), prefix .. 'tokens', string.format('%.6f', s.tokens))
+  end
   local empty = redis.call('EXISTS', leases) == 0
   s.running = empty and 0 or math.max(0, tonumber(has[4] or 0))
   s.reserved = empty and 0 or math.max(0, tonumber(has[5] or 0))
@@ -74,7 +81,7 @@ local function loaded(prefix, first)
   return s
 end
 
-local scopes = {loaded('k:' .. key_id .. ':', 9), loaded('t:', 16)}
+local scopes = {loaded('k:' .. key_id .. ':', 9), loaded('t:', 18)}
 local function answer(outcome, place, wait)
   local told = {outcome, whole(place - 1), string.format('%.6f', wait), whole(amount)}
   for _, s in ipairs(scopes) do

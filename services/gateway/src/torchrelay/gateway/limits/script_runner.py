@@ -36,14 +36,22 @@ class RedisScriptRunner:
         """The script's answer; None while Redis does not answer, which is logged once. It may have run all the same."""
         if not self._circuit.may_ask(self._clock()):
             return None
+        # In a task of its own, which is not waited for: the client may take seconds to end a call that is cancelled.
+        asking = asyncio.ensure_future(self._redis.register_script(script)(keys=keys, args=args))
         try:
-            async with asyncio.timeout(self._answer_limit_s):
-                answer: list[bytes] = await self._redis.register_script(script)(keys=keys, args=args)
+            await asyncio.wait({asking}, timeout=self._answer_limit_s)
+            if not asking.done():
+                raise TimeoutError
+            answer: list[bytes] = asking.result()
         except (RedisError, OSError) as error:
             if self._circuit.is_closed:
                 log.warning("redis_away_each_gateway_limits_its_share", error=repr(error)[:200])
             self._circuit.silent(self._clock())
             return None
+        finally:
+            if not asking.done():
+                asking.cancel()
+                asking.add_done_callback(_ignore)
         if not self._circuit.is_closed:
             log.info("redis_back")
         self._circuit.answered()
@@ -51,3 +59,9 @@ class RedisScriptRunner:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+
+def _ignore(asked: asyncio.Future[list[bytes]]) -> None:
+    """Takes the error of a call that nobody waits for, which would be logged otherwise."""
+    if not asked.cancelled():
+        asked.exception()

@@ -206,7 +206,7 @@ async def add_price(services: ServicesOf, admin: Owner, body: NewPrice) -> dict[
 @router.get("/reconcile")
 async def reconciliation(services: ServicesOf, admin: Admin) -> dict[str, Any]:
     async with services.queries.turn(admin.tenant_id):
-        result = await reconcile(services.database)
+        result = await reconcile(services.database, services.registers())
     return {**asdict(result), "ok": not result.faults}
 
 
