@@ -22,6 +22,7 @@ class Issuer:
     url: str
     keys: list[RSAKey] = field(default_factory=list)
     num_fetched: int = 0
+    faulty_keys: dict[str, Any] | None = None
 
     def rotate(self) -> None:
         """Signs with another key from now on; the old ones are no longer given."""
@@ -43,10 +44,10 @@ def running_issuer() -> Iterator[Issuer]:
 
         def do_GET(self) -> None:
             if self.path == "/.well-known/openid-configuration":
-                document: Any = {"issuer": issuer.url, "jwks_uri": f"{issuer.url}/keys"}
+                document: Any = {"issuer": issuer.url, "jwks_uri": f"{issuer.url.rstrip('/')}/keys"}
             else:
                 issuer.num_fetched += 1
-                document = KeySet([*issuer.keys]).as_dict(private=False)
+                document = issuer.faulty_keys or KeySet([*issuer.keys]).as_dict(private=False)
             body = json.dumps(document).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))

@@ -36,15 +36,17 @@ def tokens_of(parts: AccountingRig, issuer: Issuer) -> OidcTokens:
 async def test_first_grant_that_applies_gives_the_role(parts: AccountingRig, shared_issuer: Issuer) -> None:
     tokens = tokens_of(parts, shared_issuer)
     for claims, role, person in (
-        ({"groups": ["sre", "staff"], "email": "ann@x.example"}, "operator", "oidc:ann@x.example"),
-        ({"email": "ann@x.example"}, "admin", "oidc:ann@x.example"),
-        ({"groups": ["other", "staff"], "preferred_username": "bo"}, "viewer", "oidc:bo"),
+        ({"groups": ["sre", "staff"], "email": "ann@x.example", "email_verified": True}, "operator", "oidc:ann"),
+        ({"email": "ann@x.example", "email_verified": True}, "admin", "oidc:ann"),
+        ({"groups": ["other", "staff"], "sub": "bo"}, "viewer", "oidc:bo"),
         ({"groups": "staff"}, "viewer", "oidc:ann"),
     ):
         caller = await tokens.authenticate(shared_issuer.token(**claims))
         assert (caller.is_admin, caller.role, caller.actor) == (True, role, person)
-    with pytest.raises(PermissionDenied, match="oidc:ann has no role here"):
-        await tokens.authenticate(shared_issuer.token(groups=["none"]))
+    refused: list[dict[str, Any]] = [{"groups": ["none"]}, {"email": "ann@x.example"}]
+    for held in (*refused, {"email": "ann@x.example", "email_verified": "no"}):
+        with pytest.raises(PermissionDenied, match="oidc:ann has no role here"):
+            await tokens.authenticate(shared_issuer.token(**held))
 
 
 async def test_person_of_a_tenant_has_its_limits(parts: AccountingRig, shared_issuer: Issuer) -> None:
@@ -75,10 +77,10 @@ async def test_person_of_a_tenant_has_its_limits(parts: AccountingRig, shared_is
     ],
     ids=("audience", "issuer", "expired", "not yet", "no subject", "no expiry"),
 )
-async def test_token_that_does_not_hold_is_refused(
+async def test_token_that_is_not_valid_is_refused(
     parts: AccountingRig, shared_issuer: Issuer, claims: dict[str, Any]
 ) -> None:
-    with pytest.raises(Unauthenticated, match="the token does not hold"):
+    with pytest.raises(Unauthenticated, match="the token is not valid"):
         await tokens_of(parts, shared_issuer).authenticate(shared_issuer.token(groups=["sre"], **claims))
 
 
@@ -114,6 +116,21 @@ async def test_keys_are_fetched_again_when_the_issuer_rotates(
     await tokens.authenticate(last)  # the issuer is away, and its keys are known
     with pytest.raises(Unavailable):
         await tokens_of(parts, issuer).authenticate(last)
+
+
+async def test_issuer_may_end_with_a_slash_and_give_faulty_keys(
+    parts: AccountingRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_issuer() as issuer:
+        tokens = tokens_of(parts, issuer)
+        issuer.url += "/"
+        await tokens.authenticate(issuer.token(groups=["sre"]))
+        monkeypatch.setattr(oidc, "_KEYS_HOLD_S", 0.0)
+        for faulty in ({"keys": [{"kty": "RSA"}]}, {"nothing": 1}):
+            issuer.faulty_keys = faulty
+            await tokens.authenticate(issuer.token(groups=["sre"]))  # by the keys that are known
+        with pytest.raises(Unavailable):
+            await tokens_of(parts, issuer).authenticate(issuer.token(groups=["sre"]))
 
 
 def test_grants_are_parsed_and_refused_by_their_text() -> None:

@@ -30,6 +30,7 @@ from torchrelay.gateway.core import (
     Version,
 )
 from torchrelay.gateway.limits import script_runner
+from torchrelay.gateway.limits.admission import Outcome, Wish
 from torchrelay.gateway.limits.circuit import Circuit
 from torchrelay.gateway.limits.limiter import LONG_ANSWER_TOKENS, Limiter
 from torchrelay.gateway.limits.refusals import RateExceeded
@@ -323,10 +324,10 @@ async def test_running_requests_outlive_their_leases(rig: LimitRig, redis_url: s
     short.limits._scripts = RedisScriptRunner(redis_url, answer_limit_s=60)
     kept = await short.admit(budget_nano=1010)
     running = f"relay:{{{rig.principal.tenant_id}}}:running"
-    [[_, begun]] = await rig.redis.zrange(running, 0, -1, withscores=True)
+    [[_, begun]] = await rig.redis.zrange(running, 0, 0, withscores=True)
 
     async def is_renewed() -> bool:
-        [[_, end]] = await rig.redis.zrange(running, 0, -1, withscores=True)
+        [[_, end]] = await rig.redis.zrange(running, 0, 0, withscores=True)
         return bool(end > begun + 1.5)
 
     await eventually(is_renewed)
@@ -365,18 +366,13 @@ async def test_cancelled_admission_reserves_nothing(rig: LimitRig, monkeypatch: 
 
 async def test_close_does_not_wait_for_a_lost_redis(rig: LimitRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The releases that it does not answer are left to the lease of their reservations."""
-    asked = asyncio.Event()
+    kept = await rig.admit(budget_nano=1010)
 
     async def lost(*_: Any) -> None:
-        asked.set()
         await asyncio.sleep(0)
 
     monkeypatch.setattr(rig.limits, "_run", lost)
-    admitting = asyncio.ensure_future(rig.admit(budget_nano=1010))
-    await asked.wait()
-    admitting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await admitting
+    rig.limits.abandon(kept)
     async with asyncio.timeout(20):  # of the 36 s in which it is released again and again
         await rig.limits.close()
     assert not rig.limits._undoing
@@ -393,19 +389,88 @@ async def test_emptied_redis_is_filled_from_sql(rig: LimitRig) -> None:
 
 
 @pytest.mark.parametrize("part", ["use", "running"])
-async def test_evicted_part_keeps_no_limit_wrong_for_ever(rig: LimitRig, part: str) -> None:
-    """Without the hash the running requests are summed anew; without the set none of them runs."""
-    admitted = [await rig.admit(concurrent_requests=3) for _ in range(3)]
+@pytest.mark.parametrize("first", ["release", "admit", "other"])
+async def test_evicted_part_keeps_no_limit_wrong_for_ever(rig: LimitRig, part: str, first: str) -> None:
+    """Without the hash all is summed anew; without the set none of the requests runs. Whatever comes first after it."""
+    admitted = [await rig.admit(scope="limits", concurrent_requests=3) for _ in range(3)]
     await rig.redis.delete(f"relay:{{{rig.principal.tenant_id}}}:{part}")
-    if part == "use":
-        with pytest.raises(RateLimited):
-            await rig.admit(concurrent_requests=3)
+    if first == "release":
+        await rig.limits.release(admitted.pop(), 0, 0)
+    elif first == "other":
+        await rig.with_key("other").admit(scope="limits", concurrent_requests=1)
+    for _ in range(3 if part == "running" else 1 if first == "release" else 0):
+        admitted.append(await rig.admit(scope="limits", concurrent_requests=3))
+    with pytest.raises(RateLimited):
+        await rig.admit(scope="limits", concurrent_requests=3)
     for each in admitted:
         await rig.limits.release(each, 0, 0)
     for _ in range(3):
-        await rig.admit(concurrent_requests=3)
+        await rig.admit(scope="limits", concurrent_requests=3)
     with pytest.raises(RateLimited):
-        await rig.admit(concurrent_requests=3)
+        await rig.admit(scope="limits", concurrent_requests=3)
+
+
+async def test_repeated_admission_takes_once(rig: LimitRig) -> None:
+    """A client of Redis repeats a script whose connection broke."""
+    caller = replace(rig.principal, limits=Limits(requests_per_minute=10, concurrent_requests=5))
+    for _ in range(3):
+        verdict, _ = await rig.limits._verdict(caller, Wish(1, 1, 10), "rsv-1")
+        assert verdict.outcome is Outcome.OK
+    use = (await rig.limits.use_of(caller)).uses[0]
+    assert (use.num_running, int(use.requests_left)) == (1, 9)
+
+
+async def test_key_that_has_long_been_unused_is_forgotten(rig: LimitRig) -> None:
+    await rig.limits.release(await rig.admit(scope="limits", requests_per_minute=3), 0, 0)
+    await rig.pass_time(3700)
+    use = f"relay:{{{rig.principal.tenant_id}}}:use"
+    await rig.redis.hdel(use, "mark")
+    await rig.with_key("other").admit(scope="limits", requests_per_minute=3)
+    fields = {field.decode() for field in await rig.redis.hkeys(use)}
+    assert not [field for field in fields if rig.principal.key_id in field] and "k:other:at" in fields
+
+
+async def test_late_answer_of_redis_leaves_no_reservation(rig: LimitRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis has admitted the request, and the gateway refused it before the answer came."""
+    run, num_asked = rig.limits._run, 0
+
+    async def run_late(*args: Any) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        answer = await run(*args)
+        return None if num_asked == 2 else answer
+
+    monkeypatch.setattr(rig.limits, "_run", run_late)
+    first = await rig.admit(scope="limits", concurrent_requests=2)
+    monkeypatch.setattr(rig.limits, "_num_gateways", 2)
+    monkeypatch.setattr(rig.limits, "_counted_at_s", float("inf"))
+    with pytest.raises(RateLimited):
+        await rig.admit(scope="limits", concurrent_requests=2)
+    await eventually(lambda: not rig.limits._undoing, "the release")
+    caller = replace(rig.principal, limits=Limits(concurrent_requests=2))
+    assert (await rig.limits.use_of(caller)).uses[0].num_running == 1
+    assert await rig.limits.release(first, 0, 0)
+
+
+async def test_what_was_admitted_without_redis_is_told_to_it(rig: LimitRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, is_away = rig.limits._run, True
+
+    async def maybe(*args: Any) -> Any:
+        return None if is_away else await run(*args)
+
+    monkeypatch.setattr(rig.limits, "_run", maybe)
+    for _ in range(4):
+        admitted = await rig.admit(10, 90, requests_per_minute=10, tokens_per_minute=1000)
+        await rig.limits.release(admitted, 0, 40)
+    running = await rig.admit(10, 90, requests_per_minute=10, tokens_per_minute=1000)
+    is_away = False
+    rates = (await rig.admit(10, 90, requests_per_minute=10, tokens_per_minute=1000)).rates
+    assert rates.requests is not None and 4 <= rates.requests.num_left < 5
+    assert rates.tokens is not None and 640 <= rates.tokens.num_left < 680
+    await rig.limits.release(running, 0, 20)
+    rates = (await rig.admit(10, 90, requests_per_minute=10, tokens_per_minute=1000)).rates
+    assert rates.requests is not None and 3 <= rates.requests.num_left < 4, "it is told once"
+    assert rates.tokens is not None and 620 <= rates.tokens.num_left < 660, "80 of the running one came back"
 
 
 @pytest.mark.parametrize("redis", ["none", "gone"])
@@ -425,6 +490,10 @@ async def test_without_redis_each_gateway_limits_its_share(rig: LimitRig, redis:
         await other.admit(scope="limits", concurrent_requests=4)
     await other.limits.release(running[0], 0, 0)
     await other.admit(scope="limits", concurrent_requests=4)
+    large = other.with_key("large")
+    await large.admit(900, 100, scope="limits", tokens_per_minute=1000)  # more than its share: a debt
+    with pytest.raises(RateExceeded):
+        await large.admit(1, 1, scope="limits", tokens_per_minute=1000)
     await rig.set_spent(1000)
     third = other.with_key("c")
     await third.admit(budget_nano=3020)  # 1010 of the half of what is left

@@ -11,12 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from tests.unit.gateway.conftest import DATABASES, AccountingRig
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
 from torchrelay.gateway.sql.event_outbox import EVENT_TYPES, emit
+from torchrelay.gateway.sql.tables import audit
 from torchrelay.gateway.sql.tables import webhooks as rows
 from torchrelay.gateway.webhooks import webhooks as module
 from torchrelay.gateway.webhooks.budget_warnings import warn_of_budgets
@@ -97,7 +98,7 @@ async def test_address_gets_each_event_once_in_order_and_signed(parts: Accountin
         for _ in range(2):
             await make_due(parts)
             await deliver_due(webhooks, parts.database)
-        assert receiver.ids == ["event-1", "ledger-2", "ledger-3", "ledger-4"]
+        assert receiver.ids == ["event-1", "req-0.0.0", "req-1.0.0", "req-2.0.0"]
         [body], [headers] = receiver.bodies, receiver.headers
         event = json.loads(body)[1]
         assert (event["specversion"], event["type"], event["data"]["request"]) == ("1.0", "torchrelay.usage", "req-0")
@@ -127,7 +128,7 @@ async def test_refused_events_are_sent_again_later(parts: AccountingRig) -> None
         receiver.status = 204
         await make_due(parts)
         await deliver_due(webhooks, parts.database)
-        assert receiver.ids == [f"ledger-{number + 1}" for number in range(MAX_EVENTS + 20)]
+        assert receiver.ids == [f"req-{number}.0.0" for number in range(MAX_EVENTS + 20)]
         assert [len(json.loads(body)) for body in receiver.bodies] == [MAX_EVENTS, 20]
         [kept] = await webhooks.list()
         assert (kept.num_failures, kept.last_error) == (0, "")
@@ -144,6 +145,28 @@ async def test_webhook_of_a_tenant_gets_no_others_events(parts: AccountingRig) -
         await deliver_due(webhooks, parts.database)
         [event] = json.loads(receiver.bodies[0])
         assert event["data"] == {"tenant": other.tenant_id}
+        await parts.ledger.open(replace(parts.request("req-2"), tenant_id=other.tenant_id))
+        await parts.ledger.settle("req-2", [ChoiceUsage("req-2", 0, 10, 0, 10, FinishCause.STOP)])
+        await make_due(parts)
+        await deliver_due(webhooks, parts.database)
+        [usage] = json.loads(receiver.bodies[1])
+        assert usage["id"] == "req-2.0.0" and "id" not in usage["data"], "the number of the ledger tells of all tenants"
+
+
+async def test_webhooks_take_turns_and_places_only_rise(parts: AccountingRig) -> None:
+    webhooks = Webhooks(parts.database)
+    for number in range(2):
+        await webhooks.create(None, f"https://{number}.example/secret", ["usage"])
+    first, second = [await webhooks.lease_due(60) for _ in range(2)]
+    assert first is not None and second is not None and first.webhook_id != second.webhook_id
+    assert await webhooks.lease_due(60) is None
+    await webhooks.taken(first, 9, 9, 100.0)
+    await webhooks.taken(first, 3, 3, 0.0)  # too late: its lease is over
+    places = {each.webhook_id: each.last_ledger_id for each in await webhooks.list()}
+    assert places == {first.webhook_id: 9, second.webhook_id: 0}
+    async with parts.database.read() as connection:
+        logged = [row.after for row in await connection.execute(select(audit)) if row.action == "webhook.create"]
+    assert len(logged) == 2 and all("example" in text and "secret" not in text for text in logged)
 
 
 async def test_number_of_webhooks_is_bounded(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> None:

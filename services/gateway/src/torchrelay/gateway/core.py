@@ -58,11 +58,16 @@ class Principal:
     models: frozenset[str] | None = None  # "tenant/model" or an alias of it; None: all of its tenant
     may_manage_keys: bool = True
     expires_unix_us: int | None = None
+    has_old_secret: bool = False  # the secret before the last rotation
 
     @property
     def actor(self) -> str:
         """The caller's name in the audit log."""
         return self.person or f"key:{self.key_id}"
+
+    def may_call(self, *names: str) -> bool:
+        """Whether the key may call, and publish, a model with any of these full names."""
+        return self.models is None or not self.models.isdisjoint(names)
 
     def class_of(self, wanted: ServiceClass | None) -> ServiceClass:
         """The class of a request that names ``wanted``, or none."""
@@ -291,7 +296,7 @@ class Reservation:
     tenant_id: str
     key_id: str
     max_output_tokens: int  # whose cost it covers, over all choices
-    num_requests: int = 0  # 0: a further prompt of a call
+    num_requests: int = 0  # of the rate; 0: a further prompt of a call
     num_tokens: int = 0
     reserved_nano: int = 0
     rates: RatesLeft = NO_RATES

@@ -22,6 +22,8 @@ class Grant:
     tenant: str
 
     def applies_to(self, claims: Mapping[str, Any]) -> bool:
+        if self.claim == "email" and claims.get("email_verified") is not True:
+            return False  # the issuer lets people name any address
         held = claims.get(self.claim)
         return self.value in held if isinstance(held, list) else held == self.value
 

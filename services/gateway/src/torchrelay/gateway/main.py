@@ -23,7 +23,6 @@ from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
 from torchrelay.gateway.auth.identities import Identities
-from torchrelay.gateway.auth.oidc import OidcTokens
 from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.background import all_ended, background, repeat
@@ -256,6 +255,9 @@ async def _make_components(
     operators, tenants = Operators(database, table_versions, pepper), Tenants(database, table_versions)
     tokens = None
     if settings.oidc_issuer:
+        # With joserfc and cryptography 8 MB, which installations without an issuer never need.
+        from torchrelay.gateway.auth.oidc import OidcTokens
+
         grants = parse_grants(settings.oidc_grants)
         tokens = OidcTokens(settings.oidc_issuer, settings.oidc_audience, grants, tenants, table_versions)
     prices = Prices(database, table_versions)

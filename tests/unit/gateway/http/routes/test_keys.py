@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.unit.gateway.http.conftest import RestRig, client
-from tests.unit.gateway.http.routes.test_uploads import published
+from tests.unit.gateway.http.routes.test_uploads import WEIGHTS, begun, declared, published
 from torchrelay.common.clock import now_unix_us
 
 LIMITS = {
@@ -51,6 +51,8 @@ async def test_key_shows_and_changes_what_it_may(rig: RestRig) -> None:
     ("settings", "field"),
     [
         ({"requests_per_minute": 5, "may_manage_keys": True}, "may_manage_keys"),
+        ({"service_class": "batch", "may_manage_keys": True}, "may_manage_keys"),
+        ({"expires_at": "2100-01-01", "may_manage_keys": True}, "may_manage_keys"),
         ({"budget_period": "day"}, "budget_period"),
         ({"budget_nano": 5, "budget_period": "year"}, "budget_period"),
         ({"expires_at": "2020-01-01"}, "expires_at"),
@@ -95,6 +97,9 @@ async def test_rotated_key_has_two_secrets_until_the_overlap_ends(
     rotated = (await rig.acme.post(f"/v1/keys/{key['id']}/rotate", json={"overlap_s": 60})).json()
     assert rotated["id"] == key["id"] and rotated["key"] != key["key"]
     assert [await status(rig, each) for each in (key["key"], rotated["key"])] == [200, 200]
+    async with client(rig.url, key["key"]) as old:  # which a thief may have
+        for answer in (await old.post(f"/v1/keys/{key['id']}/rotate", json={}), await old.post("/v1/keys", json={})):
+            assert answer.status_code == 403
     later_us = now_unix_us() + 61_000_000
     monkeypatch.setattr("torchrelay.gateway.auth.api_keys.now_unix_us", lambda: later_us)
     assert [await status(rig, each) for each in (key["key"], rotated["key"])] == [401, 200]
@@ -129,6 +134,11 @@ async def test_key_of_models_calls_and_lists_these_alone(rig: RestRig) -> None:
         refused = await caller.get("/v1/models/glossary")
         assert refused.status_code == 403 and "its models: acme/maps" in refused.text
         assert (await caller.delete("/v1/models/glossary")).status_code == 403
+        for model in ("glossary", "new"):
+            refused = await caller.post("/v1/uploads", json={"model": model, "files": declared({"w": WEIGHTS})})
+            assert refused.status_code == 403, refused.text
+        upload = await begun(rig.acme, "glossary")
+        assert (await caller.post(f"/v1/uploads/{upload['id']}/commit", json={})).status_code == 403
 
 
 async def test_key_tells_what_it_and_its_tenant_have_left(rig: RestRig) -> None:

@@ -10,12 +10,13 @@ import hmac
 import json
 import secrets as random_secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Row, Select, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, bindparam, func, insert, select, update
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, PermissionDenied, Unauthenticated
@@ -29,8 +30,17 @@ from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import api_keys, secrets, tenants
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
+_USES_AT_ONCE = 500
 MAX_KEYS = 1000  # of a tenant, that are not revoked
 ADMIN = Principal(tenant_id="", tenant="", key_id="admin", is_admin=True, person="admin key")
+
+
+_LAST_USED = func.coalesce(api_keys.c.last_used_unix_us, 0)
+_NOTE_USE = (
+    update(api_keys)
+    .where(api_keys.c.key_id == bindparam("of_key"), bindparam("at") > _LAST_USED)
+    .values(last_used_unix_us=bindparam("at"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +73,16 @@ class _Entry:
     is_suspended: bool  # its tenant
     principal: Principal
 
-    def has(self, mac: str) -> bool:
-        """Whether a token's hash is that of the key, or of its token before the rotation."""
+    def caller(self, mac: str) -> Principal | None:
+        """The principal of a token with this hash; None if it is not the key's.
+
+        The token before the rotation manages no keys: whoever stole it could keep the key.
+        """
         if hmac.compare_digest(self.mac, mac):
-            return True
-        is_previous = hmac.compare_digest(self.previous_mac, mac)
-        return is_previous and now_unix_us() < self.previous_until_unix_us
+            return self.principal
+        if hmac.compare_digest(self.previous_mac, mac) and now_unix_us() < self.previous_until_unix_us:
+            return replace(self.principal, may_manage_keys=False, has_old_secret=True)
+        return None
 
     def check(self) -> None:
         """Raises ``Unauthenticated`` for an expired key, ``PermissionDenied`` for a paused key or suspended tenant."""
@@ -136,11 +150,12 @@ class ApiKeys:
         entry = self._cache.get(key_id, version)
         if entry is None:  # both queries share one time limit
             entry = await self._database.answer(self._look_up(key_id, version), due_s - self._clock())
-        if entry is None or not entry.has(mac):
+        caller = None if entry is None else entry.caller(mac)
+        if entry is None or caller is None:
             raise _unknown()
         entry.check()
         self._used[key_id] = now_unix_us()
-        return entry.principal
+        return caller
 
     async def caller_of(self, key_id: str) -> Principal:
         """The principal of a key by its id, for what goes on without the key. Raises as ``authenticate`` does."""
@@ -155,13 +170,14 @@ class ApiKeys:
         used = dict(self._used)
         if not used:
             return
-        async with self._database.write() as connection:
-            for key_id in sorted(used):  # in one order, so that gateways never deadlock
-                of_key = update(api_keys).where(api_keys.c.key_id == key_id)
-                await connection.execute(of_key.values(last_used_unix_us=used[key_id]))
-        for key_id, at_us in used.items():
-            if self._used.get(key_id) == at_us:
-                del self._used[key_id]
+        names = sorted(used)  # in one order, so that gateways never deadlock
+        for begin in range(0, len(names), _USES_AT_ONCE):
+            chunk = names[begin : begin + _USES_AT_ONCE]
+            rows = [{"of_key": key_id, "at": used[key_id]} for key_id in chunk]
+            await self._database.transact(partial(_note_uses, rows))
+            for key_id in chunk:
+                if self._used.get(key_id) == used[key_id]:
+                    del self._used[key_id]
 
     async def _look_up(self, key_id: str, version: int) -> _Entry | None:
         query = _joined().where(api_keys.c.key_id == key_id, api_keys.c.revoked_unix_us.is_(None))
@@ -218,7 +234,8 @@ class ApiKeys:
                 raise _not_found(key_id)
             row = (await connection.execute(_joined().where(api_keys.c.key_id == key_id))).one()
             _check(row, settings)
-            await record(connection, action, key_id, row.tenant_id, _audited(before), _audited(row))
+            if settings:
+                await record(connection, action, key_id, row.tenant_id, _audited(before), _audited(row))
         await self._changed()
         return _info(row)
 
@@ -258,12 +275,12 @@ class ApiKeys:
         query = update(api_keys).where(api_keys.c.key_id == key_id, *_of(tenant_id))
         revoked_at = func.coalesce(api_keys.c.revoked_unix_us, now_unix_us())
         async with self._database.write() as connection:
+            await bump_version(connection, "keys")  # first, as in ``change``
             values = query.values(revoked_unix_us=revoked_at).returning(api_keys.c.tenant_id)
             owner = (await connection.execute(values)).scalar_one_or_none()
             if owner is None:
                 raise _not_found(key_id)
             await record(connection, "key.revoke", key_id, owner)
-            await bump_version(connection, "keys")
         await self._changed()
 
     async def _changed(self) -> None:
@@ -300,13 +317,21 @@ def _check(row: Row[Any], settings: Mapping[str, Any]) -> None:
     """Raises ``InvalidRequest`` for settings that contradict each other."""
     limits = limits_of(row)
     check_period(limits)
-    if settings.get("may_manage_keys") and (limits != NO_LIMITS or row.models is not None):
-        message = "a key with limits or models of its own cannot manage keys, since another key would have none of them"
+    if settings.get("may_manage_keys") and _is_limited(row):
+        message = (
+            "a key with limits, models, a class or an expiry of its own cannot manage keys, since another key would"
+        )
+        message += " have none of them"
         raise InvalidRequest(message, field="may_manage_keys")
 
 
 def _may_manage_keys(row: Row[Any]) -> bool:
-    return bool(row.may_manage_keys) and row.models is None and limits_of(row) == NO_LIMITS
+    return bool(row.may_manage_keys) and not _is_limited(row)
+
+
+def _is_limited(row: Row[Any]) -> bool:
+    own = row.models, row.service_class, row.expires_unix_us
+    return any(each is not None for each in own) or limits_of(row) != NO_LIMITS
 
 
 def _principal(row: Row[Any]) -> Principal:
@@ -349,6 +374,10 @@ def _audited(row: Row[Any]) -> dict[str, Any]:
     shown = asdict(_info(row))
     left_out = "key_id", "tenant", "limits", "created_unix_us", "last_used_unix_us"
     return {**{name: shown[name] for name in shown if name not in left_out}, **shown["limits"]}
+
+
+def _note_uses(rows: Sequence[Mapping[str, Any]], connection: Connection) -> None:
+    connection.execute(_NOTE_USE, rows)
 
 
 def _unknown() -> Unauthenticated:

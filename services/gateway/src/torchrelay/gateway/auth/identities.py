@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torchrelay.gateway.auth.api_keys import ApiKeys, bearer_token
 from torchrelay.gateway.auth.key_format import OPERATOR
-from torchrelay.gateway.auth.oidc import OidcTokens
 from torchrelay.gateway.auth.operators import Operators
 from torchrelay.gateway.core import Principal
+
+if TYPE_CHECKING:
+    from torchrelay.gateway.auth.oidc import OidcTokens
 
 
 class Identities:

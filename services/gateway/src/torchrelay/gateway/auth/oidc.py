@@ -14,6 +14,10 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+
 from torchrelay.common.errors import PermissionDenied, Unauthenticated, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.tenants import Tenants
@@ -41,22 +45,22 @@ class OidcTokens:
         self._grants = grants
         self._tenants = tenants
         self._versions = versions
-        self._cache: VersionedCache[str, Principal] = VersionedCache(1000)  # by tenant and person
-        self._keys: Any = None  # joserfc's KeySet
+        self._cache: VersionedCache[str, Principal] = VersionedCache(1000)  # by tenant and key id
+        self._issued_by, self._keys = "", cast(Any, None)  # the latter: joserfc's KeySet
         self._fetched_at_s = float("-inf")
         self._fetching = asyncio.Lock()
 
     async def authenticate(self, token: str) -> Principal:
         """The person of a token.
 
-        Raises ``Unauthenticated`` for a token that does not hold, ``PermissionDenied`` for a person without a grant,
+        Raises ``Unauthenticated`` for a token that is not valid, ``PermissionDenied`` for a person without a grant,
         and ``Unavailable`` if the issuer's keys cannot be had.
         """
         if len(token) > _MAX_TOKEN_CHARS:
             raise Unauthenticated(f"the token is longer than {_MAX_TOKEN_CHARS:,} characters")
         claims = await self._claims(token)
         subject = str(claims.get("sub", ""))
-        person = f"oidc:{claims.get('email') or claims.get('preferred_username') or subject}"[:200]
+        person = f"oidc:{subject}"[:200]
         grant = next((each for each in self._grants if each.applies_to(claims)), None)
         if grant is None:
             raise PermissionDenied(f"{person} has no role here: the setting oidc_grants has no rule for its claims")
@@ -68,7 +72,7 @@ class OidcTokens:
 
     async def _of_tenant(self, name: str, key_id: str, person: str) -> Principal:
         version = await self._versions.confirmed("keys")
-        cached = self._cache.get(f"{name} {person}", version)
+        cached = self._cache.get(f"{name} {key_id}", version)
         if cached is not None:
             return cached
         tenant = await self._tenants.by_name(name)
@@ -84,53 +88,54 @@ class OidcTokens:
             service_class=min(top, ServiceClass.STANDARD, key=URGENCY.index),
             top_class=top,
         )
-        self._cache.put(f"{name} {person}", version, principal)
+        self._cache.put(f"{name} {key_id}", version, principal)
         return principal
 
     async def _claims(self, token: str) -> Mapping[str, Any]:
-        from joserfc import jwt  # with cryptography 8 MB, which installations without an issuer never need
-        from joserfc.errors import JoseError
-
-        registry = jwt.JWTClaimsRegistry(
-            leeway=_LEEWAY_S,
-            iss={"essential": True, "value": self._issuer},
-            aud={"essential": True, "value": self._audience},
-            exp={"essential": True},
-            sub={"essential": True},
-        )
         for hold_s in (_KEYS_HOLD_S, _KEYS_HOLD_LEAST_S):  # the second time with newer keys, if those are old enough
-            keys = await self._issuers_keys(hold_s)
+            issuer, keys = await self._issuers_keys(hold_s)
             try:
                 claims: Mapping[str, Any] = jwt.decode(token, keys, algorithms=_ALGORITHMS).claims
-                registry.validate(dict(claims))
+                _registry(issuer, self._audience).validate(dict(claims))
             except (JoseError, ValueError) as error:
-                refused = Unauthenticated(f"the token does not hold: {getattr(error, 'description', '') or error}")
+                why = getattr(error, "description", "") or error
+                refused = Unauthenticated(f"the token is not valid: {why}")
                 continue
             return claims
         raise refused
 
-    async def _issuers_keys(self, hold_s: float) -> Any:
-        if time.monotonic() - self._fetched_at_s < hold_s:
-            return self._keys
-        async with self._fetching:
-            if time.monotonic() - self._fetched_at_s >= hold_s:
-                try:
-                    self._keys = await asyncio.to_thread(_fetch_keys, self._issuer)
-                except (OSError, ValueError) as error:
-                    log.warning("oidc_keys_unknown", issuer=self._issuer, error=repr(error)[:200])
-                    if self._keys is None:
-                        raise Unavailable("the issuer of OIDC tokens does not give its keys") from error
-                self._fetched_at_s = time.monotonic()
-            return self._keys
+    async def _issuers_keys(self, hold_s: float) -> tuple[str, Any]:
+        """The issuer's name, as its tokens have it, and its keys; after a failure the last ones."""
+        if time.monotonic() - self._fetched_at_s >= hold_s:
+            async with self._fetching:
+                if time.monotonic() - self._fetched_at_s >= hold_s:
+                    try:
+                        self._issued_by, self._keys = await asyncio.to_thread(_fetch_keys, self._issuer)
+                    except (OSError, ValueError, KeyError, JoseError) as error:
+                        log.warning("oidc_keys_unknown", issuer=self._issuer, error=repr(error)[:200])
+                    self._fetched_at_s = time.monotonic()
+        if self._keys is None:
+            raise Unavailable("the issuer of OIDC tokens does not give its keys", retry_after_s=_KEYS_HOLD_LEAST_S)
+        return self._issued_by, self._keys
 
 
-def _fetch_keys(issuer: str) -> Any:
-    from joserfc.jwk import KeySet
+def _registry(issuer: str, audience: str) -> Any:
+    return jwt.JWTClaimsRegistry(
+        leeway=_LEEWAY_S,
+        iss={"essential": True, "value": issuer},
+        aud={"essential": True, "value": audience},
+        exp={"essential": True},
+        sub={"essential": True},
+    )
 
+
+def _fetch_keys(issuer: str) -> tuple[str, Any]:
+    """The issuer's name by its discovery document, and its keys."""
     document = _fetch_json(f"{issuer}/.well-known/openid-configuration")
-    if str(document.get("issuer", "")).rstrip("/") != issuer:
-        raise ValueError(f"the discovery document is of the issuer {document.get('issuer')!r}")
-    return KeySet.import_key_set(cast(Any, _fetch_json(str(document["jwks_uri"]))))
+    named = str(document["issuer"])
+    if named.rstrip("/") != issuer:
+        raise ValueError(f"the discovery document is of the issuer {named!r}")
+    return named, KeySet.import_key_set(cast(Any, _fetch_json(str(document["jwks_uri"]))))
 
 
 def _fetch_json(url: str) -> dict[str, Any]:

@@ -81,10 +81,10 @@ class Operators:
         """Gives an operator another role, within a second. Raises ``NotFound``."""
         before = await self._live(name)
         async with self._database.write() as connection:
+            await bump_version(connection, "keys")
             of_operator = operators.c.operator_id == before.operator_id
             await connection.execute(update(operators).where(of_operator).values(role=role))
             await record(connection, "operator.change", name, None, {"role": before.role}, {"role": role})
-            await bump_version(connection, "keys")
         self._versions.invalidate()
         return replace(before, role=role)
 
@@ -92,10 +92,10 @@ class Operators:
         """Revokes an operator's key, within a second. Raises ``NotFound``."""
         operator = await self._live(name)
         async with self._database.write() as connection:
+            await bump_version(connection, "keys")
             of_operator = operators.c.operator_id == operator.operator_id
             await connection.execute(update(operators).where(of_operator).values(revoked_unix_us=now_unix_us()))
             await record(connection, "operator.revoke", name, None, {"role": operator.role}, None)
-            await bump_version(connection, "keys")
         self._versions.invalidate()
 
     async def list(self) -> list[Operator]:

@@ -62,6 +62,8 @@ class Tenants:
             await bump_version(connection, "keys")  # cached principals include limits and class; it locks a row
             of_tenant = tenants.c.name == name
             before = (await connection.execute(select(tenants).where(of_tenant))).one_or_none()
+            if before is not None and before.deleted_unix_us is not None:
+                raise Conflict(f"the tenant {name} is deleted", field="name")
             if before is not None and settings:
                 await connection.execute(update(tenants).where(of_tenant).values(dict(settings)))
                 row = (await connection.execute(select(tenants).where(of_tenant))).one()
@@ -77,11 +79,11 @@ class Tenants:
         of_tenant = tenants.c.tenant_id == tenant.tenant_id
         its_keys = api_keys.c.tenant_id == tenant.tenant_id, api_keys.c.revoked_unix_us.is_(None)
         async with self._database.write() as connection:
+            await bump_version(connection, "keys")  # first, as wherever keys change
             deleted = {"suspended_unix_us": now, "deleted_unix_us": now}
             await connection.execute(update(tenants).where(of_tenant).values(deleted))
             await connection.execute(update(api_keys).where(*its_keys).values(revoked_unix_us=now))
             await record(connection, "tenant.delete", tenant.name, tenant.tenant_id)
-            await bump_version(connection, "keys")
         if self._table_versions is not None:
             self._table_versions.invalidate()
 

@@ -87,8 +87,7 @@ class Catalog:
             if not principal.is_admin:  # whose version is not that of the model's tenant
                 self._cache.put(full_name, version, published)
         if not _may_call(principal, published):
-            allowed = ", ".join(sorted(principal.models or ())) or "none"
-            raise PermissionDenied(f"this key may not call {published.name}; its models: {allowed}", field="model")
+            raise not_allowed(principal, published.name)
         price = await self._prices.current(published.name)
         return published if published.price is price else replace(published, price=price)
 
@@ -115,8 +114,10 @@ class Catalog:
         return [each for each in listed if _may_call(principal, each)]
 
     async def with_minimum(self) -> list[PublishedModel]:
-        """The models that have a minimum of instances, always or at times, by name. Raises ``Unavailable``."""
-        return await self._listed(or_(models.c.min_instances > 0, models.c.schedule != "[]"))
+        """The models of active tenants that have a minimum of instances, always or at times. Raises ``Unavailable``."""
+        holds = or_(models.c.min_instances > 0, models.c.schedule != "[]")
+        suspended = select(tenants.c.tenant_id).where(tenants.c.suspended_unix_us.is_not(None))
+        return await self._listed(and_(holds, models.c.tenant_id.not_in(suspended)))
 
     async def _listed(self, condition: ColumnElement[bool]) -> list[PublishedModel]:
         price_list = await self._prices.all()
@@ -432,7 +433,10 @@ def _not_found(name: str, hint: str = "") -> ModelNotFound:
 
 
 def _may_call(principal: Principal, model: PublishedModel) -> bool:
-    if principal.models is None:
-        return True
-    names = {model.name, *(f"{principal.tenant}/{alias}" for alias in model.aliases)}
-    return not principal.models.isdisjoint(names)
+    return principal.may_call(model.name, *(f"{principal.tenant}/{alias}" for alias in model.aliases))
+
+
+def not_allowed(principal: Principal, name: str) -> PermissionDenied:
+    """The refusal of a model that the key may neither call nor publish."""
+    allowed = ", ".join(sorted(principal.models or ()))
+    return PermissionDenied(f"this key may not use {name}; its models: {allowed}", field="model")

@@ -34,7 +34,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.auth.tenants import Tenant
-from torchrelay.gateway.catalog.catalog import BaseLost, Catalog
+from torchrelay.gateway.catalog.catalog import BaseLost, Catalog, not_allowed
 from torchrelay.gateway.catalog.model_settings import TenantSettings
 from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota
 from torchrelay.gateway.clients.param_store import StoreClient, version_of
@@ -131,6 +131,8 @@ class Uploads:
         selected = await self._selected(_visible_to(principal).where(uploads.c.upload_id == upload_id))
         if not selected:
             raise NotFound(f"open upload {upload_id!r} not found", field="upload_id")
+        if not principal.may_call(selected[0].full_name):
+            raise not_allowed(principal, selected[0].full_name)
         return selected[0]
 
     async def list(self, principal: Principal) -> Sequence[Upload]:
@@ -185,6 +187,9 @@ class Uploads:
         try:
             async with self._database.write() as connection:
                 quota = await locked_quota(connection, upload.tenant_id)
+                is_deleted = select(tenants.c.deleted_unix_us).where(tenants.c.tenant_id == upload.tenant_id)
+                if (await connection.execute(is_deleted)).scalar_one() is not None:
+                    raise BaseLost(f"the tenant {upload.tenant} is deleted", field="model")
                 await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
                 await self._catalog.publish_in(connection, upload.tenant_id, upload.model, version, settings)
                 if quota is not None:

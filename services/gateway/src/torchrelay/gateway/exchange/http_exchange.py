@@ -40,7 +40,7 @@ class HttpExchange:
         self.left_out: tuple[str, ...] = ()  # of the prompt
         self.encoder: StreamEncoder | None = None  # of a streamed answer
         self.has_begun = False
-        self._send, self._dialect = send, dialect
+        self._send, self._dialect, self._state = send, dialect, scope.get("state", {})
 
     async def reply(self, encoded: bytes) -> None:
         """Answers with JSON."""
@@ -69,6 +69,7 @@ class HttpExchange:
 
     async def fail(self, error: TorchrelayError) -> None:
         """Reports an error: by status and body, or as the last event if the response has begun."""
+        self._state["answer_broke"] = self.has_begun
         if not self.has_begun:
             await self.refuse(error, encoded_headers(error_headers(error)))
         elif self.encoder is not None:

@@ -20,7 +20,7 @@ _EXPOSED: Final = (
         "openai-processing-ms",
         "retry-after",
     ),
-    *("retry-after", "x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
     *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens", "idempotent-replayed"),
 )
 

@@ -2,7 +2,8 @@
 
 The first request with a key takes it by a row in SQL, and goes on to its end even if its client leaves, so that the
 repetition finds the answer. An answer that another try could change (429, a fault of the platform, a stream that broke)
-is not kept, and neither is the key of a gateway that is gone: then the repetition runs.
+is not kept, and neither is the key of a gateway that is gone: then the repetition runs. Each API key has idempotency
+keys of its own, since another may not have been allowed to make the request.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, delete, exists, func, select, update
@@ -21,19 +22,23 @@ from torchrelay.common.errors import Conflict, InvalidRequest, RateLimited, Torc
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.exchange.errors import refusal
 from torchrelay.gateway.exchange.http_request import HttpRequest
+from torchrelay.gateway.http.router import with_plain_path
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
+from torchrelay.gateway.limits.shares import ShareAccount
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import gateways, idempotency
 
 log = get_logger(__name__)
 KEPT_S: Final = 86_400
 MAX_KEYS: Final = 10_000  # of a tenant, within that time
-MAX_ANSWER_BYTES: Final = 1 << 20  # a longer one is not kept
+MAX_ANSWER_BYTES: Final = 256 << 10  # a longer one is not kept
+MAX_TENANT_BYTES: Final = 64 << 20  # of answers; then no more are kept
 _MAX_KEY_CHARS: Final = 255
 _HEADER: Final = b"idempotency-key"
-_NOT_KEPT: Final = frozenset((401, 403, 408, 409, 429))
+_NOT_KEPT: Final = frozenset((401, 403, 404, 408, 409, 429))
+_END_PAUSES_S: Final = (0.0, 0.2, 1.0, 5.0, 30.0, 120.0)  # before each attempt to write the end
 
 
 class IdempotentApp:
@@ -59,7 +64,11 @@ class IdempotentApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = [value for name, value in scope["headers"] if name == _HEADER] if scope["type"] == "http" else []
-        if not named or scope["method"] != "POST" or scope["path"] not in self._paths:
+        if not named or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        scope = with_plain_path(scope)
+        if scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
         try:
@@ -74,20 +83,23 @@ class IdempotentApp:
             raise InvalidRequest(f"must have 1 to {_MAX_KEY_CHARS} characters", field="Idempotency-Key")
         request = HttpRequest(scope, receive)
         caller = await request.authenticate(self._keys)
-        with self._shares.body_bytes.account(caller.tenant_id) as account:
-            body = bytes(await request.read(self._max_body_bytes, account))
+        name = f"{caller.key_id} {name}"
+        shares, tenant_id = self._shares, caller.tenant_id
+        with shares.body_bytes.account(tenant_id) as account, shares.answer_bytes.account(tenant_id) as copied:
+            body = await request.read(self._max_body_bytes, account)
             digest = hashlib.blake2b(scope["path"].encode() + b"\n" + body, digest_size=16).hexdigest()
-            kept = await self._begin(caller.tenant_id, name, digest)
+            kept = await self._begin(tenant_id, name, digest)
             if kept is not None:
                 await _replay(kept, send)
                 return
-            answer = _Answer(send)
+            state: dict[str, Any] = {}
+            answer, receive_body = _Answer(send, state, copied), _body_alone(bytes(body), account)
+            del body
             try:
-                await self._app(scope, _body_alone(body), answer.send)
+                await self._app({**scope, "state": state}, receive_body, answer.send)
             finally:
-                await asyncio.shield(
-                    self._database.own(asyncio.ensure_future(self._end(caller.tenant_id, name, answer)))
-                )
+                ending = self._database.own(asyncio.ensure_future(self._end(tenant_id, name, answer)))
+                await asyncio.shield(ending)
 
     async def _begin(self, tenant_id: str, name: str, digest: str) -> Any:
         """The row of the answer that is kept; None if this request has taken the key.
@@ -119,17 +131,26 @@ class IdempotentApp:
         return kept
 
     async def _end(self, tenant_id: str, name: str, answer: _Answer) -> None:
+        for pause_s in _END_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            try:
+                await self._write_end(tenant_id, name, answer)
+                return
+            except TorchrelayError as error:
+                log.warning("idempotent_answer_not_written", error=error.message)
+
+    async def _write_end(self, tenant_id: str, name: str, answer: _Answer) -> None:
         mine = *_is(tenant_id, name), idempotency.c.gateway_id == self._gateway_id, idempotency.c.status.is_(None)
-        try:
-            async with self._database.write() as connection:
-                if answer.is_kept:
-                    headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in answer.headers]
-                    values = {"status": answer.status, "headers": json.dumps(headers), "body": bytes(answer.body)}
-                    await connection.execute(update(idempotency).where(*mine).values(values))
-                else:
-                    await connection.execute(delete(idempotency).where(*mine))
-        except TorchrelayError as error:  # the key is free again once this gateway has ended
-            log.warning("idempotent_answer_lost", error=error.message)
+        of_tenant = select(func.coalesce(func.sum(idempotency.c.num_bytes), 0))
+        async with self._database.write() as connection:
+            held = (await connection.execute(of_tenant.where(idempotency.c.tenant_id == tenant_id))).scalar_one()
+            if not answer.is_kept or int(held) + len(answer.body) > MAX_TENANT_BYTES:
+                await connection.execute(delete(idempotency).where(*mine))
+                return
+            headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in answer.headers]
+            values = {"status": answer.status, "headers": json.dumps(headers), "body": bytes(answer.body)}
+            kept = update(idempotency).where(*mine).values(values | {"num_bytes": len(answer.body)})
+            await connection.execute(kept)
 
 
 async def forget_old_answers(database: Database) -> None:
@@ -142,45 +163,53 @@ async def forget_old_answers(database: Database) -> None:
 class _Answer:
     """An answer on its way to the client, and a copy of it."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, state: Mapping[str, Any], copied: ShareAccount) -> None:
+        """``state``: of the request; the application notes there that the answer broke. ``copied`` counts the copy."""
+        self._send, self._state, self._copied = send, state, copied
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.body = bytearray()
-        self._is_whole, self._is_too_long, self._is_broken = False, False, False
+        self._is_whole, self._is_copied = False, True
 
     @property
     def is_kept(self) -> bool:
         is_final = 0 < self.status < 500 and self.status not in _NOT_KEPT
-        return self._is_whole and is_final and not self._is_too_long and not self._is_broken
+        return self._is_whole and is_final and self._is_copied and not self._state.get("answer_broke")
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], [*message["headers"]]
         else:
-            part = message.get("body", b"")
             self._is_whole = not message.get("more_body", False)
-            self._is_too_long = self._is_too_long or len(self.body) + len(part) > MAX_ANSWER_BYTES
-            # In the text of an answer the quotes are escaped: this is a field, such as that of a stream's last event.
-            self._is_broken = self._is_broken or (
-                self.status < 300 and b'"error":' in part.replace(b'"error":null', b"")
-            )
-            if not self._is_too_long:
-                self.body += part
+            self._copy(message.get("body", b""))
         await self._send(message)
+
+    def _copy(self, part: bytes) -> None:
+        if not self._is_copied:
+            return
+        try:
+            if len(self.body) + len(part) > MAX_ANSWER_BYTES:
+                raise RateLimited("the answer is too long to be kept")
+            self._copied.take(len(part))
+        except TorchrelayError:  # it is delivered all the same
+            self._is_copied = False
+            self.body = bytearray()
+        else:
+            self.body += part
 
 
 def _is(tenant_id: str, name: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return idempotency.c.tenant_id == tenant_id, idempotency.c.name == name
 
 
-def _body_alone(body: bytes) -> Receive:
-    """A body, after which the client never leaves."""
+def _body_alone(body: bytes, account: ShareAccount) -> Receive:
+    """A body, which the application counts from now on, and after which the client never leaves."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def received() -> Message:
         if not messages:
             await asyncio.Event().wait()
+        account.release()
         return messages.pop()
 
     return received

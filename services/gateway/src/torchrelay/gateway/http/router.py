@@ -53,7 +53,7 @@ class AsgiRouter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope {scope['type']}")
-        scope = _with_plain_path(scope)
+        scope = with_plain_path(scope)
         if (tokens := self._tokens.get(scope["path"])) is not None:
             await tokens(scope, receive, send)
             return
@@ -108,7 +108,7 @@ class AsgiRouter:
             await self._rest(scope, _replayed(encoded, request.receive), send)
 
 
-def _with_plain_path(scope: Scope) -> Scope:
+def with_plain_path(scope: Scope) -> Scope:
     """The scope with a path without empty parts, as some clients join a base URL and a route. The names of uploaded
     files stay as they are.
     """

@@ -443,9 +443,7 @@ class RequestPipeline:
                 self._limits.abandon(reservation)
             # By those before it, and would be again; a line of a batch is tried when others have ended.
             if isinstance(refused, RateLimited) and reservations and not self._is_of_line:
-                message = (
-                    "the prompts of this request together need more than is left of the budget; send fewer at once"
-                )
+                message = "the prompts of this request together need more than the limits leave; send fewer at once"
                 raise QuotaExceeded(f"{message}, or lower max_tokens") from refused
             raise
         return reservations

@@ -33,7 +33,8 @@ class Outcome(StrEnum):
 class Wish:
     """A request's needs. An amount above the budget is reduced in steps, to no less than the least."""
 
-    num_requests: int = 0
+    num_requests: int = 0  # of the rate: 0 for a further prompt of a call
+    num_running: int = 0
     num_tokens: int = 0
     amount_nano: int = 0
     least_nano: int = 0
@@ -82,12 +83,14 @@ def decide(wish: Wish, limits: Sequence[Limits], uses: tuple[Use, Use]) -> Verdi
 def _refusal(wish: Wish, amount: int, limit: Limits, use: Use) -> tuple[Outcome, float]:
     if limit.budget_nano is not None and use.spent_nano + use.reserved_nano + amount > limit.budget_nano:
         return Outcome.BUDGET, 0.0
-    if limit.concurrent_requests is not None and use.num_running + wish.num_requests > limit.concurrent_requests:
+    if limit.concurrent_requests is not None and use.num_running + wish.num_running > limit.concurrent_requests:
         return Outcome.RUNNING, 0.0
     if limit.requests_per_minute is not None and use.requests_left < wish.num_requests:
         return Outcome.REQUESTS, (wish.num_requests - use.requests_left) * 60 / limit.requests_per_minute
-    if limit.tokens_per_minute is not None and use.tokens_left < wish.num_tokens:
-        return Outcome.TOKENS, (wish.num_tokens - use.tokens_left) * 60 / limit.tokens_per_minute
+    if limit.tokens_per_minute is not None:
+        needed = min(wish.num_tokens, limit.tokens_per_minute)  # a full share admits a larger request, as a debt
+        if use.tokens_left < needed:
+            return Outcome.TOKENS, (needed - use.tokens_left) * 60 / limit.tokens_per_minute
     return Outcome.OK, 0.0
 
 
@@ -108,7 +111,7 @@ def period_bounds(period: BudgetPeriod | None, at_unix_us: int) -> tuple[int, in
 
 
 def share_of(limits: Limits, num_gateways: int, spent_nano: int) -> Limits:
-    """A gateway's part of limits that it cannot share: together the gateways stay below the whole."""
+    """A gateway's part of limits that it cannot share, at least one request and token of each."""
 
     def part(number: int | None) -> int | None:
         return None if number is None else max(1, number // num_gateways)

@@ -4,8 +4,9 @@ and budgets.
 A key or tenant without limits costs no round trip, one with limits costs one. Redis holds only state that can be
 rebuilt: buckets, the reservations of running requests (each with a lease that its gateway renews), and the spending,
 copied from SQL for at most a minute. Without an answer of Redis within ``ANSWER_LIMIT_S`` a gateway decides by its own
-share of each limit, the limit divided by the number of gateways, so that lost hot state neither stops a paying tenant
-nor lifts its limits. A budget may be exceeded by requests that settled while the spending was copied from SQL.
+share of each limit, the limit divided by the number of gateways, and tells Redis later what it has admitted; so lost
+hot state does not stop a paying tenant. A Redis that begins anew has full buckets. A budget may be exceeded by requests
+that settled while the spending was copied from SQL.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import func, select
@@ -24,7 +26,7 @@ from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.billing.price_list import cost_nano
-from torchrelay.gateway.billing.usage_query import UsageFilter, usage_sums
+from torchrelay.gateway.billing.spending import spent_since
 from torchrelay.gateway.core import NO_LIMITS, Limits, Principal, PublishedModel, Reservation
 from torchrelay.gateway.limits.admission import (
     KEY,
@@ -37,11 +39,11 @@ from torchrelay.gateway.limits.admission import (
     is_above,
     period_bounds,
 )
-from torchrelay.gateway.limits.local_use import LocalUse
+from torchrelay.gateway.limits.local_use import LocalUse, Owed
 from torchrelay.gateway.limits.lua_scripts import ADMIT, RELEASE, RENEW
 from torchrelay.gateway.limits.refusals import rates_left, refusal, too_large
 from torchrelay.gateway.sql.database import Database
-from torchrelay.gateway.sql.tables import balances, gateways
+from torchrelay.gateway.sql.tables import gateways
 
 if TYPE_CHECKING:
     from torchrelay.gateway.limits.script_runner import RedisScriptRunner
@@ -53,6 +55,7 @@ _GATEWAYS_TTL_S: Final = 10.0
 _RELEASE_PAUSES_S = (0.0, 1.0, 5.0, 30.0)  # before each attempt to release what nobody waits for
 _CLOSE_S = 1.0  # for these attempts when the gateway stops
 _RENEWALS_PER_LEASE: Final = 3
+_MAX_TOLD: Final = 200  # requests, in one call of Redis
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,13 @@ class Limiter:
         self._num_gateways, self._counted_at_s = 1, float("-inf")
         self._running: dict[str, Reservation] = {}  # to be renewed
         self._renewing: asyncio.Task[None] | None = None
+        self._unreported: dict[
+            str, dict[str, Reservation]
+        ] = {}  # running requests that Redis has not admitted, by tenant
+        self._telling: dict[
+            str, tuple[int, int] | None
+        ] = {}  # of these that Redis is told of now: cost and tokens at the end
+        self._asking: dict[str, asyncio.Future[int]] = {}  # for the spending of a key or tenant
         self._undoing: set[asyncio.Task[None]] = set()  # work on reservations that nobody waits for
 
     async def close(self) -> None:
@@ -174,6 +184,7 @@ class Limiter:
         has_budget = any(each.budget_nano is not None for each in limits)
         wish = Wish(
             num_requests,
+            1,
             num_tokens,
             cost_nano(price, num_prompt_tokens, 0, max_output_tokens) if has_budget else 0,
             cost_nano(price, num_prompt_tokens, 0, min_output_tokens or max_output_tokens),
@@ -182,6 +193,8 @@ class Limiter:
         reservation_id = new_id("rsv")
         verdict, is_reported = await self._verdict(principal, wish, reservation_id)
         if verdict.outcome is not Outcome.OK:
+            if not is_reported and self._redis_url:  # which may have reserved it, and answers too late
+                self.abandon(Reservation(reservation_id, principal.tenant_id, principal.key_id, max_output_tokens))
             raise refusal(principal, wish, verdict)
         if verdict.amount_nano < wish.amount_nano:
             max_output_tokens -= (wish.amount_nano - verdict.amount_nano) // price.output_nano
@@ -195,14 +208,9 @@ class Limiter:
             verdict.amount_nano,
             rates_left(limits, verdict, num_requests, num_tokens),
         )
-        self._local.take(
-            _names(reservation),
-            limits,
-            reservation,
-            self._num_gateways,
-            self._clock(),
-            is_reported=is_reported or not self._redis_url,
-        )
+        self._local.take(_names(reservation), limits, reservation, self._num_gateways, self._clock())
+        if not is_reported and self._redis_url:
+            self._unreported.setdefault(principal.tenant_id, {})[reservation_id] = reservation
         self._running[reservation_id] = reservation
         if self._redis_url and self._renewing is None:
             self._renewing = asyncio.ensure_future(self._renew())
@@ -236,22 +244,40 @@ class Limiter:
         for name, spent, begin_us in zip(names, spent_nano, begins_us, strict=True):
             if spent >= 0:
                 self._local.note_spent(name, spent, begin_us, now_s + _SPENT_TTL_S, now_s)
-        member = ""
-        if reservation_id is not None:
-            member = f"{reservation_id} {principal.key_id} {wish.num_requests} {wish.num_tokens}"
-        args: list[str | int | float] = [member, self._lease_s, principal.key_id]
+        args: list[str | int | float] = [reservation_id or "", self._lease_s, principal.key_id]
         args += [wish.num_requests, wish.num_tokens, wish.amount_nano, wish.least_nano, wish.step_nano]
-        owed = self._local.owed(names)
-        for limit, begin_us, spent, unreported in zip(limits, begins_us, spent_nano, owed, strict=True):
+        owed = self._local.take_owed(names)  # so that calls at the same time tell it once
+        for limit, begin_us, spent, ended in zip(limits, begins_us, spent_nano, owed, strict=True):
             of_scope = limit.requests_per_minute, limit.tokens_per_minute, limit.concurrent_requests, limit.budget_nano
             args += [UNKNOWN if each is None else each for each in of_scope]
-            args += [begin_us, spent, _SPENT_TTL_S, *unreported]
+            args += [begin_us, spent, _SPENT_TTL_S, *ended]
+        unreported = self._unreported.get(principal.tenant_id, {})
+        running = [*islice(unreported.values(), _MAX_TOLD)]
+        for each in running:
+            args += [each.reservation_id, each.key_id, each.num_requests, each.num_tokens, each.reserved_nano]
+            del unreported[each.reservation_id]
+            self._telling[each.reservation_id] = None
         answer = await self._run(ADMIT, principal.tenant_id, args)
+        for each in running:
+            self._told(each, is_known=answer is not None)
         if answer is not None:
-            self._local.note_reported(names, owed)
             return _read(answer), True
+        self._local.owe(names, owed)
         await self._count_gateways()
         return self._local.decide(names, limits, wish, begins_us, self._num_gateways, self._clock()), False
+
+    def _told(self, reservation: Reservation, *, is_known: bool) -> None:
+        """Redis was told of a running request, which may have ended meanwhile."""
+        ended = self._telling.pop(reservation.reservation_id)
+        if ended is None and not is_known:
+            self._unreported.setdefault(reservation.tenant_id, {})[reservation.reservation_id] = reservation
+        elif ended is not None and is_known:
+            self._in_background(self._release_late(reservation, *ended))
+        elif ended is not None:
+            self._local.owe(_names(reservation), [Owed(reservation.num_requests, ended[1])] * 2)
+
+    async def _release_late(self, reservation: Reservation, cost_nano: int, num_tokens: int) -> None:
+        await self._run(RELEASE, reservation.tenant_id, [reservation.reservation_id, cost_nano, num_tokens])
 
     async def _count_gateways(self) -> None:
         """Counts the gateways that share the limits. Without SQL the last number holds."""
@@ -270,7 +296,7 @@ class Limiter:
             await asyncio.sleep(self._lease_s / _RENEWALS_PER_LEASE)
             members: dict[str, list[str | int | float]] = {}
             for each in self._running.values():
-                members.setdefault(each.tenant_id, [self._lease_s]).append(_member(each))
+                members.setdefault(each.tenant_id, [self._lease_s]).append(each.reservation_id)
             for tenant_id, args in members.items():
                 await self._run(RENEW, tenant_id, args)
 
@@ -285,8 +311,20 @@ class Limiter:
         self._local.give_back(_names(reservation), reservation, cost_nano, num_tokens)
         if not self._redis_url:
             return True
-        args: list[str | int | float] = [_member(reservation), cost_nano, num_tokens]
-        return await self._run(RELEASE, reservation.tenant_id, args) is not None
+        if reservation.reservation_id in self._telling:
+            self._telling[reservation.reservation_id] = cost_nano, num_tokens
+            return True
+        owed = [Owed(reservation.num_requests, num_tokens)] * 2
+        is_unreported = (
+            self._unreported.get(reservation.tenant_id, {}).pop(reservation.reservation_id, None) is not None
+        )
+        if is_unreported:
+            self._local.owe(_names(reservation), owed)
+        args: list[str | int | float] = [reservation.reservation_id, cost_nano, num_tokens]
+        answer = await self._run(RELEASE, reservation.tenant_id, args)
+        if is_unreported and answer is not None and answer[1] == b"1":  # Redis had admitted it, and answered too late
+            self._local.owe(_names(reservation), [Owed(-each.num_requests, -each.num_tokens) for each in owed])
+        return answer is not None
 
     async def _run(self, script: str, tenant_id: str, args: list[str | int | float]) -> list[bytes] | None:
         """The script's answer; None without a Redis, or if it does not answer."""
@@ -302,18 +340,20 @@ class Limiter:
         return await self._scripts.run(script, keys, args)
 
     async def _spent(self, principal: Principal, place: int, begin_us: int) -> int:
-        """Returns the spending since the begin of the budget's period; ``UNKNOWN`` without a budget."""
-        limit = (principal.limits, principal.tenant_limits)[place]
-        if limit.budget_nano is None:
+        """Returns the spending since the begin of the budget's period; ``UNKNOWN`` without a budget.
+
+        Requests that ask at once share an answer.
+        """
+        if (principal.limits, principal.tenant_limits)[place].budget_nano is None:
             return UNKNOWN
-        if place == TENANT and limit.budget_period is None:
-            query = select(balances.c.spent_nano).where(balances.c.tenant_id == principal.tenant_id)
-            async with self._database.read() as connection:
-                spent_nano: int = (await connection.execute(query)).scalar_one()
-            return spent_nano
-        of_key = principal.key_id if place == KEY else None
-        [total] = await usage_sums(self._database, UsageFilter(principal.tenant_id, of_key, None, begin_us), None)
-        return total.cost_nano
+        key_id = principal.key_id if place == KEY else None
+        scope = _scope_names(principal.tenant_id, principal.key_id)[place]
+        asking = self._asking.get(scope)
+        if asking is None:
+            asking = asyncio.ensure_future(spent_since(self._database, principal.tenant_id, key_id, begin_us))
+            self._asking[scope] = self._database.own(asking)
+            asking.add_done_callback(lambda _: self._asking.pop(scope, None))
+        return await asyncio.shield(asking)
 
 
 def _scope_names(tenant_id: str, key_id: str) -> tuple[str, str]:
@@ -322,14 +362,6 @@ def _scope_names(tenant_id: str, key_id: str) -> tuple[str, str]:
 
 def _names(reservation: Reservation) -> tuple[str, str]:
     return _scope_names(reservation.tenant_id, reservation.key_id)
-
-
-def _member(reservation: Reservation) -> str:
-    """The reservation as a member of the sorted set (see lua_scripts.py)."""
-    return (
-        f"{reservation.reservation_id} {reservation.key_id} {reservation.num_requests} {reservation.num_tokens} "
-        f"{reservation.reserved_nano}"
-    )
 
 
 def _read(answer: list[bytes]) -> Verdict:

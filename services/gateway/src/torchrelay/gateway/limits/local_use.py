@@ -14,10 +14,13 @@ _MAX_SCOPES: Final = 10_000  # keys and tenants
 
 
 class Owed(NamedTuple):
-    """Requests and tokens that a gateway has admitted without Redis, and not yet reported to it."""
+    """Requests that a gateway has admitted without Redis, that have ended, and their tokens: not yet told to Redis."""
 
     num_requests: int = 0
     num_tokens: int = 0
+
+
+NOTHING: Final = Owed()
 
 
 @dataclass(slots=True)
@@ -29,8 +32,7 @@ class _State:
     spent_until_s: float = 0.0
     period_begin_us: int = 0
     reserved_ids: set[str] = field(default_factory=set)
-    owed: Owed = Owed()
-    owed_ids: set[str] = field(default_factory=set)  # of requests in ``owed``
+    owed: Owed = NOTHING
 
 
 class LocalUse:
@@ -77,10 +79,8 @@ class LocalUse:
         reservation: Reservation,
         num_gateways: int,
         now_s: float,
-        *,
-        is_reported: bool,
     ) -> None:
-        """Notes an admitted request. ``is_reported``: Redis has admitted it."""
+        """Notes an admitted request."""
         for name, whole in zip(names, limits, strict=True):
             share = share_of(whole, num_gateways, UNKNOWN)
             state = self._states.get(name)
@@ -88,27 +88,28 @@ class LocalUse:
                 state = _State(Use(float("inf"), float("inf")), now_s)
             use = _refilled(state, share, now_s)
             use.requests_left = max(0.0, use.requests_left - reservation.num_requests)
-            use.tokens_left = max(0.0, use.tokens_left - reservation.num_tokens)
-            use.num_running += reservation.num_requests
+            use.tokens_left = max(-(share.tokens_per_minute or 0.0), use.tokens_left - reservation.num_tokens)
+            use.num_running += 1
             use.reserved_nano += reservation.reserved_nano
             state.use, state.at_s = use, now_s
             state.reserved_ids.add(reservation.reservation_id)
-            if not is_reported:
-                state.owed_ids.add(reservation.reservation_id)
-                state.owed = Owed(
-                    state.owed.num_requests + reservation.num_requests, state.owed.num_tokens + reservation.num_tokens
-                )
             self._states[name] = state  # the newest
 
-    def owed(self, names: Sequence[str]) -> list[Owed]:
-        states = [self._states.get(name) for name in names]
-        return [Owed() if state is None else state.owed for state in states]
+    def take_owed(self, names: Sequence[str]) -> list[Owed]:
+        """Takes the debts to Redis of each name; nothing is owed afterwards."""
+        taken = []
+        for name in names:
+            state = self._states.get(name)
+            taken.append(NOTHING if state is None else state.owed)
+            if state is not None:
+                state.owed = NOTHING
+        return taken
 
-    def note_reported(self, names: Sequence[str], reported: Sequence[Owed]) -> None:
-        for name, told in zip(names, reported, strict=True):
-            if (state := self._states.get(name)) is not None and told != Owed():
-                state.owed = Owed(state.owed.num_requests - told.num_requests, state.owed.num_tokens - told.num_tokens)
-                state.owed_ids.clear()
+    def owe(self, names: Sequence[str], more: Sequence[Owed]) -> None:
+        """Adds to what Redis must be told; negative: it knows that already."""
+        for name, (num_requests, num_tokens) in zip(names, more, strict=True):
+            if (state := self._states.get(name)) is not None:
+                state.owed = Owed(state.owed.num_requests + num_requests, state.owed.num_tokens + num_tokens)
 
     def give_back(self, names: Sequence[str], reservation: Reservation, cost_nano: int, num_tokens: int) -> None:
         """Notes the end of a request that used ``num_tokens``. Idempotent."""
@@ -117,12 +118,9 @@ class LocalUse:
             if state is None or reservation.reservation_id not in state.reserved_ids:
                 continue
             state.reserved_ids.remove(reservation.reservation_id)
-            if reservation.reservation_id in state.owed_ids:
-                unused = reservation.num_tokens - num_tokens
-                state.owed = state.owed._replace(num_tokens=state.owed.num_tokens - unused)
             use = state.use
             use.tokens_left += reservation.num_tokens - num_tokens
-            use.num_running -= reservation.num_requests
+            use.num_running -= 1
             use.reserved_nano -= reservation.reserved_nano
             if use.spent_nano >= 0:
                 use.spent_nano += cost_nano

@@ -257,6 +257,7 @@ usage_hours = Table(
     Column("num_cached_prompt_tokens", BigInteger, nullable=False),
     Column("num_output_tokens", BigInteger, nullable=False),
     Column("cost_nano", BigInteger, nullable=False),
+    Index("ix_usage_hours_key", "tenant_id", "key_id", "hour_unix_us"),
     sqlite_with_rowid=False,
 )
 
@@ -303,6 +304,7 @@ idempotency = Table(
     Column("status", Integer),
     Column("headers", Text),  # JSON
     Column("body", LargeBinary),
+    Column("num_bytes", Integer),  # of the body
 )
 
 # Addresses that get events (webhooks/).

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from sqlalchemy import Row, String, exists, func, literal, select
+from sqlalchemy import Row, String, exists, literal, select
 
 from torchrelay.common.clock import now_unix_us
+from torchrelay.gateway.billing.spending import spent_since
 from torchrelay.gateway.billing.usage_hours import HOUR_US, hour_of
 from torchrelay.gateway.limits.admission import period_bounds
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.event_outbox import emit
-from torchrelay.gateway.sql.tables import api_keys, balances, budget_warnings, tenants, usage_hours
+from torchrelay.gateway.sql.tables import api_keys, budget_warnings, tenants, usage_hours
 
 PERCENTS: Final = (80, 100)
 Warned = Callable[[str, str], Awaitable[None]]  # of a tenant's name and a sentence
@@ -59,23 +60,14 @@ async def _spent(database: Database, now_us: int) -> list[tuple[Row[Any], int, i
     )
     of_tenants = (
         select(literal(None, String).label("key_id"), tenants.c.tenant_id, tenants.c.name.label("tenant"))
-        .add_columns(tenants.c.budget_nano, tenants.c.budget_period, balances.c.spent_nano)
-        .join_from(tenants, balances)
+        .add_columns(tenants.c.budget_nano, tenants.c.budget_period)
         .where(tenants.c.budget_nano.is_not(None), tenants.c.deleted_unix_us.is_(None))
         .where(spends.where(usage_hours.c.tenant_id == tenants.c.tenant_id))
     )
-    budgets = []
     async with database.read() as connection:
         rows = [*await connection.execute(of_tenants), *await connection.execute(of_keys)]
-        for row in rows:
-            begin_us, _ = period_bounds(row.budget_period, now_us)
-            if row.key_id is None and row.budget_period is None:
-                budgets.append((row, begin_us, row.spent_nano))
-                continue
-            hours = usage_hours.c
-            query = select(func.coalesce(func.sum(hours.cost_nano), 0)).where(hours.tenant_id == row.tenant_id)
-            query = query.where(hours.hour_unix_us >= begin_us)
-            if row.key_id is not None:
-                query = query.where(hours.key_id == row.key_id)
-            budgets.append((row, begin_us, int((await connection.execute(query)).scalar_one())))
+    budgets = []
+    for row in rows:
+        begin_us, _ = period_bounds(row.budget_period, now_us)
+        budgets.append((row, begin_us, await spent_since(database, row.tenant_id, row.key_id, begin_us)))
     return budgets

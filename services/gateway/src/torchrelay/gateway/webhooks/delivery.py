@@ -27,7 +27,7 @@ log = get_logger(__name__)
 MAX_EVENTS: Final = 100  # of a batch
 _TIMEOUT_S: Final = 10.0
 _LEASE_S: Final = 60.0
-_IDLE_S: Final = 2.0  # until the next look at a webhook that has everything
+_IDLE_S: Final = 5.0  # until the next look at a webhook that has everything
 _LONGEST_WAIT_S: Final = 3600.0
 _NO_LONGER_WAITS_AFTER: Final = 12  # failures
 
@@ -47,7 +47,11 @@ async def _deliver(webhook: Webhook, webhooks: Webhooks, database: Database) -> 
         limit = MAX_EVENTS - len(batch)
         async for page in exported_pages(database, filter_, last_ledger_id, limit, has_own_numbers=False):
             for number, row in page:
-                batch.append(_cloud_event(f"ledger-{number}", "usage", row.settled_unix_us, usage_object(number, row)))
+                data = usage_object(number, row)
+                if webhook.tenant_id is not None:  # the number tells of all tenants
+                    del data["id"]
+                id_ = f"{row.request_id}.{row.choice}.{row.supplement}"
+                batch.append(_cloud_event(id_, "usage", row.settled_unix_us, data))
                 last_ledger_id = number
     if not batch:
         await webhooks.taken(webhook, last_ledger_id, last_event_id, _IDLE_S)

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from sqlalchemy import Row, delete, func, insert, select, update
 
@@ -67,7 +68,7 @@ class Webhooks:
             }
             await connection.execute(insert(webhooks).values(row))
             made = (await connection.execute(_one(row["webhook_id"]))).one()
-            shown = {"url": url, "types": sorted(types)}
+            shown = {"host": urlsplit(url).hostname, "types": sorted(types)}  # the rest may have a secret
             await record(connection, "webhook.create", made.webhook_id, tenant_id, None, shown)
         return _webhook(made)
 
@@ -78,7 +79,9 @@ class Webhooks:
             row = (await connection.execute(gone.returning(webhooks.c.tenant_id, webhooks.c.url))).one_or_none()
             if row is None:
                 raise NotFound(f"webhook {webhook_id!r} not found", field="webhook_id")
-            await record(connection, "webhook.delete", webhook_id, row.tenant_id, {"url": row.url}, None)
+            await record(
+                connection, "webhook.delete", webhook_id, row.tenant_id, {"host": urlsplit(row.url).hostname}, None
+            )
 
     async def list(self) -> Sequence[Webhook]:
         async with self._database.read() as connection:
@@ -89,13 +92,14 @@ class Webhooks:
         """A webhook whose next try is due, which no other gateway gets for ``lease_s``; None: there is none."""
         now = now_unix_us()
         table = webhooks.c
-        is_due = table.next_unix_us <= now
         until = now + int(lease_s * 1e6)
+        longest_due = select(table.webhook_id).where(table.next_unix_us <= now).order_by(table.next_unix_us).limit(1)
+        async with self._database.read() as connection:
+            due = (await connection.execute(longest_due)).scalar_one_or_none()
+        if due is None:
+            return None
+        taken = update(webhooks).where(table.webhook_id == due, table.next_unix_us <= now).values(next_unix_us=until)
         async with self._database.write() as connection:
-            due = (await connection.execute(select(table.webhook_id).where(is_due).limit(1))).scalar_one_or_none()
-            if due is None:
-                return None
-            taken = update(webhooks).where(table.webhook_id == due, is_due).values(next_unix_us=until)
             row = (await connection.execute(taken.returning(*table))).one_or_none()
         return None if row is None else _webhook(row)
 
@@ -110,8 +114,8 @@ class Webhooks:
     async def _set(self, webhook: Webhook, values: Mapping[str, Any], again_s: float) -> None:
         following = {**values, "next_unix_us": now_unix_us() + int(again_s * 1e6)}
         async with self._database.write() as connection:
-            of_webhook = webhooks.c.webhook_id == webhook.webhook_id
-            await connection.execute(update(webhooks).where(of_webhook).values(following))
+            leased = webhooks.c.webhook_id == webhook.webhook_id, webhooks.c.next_unix_us == webhook.next_unix_us
+            await connection.execute(update(webhooks).where(*leased).values(following))  # unless the lease was over
 
     async def events_for(self, webhook: Webhook, limit: int) -> tuple[Sequence[Row[Any]], int]:
         """The next events for the webhook, and the place up to which there are no others."""

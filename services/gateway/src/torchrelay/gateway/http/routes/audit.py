@@ -28,7 +28,9 @@ async def changes(
 ) -> dict[str, Any]:
     """A page of changes of the caller's tenant, or of all for an operator. ``before``: the last id of a page."""
     if not caller.may_manage_keys:
-        raise PermissionDenied("this key may not read the audit log, as it may not manage keys")
+        raise PermissionDenied(
+            "this key may not manage keys, and so not read the audit log: use a key that may, or the admin's"
+        )
     query = select(audit).order_by(audit.c.audit_id.desc()).limit(limit + 1)
     if tenant is not None or not caller.is_admin:
         query = query.where(audit.c.tenant_id == (await tenant_of(services, caller, tenant)).tenant_id)

@@ -62,12 +62,14 @@ async def all_keys(services: ServicesOf, caller: Caller) -> dict[str, Any]:
 
 
 @router.get("/me")
-async def this_key(services: ServicesOf, caller: Caller) -> dict[str, Any]:
+async def current_key(services: ServicesOf, caller: Caller) -> dict[str, Any]:
     """The key of this request, with what it and its tenant use and have left."""
     if caller.is_admin:
         return {"id": caller.key_id, "object": "key", "tenant": None}
     use = await services.limits.use_of(caller)
     of_tenant = {"name": caller.tenant, **use_shown(use, TENANT)}
+    if caller.person:  # of a token
+        return {"id": caller.key_id, "object": "key", "tenant": caller.tenant, "limits_of_tenant": of_tenant}
     return {**_shown(await services.keys.one(caller.key_id)), **use_shown(use, KEY), "limits_of_tenant": of_tenant}
 
 
@@ -85,6 +87,8 @@ async def change(services: ServicesOf, caller: Changer, key_id: str, body: KeyCh
 @router.post("/{key_id}/rotate")
 async def rotate(services: ServicesOf, caller: Changer, key_id: str, body: Rotation) -> dict[str, Any]:
     """Gives the key another secret; the old one stays valid for ``overlap_s``. A key may rotate itself."""
+    if caller.has_old_secret:
+        raise PermissionDenied("this is the secret before the last rotation, which may not rotate the key again")
     if key_id != caller.key_id:
         _check_may_manage(caller)
     info, token = await services.keys.rotate(key_id, _scope(caller), body.overlap_s)
@@ -106,8 +110,8 @@ def _scope(caller: Principal) -> str | None:
 def _check_may_manage(caller: Principal) -> None:
     if not caller.may_manage_keys:
         raise PermissionDenied(
-            "this key may not manage keys: it has limits or models of its own, or was made so; use a key that may, or "
-            "the admin's"
+            "this key may not manage keys: it has limits, models, a class or an expiry of its own, an old secret, or "
+            "was made so; use a key that may, or the admin's"
         )
 
 

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from torchrelay.common.errors import InvalidRequest, ModelNotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
+from torchrelay.gateway.catalog.catalog import not_allowed
 from torchrelay.gateway.catalog.model_settings import Engine, TenantSettings
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
 from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE, PublishedModel
@@ -59,6 +60,8 @@ async def begin(services: ServicesOf, caller: Changer, body: NewUpload) -> dict[
     named, slash, model = body.model.rpartition("/")
     tenant = await tenant_of(services, caller, named if slash else None)
     check_name(model, "model")
+    if not caller.may_call(f"{tenant.name}/{model}"):
+        raise not_allowed(caller, f"{tenant.name}/{model}")
     if body.engine is not None:
         (await services.scheduler.slots()).check_engine(body.engine)
     await services.catalog.check_takes_upload(tenant.tenant_id, model)

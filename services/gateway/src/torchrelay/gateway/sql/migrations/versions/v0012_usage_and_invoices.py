@@ -34,6 +34,7 @@ def upgrade() -> None:
         " price_id, sum(CASE WHEN choice = 0 AND supplement = 0 THEN 1 ELSE 0 END), sum(num_prompt_tokens),"
         " sum(num_cached_prompt_tokens), sum(num_output_tokens), sum(cost_nano) FROM ledger GROUP BY 1, 2, 3, 4, 5"
     )
+    op.create_index("ix_usage_hours_key", "usage_hours", ["tenant_id", "key_id", "hour_unix_us"])
     place = "ctid" if op.get_bind().dialect.name == "postgresql" else "rowid"
     op.execute(
         f"UPDATE ledger SET ledger_id = numbered.number FROM (SELECT {place} AS place, row_number() OVER"

@@ -20,5 +20,6 @@ def upgrade() -> None:
         sa.Column("status", sa.Integer()),
         sa.Column("headers", sa.Text()),
         sa.Column("body", sa.LargeBinary()),
+        sa.Column("num_bytes", sa.Integer()),
     )
     op.create_index("ix_idempotency_begun_unix_us", "idempotency", ["begun_unix_us"])
