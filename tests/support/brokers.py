@@ -66,7 +66,7 @@ def running(
         _await_port(process, host, port, log, limit_s)
         yield process
     finally:
-        _end(process)
+        end(process)
 
 
 @contextmanager
@@ -84,7 +84,8 @@ def listening(command: Callable[[int], Sequence[str]], log: Path, host: str, por
         yield chosen
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and after 10 s kill -9."""
     process.terminate()
     try:
         process.wait(10)

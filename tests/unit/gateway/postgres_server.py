@@ -7,12 +7,14 @@ import pwd
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.brokers import free_port, running
+from tests.support.brokers import end, free_port
+from tests.support.wait import wait_until
+from torchrelay.common.process.parent_death import tied_to_this_process
 
 
 def postgres_program(name: str) -> str:
@@ -23,19 +25,48 @@ def postgres_program(name: str) -> str:
     return path
 
 
-def _await_ready(port: int) -> None:
-    """It listens a moment before it accepts queries."""
-    ask = [postgres_program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]
-    deadline = time.monotonic() + 20
-    while subprocess.run(ask, check=False, timeout=10).returncode != 0:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"PostgreSQL on port {port} did not answer within 20 s")
-        time.sleep(0.02)
+@dataclass(slots=True)
+class PostgresServer:
+    """A server that can be killed and started again: without fsync a killed process loses nothing, a machine does."""
+
+    url: str
+    _command: tuple[str, ...]
+    _log: Path
+    _port: int
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it, as soon as the last processes of a killed one have left the data, until it accepts queries."""
+        wait_until(self._has_started, "the start of PostgreSQL", limit_s=20)
+
+    def _has_started(self) -> bool:
+        if self._process is None or self._process.poll() is not None:
+            with self._log.open("ab") as output:
+                self._process = subprocess.Popen(tied_to_this_process(self._command), stdout=output, stderr=output)
+        ask = [postgres_program("pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self._port)]
+        return subprocess.run(ask, check=False, timeout=10).returncode == 0 and self._process.poll() is None
+
+    def kill(self) -> None:
+        """kill -9 of the server's first process; its others end by themselves."""
+        assert self._process is not None, "it has not been started"
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            end(self._process)
 
 
 @contextmanager
 def postgres_server() -> Iterator[str]:
     """The URL of a fresh server. As root it runs as ``nobody``: PostgreSQL refuses to run as root."""
+    with killable_postgres() as server:
+        yield server.url
+
+
+@contextmanager
+def killable_postgres() -> Iterator[PostgresServer]:
+    """A fresh server; as ``postgres_server``."""
     initdb, postgres = postgres_program("initdb"), postgres_program("postgres")
     prefix: list[str] = []
     with tempfile.TemporaryDirectory(
@@ -44,7 +75,8 @@ def postgres_server() -> Iterator[str]:
         if os.geteuid() == 0:
             nobody = pwd.getpwnam("nobody")
             os.chown(folder, nobody.pw_uid, nobody.pw_gid)
-            prefix = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
+            program = shutil.which("setpriv") or "setpriv"
+            prefix = [program, f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
         data = f"{folder}/data"
         made = subprocess.run(
             [*prefix, initdb, "-D", data, "-A", "trust", "-N", "-U", "torchrelay"],
@@ -58,6 +90,10 @@ def postgres_server() -> Iterator[str]:
         port = free_port()
         command = [*prefix, postgres, "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder]
         quick = ["-c", "fsync=off", "-c", "shared_buffers=16MB", "-c", "max_connections=60"]
-        with running([*command, *quick], Path(folder) / "postgres.log", port):
-            _await_ready(port)
-            yield f"postgresql://torchrelay@127.0.0.1:{port}/postgres"
+        url = f"postgresql://torchrelay@127.0.0.1:{port}/postgres"
+        server = PostgresServer(url, (*command, *quick), Path(folder) / "postgres.log", port)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
