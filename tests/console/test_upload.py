@@ -350,7 +350,7 @@ def test_folder_is_chosen_by_the_keyboard_and_sent_by_the_admin(console: Console
     page = console.open(console.platform.home.admin_key())
     page.on("filechooser", lambda chooser: chooser.set_files(folder))
     turn_to(page, "Models")
-    page.get_by_role("link", name="Events").focus()
+    page.get_by_role("link", name="Changes").focus()
     page.keyboard.press("Tab")
     expect(page.get_by_label("Upload a model")).to_be_focused()
     page.keyboard.press("Enter")

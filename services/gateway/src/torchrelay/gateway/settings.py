@@ -135,7 +135,7 @@ class GatewaySettings(ServiceSettings):
         10.0, gt=0, description="A gateway whose heartbeat stops this long is gone; its requests are settled."
     )
     reservation_lease_s: float = Field(
-        60.0, gt=0, description="Lifetime of a request's reservation in its limits once its gateway is gone."
+        20.0, gt=0, description="Lifetime of a request's reservation in its limits once its gateway is gone."
     )
     upload_lease_s: float = Field(86400.0, gt=0, description="Lifetime of an upload never committed.")
     max_open_uploads: int = Field(16, ge=1, description="Uploads that one tenant may have open at once.")

@@ -31,7 +31,12 @@ class _Streams(msgspec.Struct):
     stream: Any = None
 
 
+class _Models(msgspec.Struct):
+    model: str = ""
+
+
 _DECODER, _STREAMS = msgspec.json.Decoder(_Line), msgspec.json.Decoder(_Streams)
+_MODELS = msgspec.json.Decoder(_Models)
 
 
 class LineFault(InvalidRequest):
@@ -42,6 +47,14 @@ class LineFault(InvalidRequest):
 class BatchLine:
     custom_id: str
     body: bytes  # JSON of an object
+
+    @property
+    def model(self) -> str:
+        """The model that the line names; empty if it names none."""
+        try:
+            return _MODELS.decode(self.body).model
+        except msgspec.MsgspecError:
+            return ""
 
     def check_is_whole(self) -> None:
         """Raises ``InvalidRequest`` if the answer is to be streamed, which no file can be."""

@@ -6,6 +6,7 @@ All that a batch is, is in SQL and in the store, so a gateway that takes over on
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from functools import partial
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, NotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.recent import Recent
 from torchrelay.gateway.background import repeat
 from torchrelay.gateway.batches.core import Batch, BatchStatus
 from torchrelay.gateway.batches.files import Files
@@ -31,6 +33,10 @@ log = get_logger(__name__)
 EVERY_S = 1.0  # between looks at the table
 MAX_RUNNING, MAX_RUNNING_OF_TENANT = 64, 4  # batches of a gateway
 MAX_PENDING_BYTES = 2 << 20  # of lines of a batch in memory, or a single line
+FEW_LINES = 1  # of a batch at once, while other requests use its model
+_WAY_S = 1.0  # after another request, until lines run as usual
+_LOOK_S = 0.05
+_MAX_VERSIONS = 1000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0  # before a line is tried again
 
 
@@ -66,6 +72,8 @@ class BatchRunner:
         most = limits.total_at_once
         self._turns = TenantTurns(at_once=max(most // 2, 1), total_at_once=most)
         self._running: dict[str, _Running] = {}
+        self._num_attempts = Counter[str]()  # of lines under way, by batch
+        self._others_ran_at_s: Recent[str, float] = Recent(_MAX_VERSIONS)  # by served version
         self._task: asyncio.Task[None] | None = None
 
     async def run(self, every_s: float = EVERY_S) -> None:
@@ -161,14 +169,45 @@ class BatchRunner:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
+                await self._give_way(batch, line)
                 async with self._turns.turn(batch.tenant_id):
-                    await self._attempt(batch, number, line)
+                    self._num_attempts[batch.batch_id] += 1
+                    try:
+                        await self._attempt(batch, number, line)
+                    finally:
+                        self._num_attempts[batch.batch_id] -= 1
                 return
             except RETRIED as error:
                 log.info("line_retried", batch_id=batch.batch_id, line=number, why=error.message)
                 wait_s = max(pause_s, error.retry_after_s or 0.0)
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _give_way(self, batch: Batch, line: BatchLine) -> None:
+        """Waits while other requests of this gateway use the line's model beside ``FEW_LINES`` of the batch.
+
+        Lines that compute slow down each step of requests beside them. In the second half of its window a batch no
+        longer waits: it must end.
+        """
+        version_id = await self._version_of(batch, line)
+        half_us = (batch.created_unix_us + batch.expires_unix_us) // 2
+        while self._num_attempts[batch.batch_id] >= FEW_LINES and now_unix_us() < half_us:
+            for each in self._pipeline.requests:
+                if each.resolved.service_class is not ServiceClass.BATCH:
+                    self._others_ran_at_s[each.resolved.model.version.served_version_id] = time.monotonic()
+            if time.monotonic() - self._others_ran_at_s.get(version_id, float("-inf")) > _WAY_S:
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _version_of(self, batch: Batch, line: BatchLine) -> str:
+        """The version whose instances serve the line; empty if there is none, which the line is told when it runs."""
+        caller = await self._caller(batch, line)
+        try:
+            if isinstance(caller, TorchrelayError):
+                return ""
+            return (await self._catalog.resolve(caller, line.model)).version.served_version_id
+        except TorchrelayError:
+            return ""
 
     async def _attempt(self, batch: Batch, number: int, line: BatchLine) -> None:
         """Raises ``RETRIED``, and bills nothing then."""

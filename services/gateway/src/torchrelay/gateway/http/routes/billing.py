@@ -39,6 +39,12 @@ from torchrelay.gateway.http.dependencies import Admin, Caller, Owner, ServicesO
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.whole_number import WholeNumber
 
+
+def content_of(*media_types: str) -> dict[int | str, dict[str, Any]]:
+    """The description of an answer that is text of one of these types."""
+    return {200: {"content": {each: {"schema": {}} for each in media_types}}}
+
+
 router = APIRouter(prefix="/v1")
 _MAX_NANO = 10**12  # a thousand dollars per token: certainly a mistake
 
@@ -90,7 +96,7 @@ async def usage(
     return {"object": "list", "data": [_sum(each, group_by) for each in sums], "total": _sum(total_of(sums), None)}
 
 
-@router.get("/usage/export")
+@router.get("/usage/export", response_class=Response, responses=content_of(*sorted(set(MEDIA_TYPES.values()))))
 async def export(
     services: ServicesOf,
     caller: Caller,
@@ -131,7 +137,9 @@ async def export(
     return StreamingResponse(lines(), media_type=MEDIA_TYPES[format_])
 
 
-@router.get("/invoices/{period}")
+@router.get(
+    "/invoices/{period}", response_class=Response, responses=content_of("application/json", "text/csv", "text/html")
+)
 async def invoice(
     services: ServicesOf,
     caller: Caller,
