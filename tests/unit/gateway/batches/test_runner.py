@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from tests.unit.gateway.scripted_services import ScriptedStore, serving
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import PermissionDenied, RateLimited, Unauthenticated
 from torchrelay.gateway.background import background
+from torchrelay.gateway.batches import runner as runner_module
 from torchrelay.gateway.batches.core import OPEN, Batch, Purpose
 from torchrelay.gateway.batches.files import Files
 from torchrelay.gateway.batches.line_call import BatchCatalog
@@ -169,6 +172,34 @@ async def test_lines_of_a_revoked_key_end_with_errors(rig: BatchRig) -> None:
     kept, has_more = await rig.files.page(None, Purpose.BATCH, 1, later.input_file_id, newest_first=True)
     assert ([file.file_id for file in kept], has_more) == ([batch.input_file_id], False)
     await rig.ended(later)
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A request under way, as far as batches look at it."""
+
+    resolved: Any
+
+
+async def test_lines_give_way_to_other_requests_of_their_model(rig: BatchRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single line runs beside them, and all when they have ended."""
+    monkeypatch.setattr(runner_module, "_WAY_S", 0.1)
+    for worker in rig.tokens.workers:
+        worker.pause_at = 2
+    running = rig.tokens.token_path.pipeline.requests
+    model = await rig.tokens.ports.resolve(PRINCIPAL, "echo")
+    other: Any = UnderWay(SimpleNamespace(service_class=ServiceClass.STANDARD, model=model))
+    running.add(other)
+    await rig.start()
+    batch = await rig.begin([BODY] * 4)
+    await eventually(lambda: len(running) == 2)
+    for _ in range(10):
+        await asyncio.sleep(runner_module._LOOK_S)
+        assert len(running) == 2
+    running.remove(other)
+    await eventually(lambda: len(running) == 4)
+    await rig.batches.cancel(PRINCIPAL.tenant_id, batch.batch_id)
+    await rig.ended(batch)
 
 
 async def test_gateway_that_was_taken_for_gone_delivers_late_and_loses(rig: BatchRig) -> None:
