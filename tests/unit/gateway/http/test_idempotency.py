@@ -199,3 +199,9 @@ async def test_end_is_written_when_the_database_is_back(once: OnceRig) -> None:
         once.inner.may_end.set()
         assert (await running).json() == {"call": 1}
     assert (await once.post()).headers["idempotent-replayed"] == "true"
+
+
+async def test_key_whose_end_could_not_be_written_is_free(once: OnceRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "_END_PAUSES_S", ())
+    await once.post()
+    assert (await once.post()).json() == {"call": 2}

@@ -473,6 +473,38 @@ async def test_what_was_admitted_without_redis_is_told_to_it(rig: LimitRig, monk
     assert rates.tokens is not None and 620 <= rates.tokens.num_left < 660, "80 of the running one came back"
 
 
+async def test_long_absence_of_redis_locks_no_key_out(rig: LimitRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The debt is at most ten seconds of the rate."""
+    run, clock, is_away = rig.limits._run, Clock(), True
+
+    async def maybe(*args: Any) -> Any:
+        return None if is_away else await run(*args)
+
+    monkeypatch.setattr(rig.limits, "_run", maybe)
+    monkeypatch.setattr(rig.limits, "_clock", clock)
+    for _ in range(100):
+        clock.now += 60.0
+        await rig.limits.release(await rig.admit(1, 1, requests_per_minute=6), 0, 2)
+    is_away = False
+    with pytest.raises(RateExceeded) as refused:
+        await rig.admit(1, 1, requests_per_minute=6)
+    assert refused.value.retry_after_s is not None and 10 < refused.value.retry_after_s <= 20
+
+
+async def test_running_requests_are_told_to_a_redis_that_lost_them(rig: LimitRig, redis_url: str) -> None:
+    short = replace(rig, limits=Limiter(redis_url, rig.parts.database, lease_s=0.3))
+    short.limits._scripts = RedisScriptRunner(redis_url, answer_limit_s=60)
+    kept = await short.admit(scope="limits", concurrent_requests=1)
+    for part in ("use", "running"):
+        await rig.redis.delete(f"relay:{{{rig.principal.tenant_id}}}:{part}")
+    await eventually(lambda: bool(short.limits._unreported.get(rig.principal.tenant_id)))
+    with pytest.raises(RateLimited):
+        await short.admit(scope="limits", concurrent_requests=1)
+    await short.limits.release(kept, 0, 0)
+    await short.admit(scope="limits", concurrent_requests=1)
+    await short.limits.close()
+
+
 @pytest.mark.parametrize("redis", ["none", "gone"])
 async def test_without_redis_each_gateway_limits_its_share(rig: LimitRig, redis: str) -> None:
     async with rig.parts.database.write() as connection:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torchrelay.gateway.core import ChoiceUsage, FinishCause
 from torchrelay.gateway.sql.event_outbox import EVENT_TYPES, emit
 from torchrelay.gateway.sql.tables import audit
 from torchrelay.gateway.sql.tables import webhooks as rows
+from torchrelay.gateway.webhooks import delivery
 from torchrelay.gateway.webhooks import webhooks as module
 from torchrelay.gateway.webhooks.budget_warnings import warn_of_budgets
 from torchrelay.gateway.webhooks.delivery import MAX_EVENTS, deliver_due
@@ -213,3 +215,17 @@ async def test_budgets_warn_once_at_80_percent_and_when_they_are_spent(parts: Ac
             cost * 5,
             "month",
         )
+
+
+async def test_address_that_never_ends_its_answer_delays_no_other(
+    parts: AccountingRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_LONGEST_POST_S", 0.2)
+    webhooks, listening = Webhooks(parts.database), socket.create_server(("127.0.0.1", 0))
+    with listening, receiving() as receiver:
+        await webhooks.create(None, f"http://127.0.0.1:{listening.getsockname()[1]}", ["usage"])
+        await webhooks.create(None, receiver.url, ["usage"])
+        await settle(parts, "req-1")
+        await deliver_due(webhooks, parts.database)
+        assert receiver.ids == ["req-1.0.0"]
+        assert sorted(each.last_error for each in await webhooks.list()) == ["", "no whole answer within 0.2 s"]

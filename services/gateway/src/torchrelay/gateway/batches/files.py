@@ -53,8 +53,8 @@ class Files:
                 raise InvalidRequest("the file is empty", field="file")
             of_file = update(files).where(files.c.file_id == file.file_id)
             async with self._database.write() as connection:
-                await connection.execute(of_file.values(num_bytes=num_bytes, is_complete=True))
-            is_stored = True
+                stored = await connection.execute(of_file.values(num_bytes=num_bytes, is_complete=True))
+            is_stored = stored.rowcount == 1  # else it was deleted with its tenant
         finally:
             if not is_stored:
                 await self._drop(tenant_id, file.file_id)

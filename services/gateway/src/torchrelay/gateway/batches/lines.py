@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +17,7 @@ from torchrelay.gateway.clients.rechunk import ByteStream
 
 MAX_ERRORS: Final = 100  # of a file, that are told
 MAX_ID_CHARS: Final = 512
+_LINES_AT_ONCE: Final = 500
 _MAX_ENVELOPE_BYTES: Final = 64 << 10
 _LINE_ENDS: Final = "\x85\u2028\u2029"  # to Python's splitlines, by which callers may take a file of results apart
 
@@ -77,6 +79,10 @@ async def numbered_lines(content: ByteStream, max_body_bytes: int) -> AsyncItera
                 yield number, _checked(pending, number, max_bytes)
             number += 1
             pending = bytearray()
+            if number > 2 * MAX_LINES:  # blank ones are read, too
+                raise LineFault(f"the file has more than {2 * MAX_LINES:,} lines, with blank ones", field="line")
+            if number % _LINES_AT_ONCE == 0:
+                await asyncio.sleep(0)  # lets others run
         pending += rest
         _checked(pending, number, max_bytes)
     if pending.strip():

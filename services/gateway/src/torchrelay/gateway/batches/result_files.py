@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import NotFound
+from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.gateway.batches.core import Batch, BatchStatus, Purpose, StoredFile
 from torchrelay.gateway.batches.files import Files
 from torchrelay.gateway.batches.lines import missing_line, result_line
@@ -30,8 +30,9 @@ _IDS = msgspec.json.Decoder(_Id)
 async def end_batch(batches: Batches, files: Files, batch: Batch, gateway_id: str, lines: Lines) -> None:
     """Stores the files of a batch that takes no more results, and ends it. Another gateway may repeat it."""
     num_completed, num_failed = (await batches.counts([batch]))[batch.batch_id]
+    num_results = num_completed + num_failed
     was_cancelled, has_begun = batch.cancelling_unix_us is not None, batch.in_progress_unix_us is not None
-    is_complete = num_completed + num_failed == batch.num_lines
+    is_complete = num_results == batch.num_lines
     status = BatchStatus.COMPLETED if is_complete else BatchStatus.EXPIRED
     error = _CANCELLED if was_cancelled else _EXPIRED
 
@@ -41,7 +42,7 @@ async def end_batch(batches: Batches, files: Files, batch: Batch, gateway_id: st
         name = f"{batch.batch_id}_{'output' if kind == 'out' else 'error'}.jsonl"
         file = StoredFile(batch.file_id(kind), batch.tenant_id, name, Purpose.OUTPUT, 0, now_unix_us())
         try:
-            return await files.put(file, _content(batches, batch, lines, error, of_errors=kind == "err"))
+            return await files.put(file, _content(batches, batch, lines, error, num_results, of_errors=kind == "err"))
         except NotFound:  # the input was deleted with its tenant
             return None
 
@@ -52,9 +53,11 @@ async def end_batch(batches: Batches, files: Files, batch: Batch, gateway_id: st
 
 
 async def _content(
-    batches: Batches, batch: Batch, lines: Lines, missing: tuple[str, str], *, of_errors: bool
+    batches: Batches, batch: Batch, lines: Lines, missing: tuple[str, str], num_results: int, *, of_errors: bool
 ) -> AsyncIterator[bytes]:
     statuses, results = await batches.statuses(batch.batch_id), dict[int, Any]()
+    if len(statuses) != num_results:  # another gateway has ended the batch, and deleted them
+        raise Conflict(f"batch {batch.batch_id} was ended elsewhere")
     async for number, encoded in lines():
         status, custom_id = statuses.get(number), _IDS.decode(encoded).custom_id
         if status is None:

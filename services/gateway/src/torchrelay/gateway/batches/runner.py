@@ -26,6 +26,7 @@ from torchrelay.gateway.batches.table import Batches
 from torchrelay.gateway.core import LineResult, Principal, ServiceClass
 from torchrelay.gateway.exchange.asgi_app import TokenPathApp
 from torchrelay.gateway.inference.execution.line_bill import LineBill
+from torchrelay.gateway.inference.execution.running_request import AttemptsExhausted
 from torchrelay.gateway.inference.pipeline import RequestPipeline
 from torchrelay.gateway.limits.tenant_turns import TenantTurns
 
@@ -37,7 +38,15 @@ FEW_LINES = 1  # of a batch at once, while other requests use its model
 _WAY_S = 1.0  # after another request, until lines run as usual
 _LOOK_S = 0.05
 _MAX_VERSIONS = 1000
+_MAX_EXHAUSTED = 3  # attempts at a line, each of which ended several workers
+_ENDING_AT_ONCE = 2  # batches, whose results are in memory in part
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0  # before a line is tried again
+
+
+class LineFailed(TorchrelayError):
+    """A line that is not tried again."""
+
+    code, http_status = "unavailable", 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ class BatchRunner:
         most = limits.total_at_once
         self._turns = TenantTurns(at_once=max(most // 2, 1), total_at_once=most)
         self._running: dict[str, _Running] = {}
+        self._ending = asyncio.Semaphore(_ENDING_AT_ONCE)
         self._num_attempts = Counter[str]()  # of lines under way, by batch
         self._others_ran_at_s: Recent[str, float] = Recent(_MAX_VERSIONS)  # by served version
         self._task: asyncio.Task[None] | None = None
@@ -120,15 +130,19 @@ class BatchRunner:
         if batch.status is BatchStatus.VALIDATING and not await self._validate(batch):
             return
         if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+            window = asyncio.timeout(max(batch.expires_unix_us - now_unix_us(), 0) / 1e6)
             try:
-                async with asyncio.timeout(max(batch.expires_unix_us - now_unix_us(), 0) / 1e6):
+                async with window:
                     await self._run_lines(batch)
             except TimeoutError:
+                if not window.expired():
+                    raise
                 log.info("batch_expired", batch_id=batch.batch_id)
             if not await self._batches.finalize(batch, self._gateway_id):
                 return
         batch = await self._batches.find(None, batch.batch_id)
-        await end_batch(self._batches, self._files, batch, self._gateway_id, self._lines(batch))
+        async with self._ending:
+            await end_batch(self._batches, self._files, batch, self._gateway_id, self._lines(batch))
 
     def _lines(self, batch: Batch) -> Callable[[], AsyncIterator[tuple[int, bytes]]]:
         async def lines() -> AsyncIterator[tuple[int, bytes]]:
@@ -166,18 +180,22 @@ class BatchRunner:
 
     async def _run_line(self, batch: Batch, number: int, line: BatchLine) -> None:
         """Tries the line until it has a result."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, num_exhausted = _FIRST_PAUSE_S, 0
         while True:
             try:
                 await self._give_way(batch, line)
                 async with self._turns.turn(batch.tenant_id):
                     self._num_attempts[batch.batch_id] += 1
                     try:
-                        await self._attempt(batch, number, line)
+                        caller = await self._caller(batch, line)
+                        if num_exhausted == _MAX_EXHAUSTED:  # it may be what ends the workers
+                            caller = LineFailed("the workers that ran this line were lost each time")
+                        await self._attempt(batch, number, line, caller)
                     finally:
                         self._num_attempts[batch.batch_id] -= 1
                 return
             except RETRIED as error:
+                num_exhausted += isinstance(error, AttemptsExhausted)
                 log.info("line_retried", batch_id=batch.batch_id, line=number, why=error.message)
                 wait_s = max(pause_s, error.retry_after_s or 0.0)
             await asyncio.sleep(wait_s)
@@ -209,14 +227,14 @@ class BatchRunner:
         except TorchrelayError:
             return ""
 
-    async def _attempt(self, batch: Batch, number: int, line: BatchLine) -> None:
+    async def _attempt(self, batch: Batch, number: int, line: BatchLine, caller: Principal | TorchrelayError) -> None:
         """Raises ``RETRIED``, and bills nothing then."""
         bill = LineBill(self._pipeline.ledger_writer, batch.batch_id)
         remaining_s = max(batch.expires_unix_us - now_unix_us(), 1) / 1e6
         app = self._apps[batch.endpoint]
         app = app.with_pipeline(self._pipeline.for_line(self._catalog, bill, remaining_s))
         try:
-            answer = await answer_of(app, await self._caller(batch, line), batch.endpoint, line.body)
+            answer = await answer_of(app, caller, batch.endpoint, line.body)
             await bill.end(_result(batch, number, answer))
         except Conflict:
             if not await self._batches.results(batch.batch_id, number, number + 1):

@@ -21,6 +21,7 @@ from torchrelay.gateway.core import EmbeddingSpec, ModelShape, Version
 
 _LOOKUP_TIMEOUT_S = 10.0  # for calls that move no model bytes
 _LIST_TIMEOUT_S = 60.0
+_LEAST_BYTES_PER_S = 5e6  # at which the store sends a file to its remote store
 _SILENCE_S = 30.0  # in an upload or a commit; the store tells a long stage again every few seconds
 OBJECT_PART_BYTES = 1 << 20
 _DIGEST_BYTES_PER_S = 64 << 20  # a store that was restarted reads what it has; all of a file must reach its disk
@@ -130,6 +131,7 @@ class StoreClient:
     async def put_object(self, tenant_id: str, name: str, body: ByteStream, max_bytes: int) -> int:
         """Streams a tenant's file to the store; returns its size. Raises ``InvalidRequest`` if it is larger."""
         call: Any = self._stub.PutObject()
+        num_sent = 0
         opening = param_store_pb2.PutObjectRequest.Open(object=_object(tenant_id, name), max_bytes=max_bytes)
 
         async def write() -> None:
@@ -137,12 +139,15 @@ class StoreClient:
             await self._endpoint.answered(call.initial_metadata(), self._silence_s)
             async for data in rechunk(body):
                 await self._endpoint.answered(call.write(param_store_pb2.PutObjectRequest(data=data)), self._silence_s)
+                nonlocal num_sent
+                num_sent += len(data)
             await call.done_writing()
 
         try:
             with self._endpoint.mapped_errors():
                 await write_while_open(call, write())
-                reply: param_store_pb2.PutObjectReply = await self._endpoint.answered(call, _LIST_TIMEOUT_S)
+                publishing_s = _LIST_TIMEOUT_S + num_sent / _LEAST_BYTES_PER_S
+                reply: param_store_pb2.PutObjectReply = await self._endpoint.answered(call, publishing_s)
                 return reply.num_bytes
         finally:
             call.cancel()

@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, delete, exists, func, select, update
+from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrelay.common.clock import now_unix_us
@@ -61,6 +61,7 @@ class IdempotentApp:
         self._database = database
         self._gateway_id = gateway_id
         self._max_body_bytes = max_body_bytes
+        self._running: set[tuple[str, str]] = set()  # tenants and names of requests under way here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         named = [value for name, value in scope["headers"] if name == _HEADER] if scope["type"] == "http" else []
@@ -114,15 +115,20 @@ class IdempotentApp:
                 delete(idempotency).where(*mine, idempotency.c.begun_unix_us < now - KEPT_S * 10**6)
             )
             is_alive = exists().where(gateways.c.gateway_id == idempotency.c.gateway_id)
-            lost = delete(idempotency).where(*mine, idempotency.c.status.is_(None), ~is_alive)
-            await connection.execute(lost)
+            is_lost = ~is_alive
+            if (tenant_id, name) not in self._running:  # this gateway could not write the end of its request
+                is_lost = or_(is_lost, idempotency.c.gateway_id == self._gateway_id)
+            await connection.execute(delete(idempotency).where(*mine, idempotency.c.status.is_(None), is_lost))
             new = self._database.insert(idempotency).values({**row, "begun_unix_us": now}).on_conflict_do_nothing()
             if (await connection.execute(new)).rowcount:
                 number = select(func.count()).select_from(idempotency).where(idempotency.c.tenant_id == tenant_id)
                 if (await connection.execute(number)).scalar_one() > MAX_KEYS:
                     raise RateLimited(f"more than {MAX_KEYS:,} idempotency keys in a day", retry_after_s=600)
+                self._running.add((tenant_id, name))
                 return None
-            kept = (await connection.execute(select(idempotency).where(*mine))).one()
+            kept = (await connection.execute(select(idempotency).where(*mine))).one_or_none()
+        if kept is None:  # the first request has just ended, and its answer is not kept
+            raise Conflict("the request with this key has just ended", field="Idempotency-Key", retry_after_s=1.0)
         if kept.digest != digest:
             message = "this key was used for another request; a new request needs a key of its own"
             raise InvalidRequest(message, field="Idempotency-Key")
@@ -131,6 +137,12 @@ class IdempotentApp:
         return kept
 
     async def _end(self, tenant_id: str, name: str, answer: _Answer) -> None:
+        try:
+            await self._end_in_time(tenant_id, name, answer)
+        finally:
+            self._running.discard((tenant_id, name))
+
+    async def _end_in_time(self, tenant_id: str, name: str, answer: _Answer) -> None:
         for pause_s in _END_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +55,7 @@ _GATEWAYS_TTL_S: Final = 10.0
 _RELEASE_PAUSES_S = (0.0, 1.0, 5.0, 30.0)  # before each attempt to release what nobody waits for
 _CLOSE_S = 1.0  # for these attempts when the gateway stops
 _RENEWALS_PER_LEASE: Final = 3
+_MAX_UNDOING: Final = 1000  # beyond it, reservations are left to their leases
 _MAX_TOLD: Final = 200  # requests, in one call of Redis
 
 
@@ -85,12 +86,10 @@ class Limiter:
         self._num_gateways, self._counted_at_s = 1, float("-inf")
         self._running: dict[str, Reservation] = {}  # to be renewed
         self._renewing: asyncio.Task[None] | None = None
-        self._unreported: dict[
-            str, dict[str, Reservation]
-        ] = {}  # running requests that Redis has not admitted, by tenant
-        self._telling: dict[
-            str, tuple[int, int] | None
-        ] = {}  # of these that Redis is told of now: cost and tokens at the end
+        # Running requests that Redis does not know, by tenant; and those that it is told of now, with their cost and
+        # tokens if they have ended meanwhile.
+        self._unreported: dict[str, dict[str, Reservation]] = {}
+        self._telling: dict[str, tuple[int, int] | None] = {}
         self._asking: dict[str, asyncio.Future[int]] = {}  # for the spending of a key or tenant
         self._undoing: set[asyncio.Task[None]] = set()  # work on reservations that nobody waits for
 
@@ -193,7 +192,8 @@ class Limiter:
         reservation_id = new_id("rsv")
         verdict, is_reported = await self._verdict(principal, wish, reservation_id)
         if verdict.outcome is not Outcome.OK:
-            if not is_reported and self._redis_url:  # which may have reserved it, and answers too late
+            # Redis may have reserved it, and answers too late.
+            if not is_reported and self._redis_url and len(self._undoing) < _MAX_UNDOING:
                 self.abandon(Reservation(reservation_id, principal.tenant_id, principal.key_id, max_output_tokens))
             raise refusal(principal, wish, verdict)
         if verdict.amount_nano < wish.amount_nano:
@@ -257,12 +257,16 @@ class Limiter:
             args += [each.reservation_id, each.key_id, each.num_requests, each.num_tokens, each.reserved_nano]
             del unreported[each.reservation_id]
             self._telling[each.reservation_id] = None
-        answer = await self._run(ADMIT, principal.tenant_id, args)
-        for each in running:
-            self._told(each, is_known=answer is not None)
+        answer = None
+        try:
+            answer = await self._run(ADMIT, principal.tenant_id, args)
+        finally:
+            for each in running:
+                self._told(each, is_known=answer is not None)
+            if answer is None:
+                self._local.owe(names, owed)
         if answer is not None:
             return _read(answer), True
-        self._local.owe(names, owed)
         await self._count_gateways()
         return self._local.decide(names, limits, wish, begins_us, self._num_gateways, self._clock()), False
 
@@ -298,7 +302,15 @@ class Limiter:
             for each in self._running.values():
                 members.setdefault(each.tenant_id, [self._lease_s]).append(each.reservation_id)
             for tenant_id, args in members.items():
-                await self._run(RENEW, tenant_id, args)
+                for unknown in await self._run(RENEW, tenant_id, args) or ():
+                    self._tell_again(unknown.decode())
+
+    def _tell_again(self, reservation_id: str) -> None:
+        """Redis has lost a running request: its lease was over, or Redis began anew."""
+        running = self._running.get(reservation_id)
+        if running is not None and reservation_id not in self._telling:
+            again = replace(running, num_requests=0)
+            self._unreported.setdefault(running.tenant_id, {})[reservation_id] = again
 
     async def release(self, reservation: Reservation, cost_nano: int, num_tokens: int) -> bool:
         """Ends the reservation of a request that used ``num_tokens`` and is billed ``cost_nano``. Idempotent.

@@ -109,7 +109,9 @@ local function loaded(prefix, first, running)
   local owed_requests = tonumber(ARGV[first + 7]) + running.requests
   local owed_tokens = tonumber(ARGV[first + 8]) + running.tokens
   if owed_requests > 0 or owed_tokens ~= 0 then
-    s.requests, s.tokens = s.requests - owed_requests, s.tokens - owed_tokens
+    -- A debt of at most ten seconds: a long absence of Redis must not lock a key out.
+    s.requests = math.max(math.min(s.requests, -s.rpm / 6), s.requests - owed_requests)
+    s.tokens = math.max(math.min(s.tokens, -s.tpm / 6), s.tokens - owed_tokens)
     redis.call('HSET', use, prefix .. 'at', string.format('%.6f', now), prefix .. 'requests',
       string.format('%.6f', s.requests), prefix .. 'tokens', string.format('%.6f', s.tokens))
   end
@@ -177,15 +179,20 @@ return told
 """
 )
 
-# Arguments: lease in seconds, ids. A request that Redis does not know any more stays unknown.
+# Arguments: lease in seconds, ids. Answer: the ids of requests that Redis does not know any more.
 RENEW = (
     _COMMON
     + """
+local unknown = {}
 for i = 2, #ARGV do
   local member = redis.call('HGET', use, 'r:' .. ARGV[i])
-  if member then redis.call('ZADD', leases, 'XX', now + tonumber(ARGV[1]), member) end
+  if member then
+    redis.call('ZADD', leases, 'XX', now + tonumber(ARGV[1]), member)
+  else
+    table.insert(unknown, ARGV[i])
+  end
 end
-return {'ok'}
+return unknown
 """
 )
 

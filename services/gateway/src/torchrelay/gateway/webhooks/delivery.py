@@ -11,8 +11,10 @@ import base64
 import hmac
 import http.client
 import json
+import threading
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -26,7 +28,9 @@ from torchrelay.gateway.webhooks.webhooks import Webhook, Webhooks
 log = get_logger(__name__)
 MAX_EVENTS: Final = 100  # of a batch
 _TIMEOUT_S: Final = 10.0
+_LONGEST_POST_S: Final = 30.0  # in all
 _LEASE_S: Final = 60.0
+_THREAD, _MAX_THREADS = "webhook", 16
 _IDLE_S: Final = 5.0  # until the next look at a webhook that has everything
 _LONGEST_WAIT_S: Final = 3600.0
 _NO_LONGER_WAITS_AFTER: Final = 12  # failures
@@ -57,13 +61,36 @@ async def _deliver(webhook: Webhook, webhooks: Webhooks, database: Database) -> 
         await webhooks.taken(webhook, last_ledger_id, last_event_id, _IDLE_S)
         return
     body = json.dumps(batch).encode()
-    error = await asyncio.to_thread(_post, webhook.url, body, signed_headers(webhook.secret, batch[0]["id"], body))
+    error = await _post_in_time(webhook.url, body, signed_headers(webhook.secret, batch[0]["id"], body))
     if error:
         wait_s = min(_LONGEST_WAIT_S, 2.0 ** min(webhook.num_failures, _NO_LONGER_WAITS_AFTER))
         log.warning("webhook_refused", webhook_id=webhook.webhook_id, error=error[:200], again_in_s=wait_s)
         await webhooks.refused(webhook, error, wait_s)
     else:
         await webhooks.taken(webhook, last_ledger_id, last_event_id, 0.0)
+
+
+async def _post_in_time(url: str, body: bytes, headers: Mapping[str, str]) -> str:
+    """``_post`` in a thread that neither this gateway's work nor its end waits for: a receiver may answer for ever."""
+    if sum(thread.name == _THREAD for thread in threading.enumerate()) >= _MAX_THREADS:
+        return "too many addresses do not end their answers"
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[str] = loop.create_future()
+
+    def note(error: str) -> None:
+        if not answered.done():
+            answered.set_result(error)
+
+    def post() -> None:
+        error = _post(url, body, headers)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(note, error)
+
+    threading.Thread(target=post, name=_THREAD, daemon=True).start()
+    try:
+        return await asyncio.wait_for(answered, _LONGEST_POST_S)
+    except TimeoutError:
+        return f"no whole answer within {_LONGEST_POST_S:g} s"
 
 
 def _cloud_event(id_: str, type_: str, at_unix_us: int, data: Mapping[str, Any]) -> dict[str, Any]:

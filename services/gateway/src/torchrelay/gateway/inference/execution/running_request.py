@@ -52,6 +52,10 @@ FIRST_KEEP_ALIVE_S = 0.3  # then a waiting client gets its headers
 LOADING_KEEP_ALIVE_S = 1.0  # at most, while its model loads
 
 
+class AttemptsExhausted(Unavailable):
+    """Says that a request has failed on as many workers as it may try."""
+
+
 def retry_delay_s(num_attempts: int) -> float:
     """The delay of the next attempt: none at first, then growing, so that a changing cluster can settle."""
     return 0.0 if num_attempts <= 2 else min(0.1 * 4 ** (num_attempts - 3), 2.0)
@@ -380,7 +384,7 @@ class RunningRequest:
         for plan in self._generation.resume(number, is_excused=is_excused):
             num_attempts = self._generation.num_attempts(plan.attempt)
             if num_attempts > self._max_attempts:
-                raise error
+                raise AttemptsExhausted(error.message) if type(error) is Unavailable else error
             log.info("request_resumed", request_id=self.resolved.request_id, attempt=plan.attempt, why=error.message)
             delay_s = retry_delay_s(num_attempts)
             if delay_s:
