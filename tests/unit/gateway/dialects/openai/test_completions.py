@@ -127,7 +127,7 @@ async def test_nothing_runs_unless_all_prompts_can(rig: TokenPathRig) -> None:
     # Reserved by the prompts before it, and so at each repetition.
     rig.ports.num_until_refusal, rig.ports.refusal = 3, RateLimited("running requests reserve the budget")
     spent = await rig.http.post("/v1/completions", json={**body, "prompt": PROMPTS[:2]})
-    assert spent.status_code == 403 and "together need more than is left of the budget" in spent.text
+    assert spent.status_code == 403 and "together need more than the limits leave" in spent.text
 
 
 async def test_prompts_without_a_limit_share_the_default(make_rig: MakeRig) -> None:
