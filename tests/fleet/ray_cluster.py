@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fleet.machines import kill_all, variables_of
+from tests.support.brokers import free_port_range
 from tests.support.wait import wait_until
 from torchrelay.cli.launchers.ray_jobs import RESOURCE
 
@@ -44,7 +44,8 @@ class RayCluster:
 @contextmanager
 def ray_cluster(folder: Path) -> Iterator[RayCluster]:
     """Kills all its processes at the end. ``folder``: on a short path, for Ray's sockets."""
-    port, client_port = _free_port(), _free_port()
+    port = free_port_range(2)  # below those of connections: Ray binds them seconds later
+    client_port = port + 1
     with ExitStack() as stack:
         stack.callback(kill_all, f"{CLUSTER}={folder}")
 
@@ -93,9 +94,3 @@ def _run_first(pid: int) -> None:
     """Gives a session more of a busy machine's CPU than other sessions, where the kernel shares it among them."""
     with suppress(OSError):  # without root, or without such shares
         Path(f"/proc/{pid}/autogroup").write_text("-10")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
