@@ -44,7 +44,8 @@ class RayCluster:
 @contextmanager
 def ray_cluster(folder: Path) -> Iterator[RayCluster]:
     """Kills all its processes at the end. ``folder``: on a short path, for Ray's sockets."""
-    port = free_port_range(2)  # below those of connections: Ray binds them seconds later
+    # Below the ports of connections, since Ray binds them seconds later, and above those of its workers.
+    port = free_port_range(2, lowest=20_000)
     client_port = port + 1
     with ExitStack() as stack:
         stack.callback(kill_all, f"{CLUSTER}={folder}")

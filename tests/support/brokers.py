@@ -36,9 +36,9 @@ def free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-def free_port_range(count: int) -> int:
+def free_port_range(count: int, lowest: int = 10_000) -> int:
     """The first of successive loopback ports that are free, below those that the kernel gives to connections."""
-    for begin in random.sample(range(10_000, 32_000, count), 100):
+    for begin in random.sample(range(lowest, 32_000, count), 100):
         with ExitStack() as stack, suppress(OSError):
             for port in range(begin, begin + count):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
