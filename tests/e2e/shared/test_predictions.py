@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.tenants import Tenant
-from tests.support.completions import complete
+from tests.support.completions import complete, headers
+from tests.support.http import http
 from tests.support.platform import Platform
 from tests.support.wait import wait_until
 from torchrelay.control.v1.reports_pb2 import WorkerReport
@@ -53,13 +54,15 @@ def assert_near(reasons: list[str]) -> None:
         assert measured_ms / NEAR < predicted_ms < measured_ms * NEAR, f"{what}: {reasons}"
 
 
-def learned_from(platform: Platform, model: str, completed: Callable[[int], str]) -> list[WorkerReport]:
-    """The reports of the model's workers, after more requests if its costs were learned from few steps.
+def learned_from(platform: Platform, version_id: str, completed: Callable[[int], str]) -> list[WorkerReport]:
+    """The reports of the version's workers, after more requests if its costs were learned from few steps.
+
+    A slot names one of the models that have its version, perhaps another tenant's.
 
     Workers learn from one step in each 10 ms of steps, so the faster the machine, the more requests that takes.
     """
     for num_sent in range(NUM_WARM + 1, 20 * NUM_WARM):
-        reports = [report for report in next(platform.views()).workers if report.slot.model == model]
+        reports = [report for report in next(platform.views()).workers if report.slot.version_id == version_id]
         latencies = [report.latency for report in reports]
         num_steps = [max((getattr(latency, phase).num_steps for latency in latencies), default=0) for phase in PHASES]
         if min(num_steps) >= MIN_STEPS:
@@ -77,7 +80,8 @@ def test_predictions_are_near_the_measurements(platform: Platform, tenant: Tenan
 
     warm = [completed(n) for n in range(NUM_WARM)]
     last, again = completed(NUM_WARM), completed(NUM_WARM)
-    reports = learned_from(platform, model, completed)
+    described = http.get(f"{platform.http}/v1/models/{model}", headers=headers(tenant.key)).json()
+    reports = learned_from(platform, described["version"], completed)
     for request_id in (last, again):
         for what in ("first token", "between tokens"):
             predicted_ms, _ = in_ms(explained(platform, request_id)["predict"], what)

@@ -159,10 +159,15 @@ def test_gateway_on_a_full_disk_refuses_until_space_is_free(home: SmallHome) -> 
     num_billed_before = home.num_billed()
     disk.fill()
     platform.await_restart("gateway", platform.kill("gateway"))
-    assert_disk_is_named(home.call(8), disk)
+    num_answered = 0
+    while (reply := home.call(8)).status_code == 200 and num_answered < 20:  # a restart may free a page
+        num_answered += 1
+        disk.fill()
+    assert_disk_is_named(reply, disk)
     disk.free()
     wait_until(lambda: home.call(8).status_code == 200, "calls are answered again")
-    wait_until(lambda: home.num_billed() - num_billed_before == 8, "the one that was answered is billed, no more")
+    num_tokens = 8 * (num_answered + 1)
+    wait_until(lambda: home.num_billed() - num_billed_before == num_tokens, "what was answered is billed, no more")
 
 
 def test_upload_stopped_by_a_full_disk_resumes(home: SmallHome) -> None:
