@@ -534,6 +534,16 @@ async def test_without_redis_each_gateway_limits_its_share(rig: LimitRig, redis:
     await other.limits.close()
 
 
+async def test_first_requests_without_redis_have_the_share_too(rig: LimitRig) -> None:
+    """They come at once, before the gateways are counted."""
+    async with rig.parts.database.write() as connection:
+        await connection.execute(insert(gateways), [{"gateway_id": each, "beat": 1} for each in "ab"])
+    other = rig.with_redis("")
+    results = await asyncio.gather(*(other.admit(requests_per_minute=6) for _ in range(6)), return_exceptions=True)
+    assert sum(isinstance(each, Reservation) for each in results) == 3
+    await other.limits.close()
+
+
 async def test_silent_redis_costs_a_request_fifty_milliseconds(rig: LimitRig, redis_url: str) -> None:
     """A gateway goes on with what its own admissions have left, and does not begin with a full bucket."""
     async with SilentProxy(redis_url).serving() as proxy:

@@ -83,7 +83,7 @@ class Limiter:
         self._lease_s = lease_s
         self._scripts: RedisScriptRunner | None = None
         self._local = LocalUse()
-        self._num_gateways, self._counted_at_s = 1, float("-inf")
+        self._num_gateways, self._counted_at_s, self._counting = 1, float("-inf"), asyncio.Lock()
         self._running: dict[str, Reservation] = {}  # to be renewed
         self._renewing: asyncio.Task[None] | None = None
         # Running requests that Redis does not know, by tenant; and those that it is told of now, with their cost and
@@ -284,15 +284,15 @@ class Limiter:
         await self._run(RELEASE, reservation.tenant_id, [reservation.reservation_id, cost_nano, num_tokens])
 
     async def _count_gateways(self) -> None:
-        """Counts the gateways that share the limits. Without SQL the last number holds."""
-        now_s = self._clock()
-        if now_s - self._counted_at_s < _GATEWAYS_TTL_S:
-            return
-        self._counted_at_s = now_s
-        with suppress(Unavailable):
-            async with self._database.read() as connection:
-                number = (await connection.execute(select(func.count()).select_from(gateways))).scalar_one()
-            self._num_gateways = max(1, number)
+        """Counts the gateways that share the limits, once for all that wait. Without SQL the last number holds."""
+        async with self._counting:
+            if self._clock() - self._counted_at_s < _GATEWAYS_TTL_S:
+                return
+            with suppress(Unavailable):
+                async with self._database.read() as connection:
+                    number = (await connection.execute(select(func.count()).select_from(gateways))).scalar_one()
+                self._num_gateways = max(1, number)
+            self._counted_at_s = self._clock()
 
     async def _renew(self) -> None:
         """Renews the leases of running requests."""
