@@ -1,1 +1,1 @@
-"""Authentication: tenants, API keys and their format."""
+"""Authentication: tenants and their API keys, operators and their roles, OIDC tokens."""

@@ -1,1 +1,1 @@
-"""Rate and budget limits, shared by all gateways through Redis; tenants' shares of this gateway."""
+"""Limits of keys and tenants, shared by all gateways through Redis; tenants' shares of this gateway."""

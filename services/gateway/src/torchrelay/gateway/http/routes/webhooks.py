@@ -28,7 +28,9 @@ class NewWebhook(BaseModel):
 async def create(services: ServicesOf, _admin: Owner, body: NewWebhook) -> dict[str, Any]:
     """The answer has the secret of the signatures, which is shown only now."""
     if not is_safe_url(body.url):
-        raise InvalidRequest(f"url must begin with https://, not {body.url[:100]!r}", field="url")
+        raise InvalidRequest(
+            f"url must begin with https:// (or http:// on loopback), not {body.url[:100]!r}", field="url"
+        )
     tenant_id = None if body.tenant is None else (await services.tenants.by_name(body.tenant)).tenant_id
     webhook = await services.webhooks.create(tenant_id, body.url, body.types)
     return {**_shown(webhook, body.tenant), "secret": webhook.secret}
