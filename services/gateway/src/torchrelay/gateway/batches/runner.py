@@ -36,7 +36,7 @@ MAX_RUNNING, MAX_RUNNING_OF_TENANT = 64, 4  # batches of a gateway
 MAX_PENDING_BYTES = 2 << 20  # of lines of a batch in memory, or a single line
 FEW_LINES = 1  # of a batch at once, while other requests use its model
 _WAY_S = 1.0  # after another request, until lines run as usual
-_LOOK_S = 0.05
+_LOOK_S = 0.1  # between looks at the others
 _MAX_VERSIONS = 1000
 _MAX_EXHAUSTED = 3  # attempts at a line, each of which ended several workers
 _ENDING_AT_ONCE = 2  # batches, whose results are in memory in part
@@ -83,6 +83,7 @@ class BatchRunner:
         self._running: dict[str, _Running] = {}
         self._ending = asyncio.Semaphore(_ENDING_AT_ONCE)
         self._num_attempts = Counter[str]()  # of lines under way, by batch
+        self._looked_at_s = float("-inf")
         self._others_ran_at_s: Recent[str, float] = Recent(_MAX_VERSIONS)  # by served version
         self._task: asyncio.Task[None] | None = None
 
@@ -210,12 +211,20 @@ class BatchRunner:
         version_id = await self._version_of(batch, line)
         half_us = (batch.created_unix_us + batch.expires_unix_us) // 2
         while self._num_attempts[batch.batch_id] >= FEW_LINES and now_unix_us() < half_us:
-            for each in self._pipeline.requests:
-                if each.resolved.service_class is not ServiceClass.BATCH:
-                    self._others_ran_at_s[each.resolved.model.version.served_version_id] = time.monotonic()
+            self._look_at_others()
             if time.monotonic() - self._others_ran_at_s.get(version_id, float("-inf")) > _WAY_S:
                 return
             await asyncio.sleep(_LOOK_S)
+
+    def _look_at_others(self) -> None:
+        """Notes the versions that other requests use: once for all lines that wait."""
+        now_s = time.monotonic()
+        if now_s - self._looked_at_s < _LOOK_S / 2:
+            return
+        self._looked_at_s = now_s
+        for each in self._pipeline.requests:
+            if each.resolved.service_class is not ServiceClass.BATCH:
+                self._others_ran_at_s[each.resolved.model.version.served_version_id] = now_s
 
     async def _version_of(self, batch: Batch, line: BatchLine) -> str:
         """The version whose instances serve the line; empty if there is none, which the line is told when it runs."""
