@@ -19,13 +19,15 @@ from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1.generation_pb2 import AttemptStart
 from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
-from torchrelay.control.v1.types_pb2 import ROLE_PREFILL, AttemptKey
+from torchrelay.control.v1.reports_pb2 import EngineProfile
+from torchrelay.control.v1.types_pb2 import ROLE_PREFILL, AttemptKey, ModelVersion
 from torchrelay.control.v1.worker_pb2 import WatchSlotRequest
 from torchrelay.control.v1.worker_pb2_grpc import WorkerStub
-from torchrelay.engine.core import StepResult
+from torchrelay.engine.core import StepProfile, StepResult
 from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.reporter import Reporter
+from torchrelay.worker.slot.slot import HostedInstance
 
 
 def attempt_of(request_id: str) -> Attempt:
@@ -49,6 +51,21 @@ async def test_worker_activity_follows_its_requests(tmp_path: Path, nats_url: st
         worker.worker.step_metrics.record_step(StepResult((), (attempt.group_id,), 9, 0, 0.01))
         assert reporter.activity() != began, "a step of a prompt teaches the latency model"
         role.forget(attempt)
+
+
+async def test_a_load_holds_its_slot_back_until_a_layer_has_arrived(tmp_path: Path, nats_url: str) -> None:
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as worker:
+        reporter, slot = Reporter(worker.worker, "127.0.0.1:1"), worker.worker.slot
+        assert not reporter.report().HasField("profile")
+        hosted = HostedInstance("i-1", ModelVersion(model="acme/tiny", pack_id="p"), [ROLE_PREFILL])
+        await slot.begin_load(hosted)
+        assert reporter.report().profile == EngineProfile(bottleneck="loading")
+        waited = StepResult((), (), 0, 1, 0.01, profile=StepProfile(compute_s=0.4, io_wait_s=0.6))
+        worker.worker.step_metrics.record_step(waited, slot.instance_labels)
+        hosted.num_layers_ready = 1
+        assert reporter.report().profile.bottleneck == "io_wait"
+        await slot.release()
+        assert not reporter.report().HasField("profile")
 
 
 async def test_report_streams_carry_beats_on_demand(tmp_path: Path, nats_url: str) -> None:

@@ -76,6 +76,16 @@ def test_top_shows_workers_copies_instances_and_demand() -> None:
     assert "0 running, 7 waiting" in shown
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_top_shows_what_holds_workers_back(width: int) -> None:
+    shown = view()
+    assert "bottleneck" not in drawn(cluster_screen(shown, {}, "127.0.0.1:1"), width)
+    shown.workers[0].profile.CopyFrom(reports_pb2.EngineProfile(compute=0.3, memory=0.7, bottleneck="memory"))
+    lines = drawn(cluster_screen(shown, {}, "127.0.0.1:1"), width).splitlines()
+    (line,) = [line for line in lines if "70%" in line]
+    assert line.split()[:6] == ["prefill-0", "memory", "70%", "Decode", "steps", "take"]
+
+
 def test_top_shows_role_changes_and_moved_prompts() -> None:
     changed = view()
     plain = drawn(cluster_screen(changed, {}, "127.0.0.1:1"))

@@ -164,6 +164,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
         self.role_changes: list[worker_pb2.SetRolesRequest] = []
         self.unloads: list[worker_pb2.UnloadRequest] = []
         self.engine = types_pb2.EngineProgress()
+        self.profile: reports_pb2.EngineProfile | None = None
 
     def report(self) -> reports_pb2.WorkerReport:
         return reports_pb2.WorkerReport(
@@ -178,6 +179,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
             kv_pool_bytes=64 * MB,
             kv_free_bytes=64 * MB,
             engine=self.engine,
+            profile=self.profile,
         )
 
     def beat(self) -> reports_pb2.WorkerReport:

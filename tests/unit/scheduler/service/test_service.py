@@ -21,7 +21,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
 )
 from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.common.net.rpc.errors import error_from_rpc
-from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import policy
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.service import epoch
@@ -198,6 +198,10 @@ async def test_explain_shows_cold_start_from_queue_to_first_token(it: ScriptedCl
         assert all(decision.reason for decision in model.decisions)
         labels = [line.label for line in model.worth if line.text]
         assert labels in (["bid", "ask"], ["bid", "ask", "idle"]) and not reply.worth
+        first.profile = second.profile = reports_pb2.EngineProfile(memory=1.0, bottleneck="memory")
+        await cluster(address, lambda view: all(each.profile.bottleneck for each in view.workers))
+        model = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+        assert (model.worth[0].label, model.worth[0].text.split(". ")[0]) == ("bottleneck", "memory (2 instances)")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await gateway.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r0"))
         assert caught.value.details() == (

@@ -20,10 +20,12 @@ from torchrelay.engine.core import StepProfile, StepResult
 from torchrelay.engine.device_counts import CopyTimes
 from torchrelay.worker.metrics.gpu_metrics import export_gpus
 from torchrelay.worker.metrics.load_metrics import export_load
+from torchrelay.worker.metrics.step_floor import StepFloor
 from torchrelay.worker.metrics.step_metrics import InstanceLabels, StepMetrics
 from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares, bottleneck
 
 LABELS = InstanceLabels("i1", "acme/tiny", "pack", "prefill+decode")
+OTHER = InstanceLabels("i2", "acme/other", "another", "decode")
 WARM = StepProfile(compute_s=0.015, memory_s=0.003, scheduling_s=0.002)
 
 
@@ -91,11 +93,19 @@ def test_shares_belong_to_instance_in_slot() -> None:
     step_metrics = StepMetrics()
     step_metrics.record_step(a_step(), LABELS)
     assert astuple(step_metrics.time_shares_of(LABELS)) == pytest.approx((0.75, 0.15, 0, 0, 0.1))
-    other = InstanceLabels("i2", "acme/other", "another", "decode")
-    assert step_metrics.time_shares_of(other) == step_metrics.time_shares_of(None) == NO_SHARES
-    step_metrics.record_step(a_step(profile=StepProfile(io_wait_s=1.0)), other)
-    assert step_metrics.time_shares_of(other).io_wait == 1.0
+    assert step_metrics.time_shares_of(OTHER) == step_metrics.time_shares_of(None) == NO_SHARES
+    step_metrics.record_step(a_step(profile=StepProfile(io_wait_s=1.0)), OTHER)
+    assert step_metrics.time_shares_of(OTHER).io_wait == 1.0
     assert step_metrics.time_shares_of(LABELS) == NO_SHARES
+
+
+def test_decode_steps_near_their_floor_count_as_memory() -> None:
+    """The steps take 20 ms."""
+    step_metrics, floor = StepMetrics(), StepFloor(bytes_per_s=1e9, weight_bytes=15 << 20)
+    step_metrics.record_step(a_step(), LABELS, floor)
+    assert astuple(step_metrics.time_shares_of(LABELS)) == pytest.approx((0, 0.9, 0, 0, 0.1))
+    step_metrics.record_step(a_step(), OTHER, replace(floor, weight_bytes=10 << 20))
+    assert step_metrics.time_shares_of(OTHER).compute == pytest.approx(0.75)
 
 
 def test_latency_model_outlives_instance_and_skips_parts_of_prompts() -> None:
@@ -105,7 +115,7 @@ def test_latency_model_outlives_instance_and_skips_parts_of_prompts() -> None:
     assert step_metrics.latency(LABELS) is None and step_metrics.latency(None) is None
     for _ in range(20):
         step_metrics.record_step(a_step(), LABELS)
-    step_metrics.record_step(a_step(), InstanceLabels("i2", "acme/other", "another", "decode"))
+    step_metrics.record_step(a_step(), OTHER)
     known = step_metrics.latency(InstanceLabels("i3", LABELS.model, LABELS.pack_id, "decode"))
     assert known is not None and known.token_budget == 128
     assert known.tbt_s(1, 100) == pytest.approx(WARM.total_s, rel=0.05)
@@ -145,21 +155,26 @@ def test_load_is_that_of_the_model_in_the_slot() -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     slot: list[InstanceLabels] = []
-    export_load(lambda: 3, lambda: 0.25, lambda: slot[0] if slot else None, provider.get_meter("test"))
+    held_back: list[str] = []
+    meter = provider.get_meter("test")
+    export_load(lambda: 3, lambda: 0.25, lambda: "".join(held_back), lambda: slot[0] if slot else None, meter)
     assert values(reader) == {}
-    slot.append(InstanceLabels("i-1", "acme/tiny", "pack", "decode"))
-    assert values(reader) == {
+    slot.append(LABELS)
+    expected: dict[tuple[object, ...], float] = {
         ("torchrelay_worker_requests_running", "acme/tiny"): 3,
         ("torchrelay_worker_kv_cache_usage", "acme/tiny"): 0.25,
     }
+    assert values(reader) == expected
+    held_back.append("memory")
+    assert values(reader) == {**expected, ("torchrelay_worker_bottleneck", "acme/tiny", "memory"): 1}
     provider.shutdown()
 
 
-def values(reader: InMemoryMetricReader) -> dict[tuple[str, object], float]:
+def values(reader: InMemoryMetricReader) -> dict[tuple[object, ...], float]:
     data = reader.get_metrics_data()
     metrics = data.resource_metrics[0].scope_metrics[0].metrics if data is not None else []
     return {
-        (metric.name, (point.attributes or {})["model"]): getattr(point, "value", 0.0)
+        (metric.name, *(point.attributes or {}).values()): getattr(point, "value", 0.0)
         for metric in metrics
         for point in metric.data.data_points
     }
@@ -272,6 +287,8 @@ def test_past_shares_decay_by_time_not_steps() -> None:
         (NO_SHARES, ""),
         (TimeShares(compute=1.0), "compute"),
         (TimeShares(compute=0.71, memory=0.29), "compute"),
+        (TimeShares(compute=0.1, memory=0.7, scheduling=0.2), "memory"),
+        (TimeShares(memory=0.7, io_wait=0.3), "io_wait"),
         (TimeShares(compute=0.6, memory=0.1, scheduling=0.3), "scheduling"),
         (TimeShares(compute=0.2, memory=0.35, kv_transfer=0.4, scheduling=0.05), "kv_transfer"),
         (TimeShares(compute=0.1, io_wait=0.9), "io_wait"),

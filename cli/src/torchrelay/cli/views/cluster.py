@@ -22,6 +22,7 @@ from torchrelay.cli.views.packs import (
     roles_text,
 )
 from torchrelay.cli.views.relays import relay_blocks
+from torchrelay.common.latency.bottleneck import ADVICE
 from torchrelay.common.quantities import format_bytes, format_count, format_duration
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
@@ -116,6 +117,8 @@ def _parts(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small
     if view.relays:
         parts.append(relay_blocks(view.relays, is_small))
     parts.append(workers_table(view.workers, rates, packs, is_small))
+    if bound := [worker for worker in view.workers if worker.profile.bottleneck in ADVICE]:
+        parts.append(bottlenecks_table(bound))
     if view.instances or view.demand or packs.at_zero:
         parts.append(models_table(view, packs, is_small))
     parts.append(stores_table(view.stores, rates, is_small))
@@ -156,6 +159,16 @@ def workers_table(
             _rate(rates.get(f"{node}.prefilled")),
             _rate(rates.get(f"{node}.decoded")),
         )
+    return table
+
+
+def bottlenecks_table(workers: Iterable[reports_pb2.WorkerReport]) -> Table:
+    """A row per worker: what holds it back, the share of its steps that this takes, and what to do about it."""
+    table = ResultTable("bottleneck of", "", "share", "what to do", right=("share",), is_narrow=True)
+    for worker in sorted(workers, key=lambda worker: worker.worker_id):
+        name = worker.profile.bottleneck
+        share = f"{getattr(worker.profile, name):.0%}" if name != "loading" else ""
+        table.add_line(worker.worker_id, name, share, Text(ADVICE[name]))
     return table
 
 

@@ -43,8 +43,8 @@ def decisions_table(decisions: Sequence[Decision]) -> ResultTable:
 
 
 def worth_table(worth: Sequence[Mapping[str, str]]) -> ResultTable:
-    """The present bid and ask of a model, and why it waits."""
-    table = ResultTable("now", "worth of a slot", whole=("now",), is_narrow=True)
+    """The bottleneck of a model's instances, its present bid and ask, and why it waits."""
+    table = ResultTable("now", "", whole=("now",), is_narrow=True)
     for line in worth:
         table.add_line(line["label"], Text(shorten_ids(line["text"])))
     return table

@@ -16,6 +16,7 @@ import torch
 
 from torchrelay.common.host.machine import SHARED_MEMORY
 from torchrelay.common.host.owned_folder import OwnedFolder, remove_stale_folders
+from torchrelay.engine.read_rate import measure_read_rate
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.vllm.adapter_folder import ADAPTER_PREFIX
 from torchrelay.vllm.device_group import DeviceGroup
@@ -23,6 +24,8 @@ from torchrelay.vllm.served_model import VllmModel
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.compiled_code import compiled_folder
 from torchrelay.worker.slot.engine import Capabilities, Engine, EngineHooks
+
+_PROBE_BYTES = 256 << 20
 
 
 class VllmEngine(Engine):
@@ -44,6 +47,8 @@ class VllmEngine(Engine):
         num_threads = max(torch.get_num_threads() // self._settings.devices, 1)
         torch.set_num_threads(num_threads)
         self._group.start(num_threads)
+        memory = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._settings.device)
+        self.memory_bytes_per_s = self._settings.devices * measure_read_rate(memory)
 
     def compiled_folder(self) -> OwnedFolder | None:
         return compiled_folder() if self._settings.vllm_graphs else None

@@ -11,7 +11,8 @@ from torchrelay.common.net.load_reports import publish_reports
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import reports_pb2
 from torchrelay.worker.metrics.load_metrics import export_load
-from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares, bottleneck
+from torchrelay.worker.metrics.time_shares import TimeShares, bottleneck
+from torchrelay.worker.slot.slot import LOADING
 from torchrelay.worker.worker import Worker
 
 
@@ -20,7 +21,12 @@ class Reporter:
 
     def __init__(self, worker: Worker, grpc_address: str) -> None:
         self._worker, self._grpc_address = worker, grpc_address
-        export_load(self._num_running, lambda: 1.0 - self._free_kv_share(), lambda: worker.slot.instance_labels)
+        export_load(
+            self._num_running,
+            lambda: 1.0 - self._free_kv_share(),
+            self._bottleneck,
+            lambda: worker.slot.instance_labels,
+        )
 
     def report(self) -> reports_pb2.WorkerReport:
         worker = self._worker
@@ -48,7 +54,7 @@ class Reporter:
             slot_start_s=step_metrics.slot_start_s,
             has_prefix_cache=settings.prefix_cache,
             device=settings.device.partition(":")[0],
-            profile=_profile_to_proto(step_metrics.time_shares_of(worker.slot.instance_labels)),
+            profile=self._profile(),
             latency=_latency_to_proto(latency) if latency else None,
             engine=worker.progress(),
             is_leaving=worker.slot.is_leaving,
@@ -79,6 +85,21 @@ class Reporter:
             *(len(role.attempts) for role in worker.roles),
         )
 
+    def _profile(self) -> reports_pb2.EngineProfile | None:
+        """The profile of the instance; None before its first step, unless it loads."""
+        if not (name := self._bottleneck()):
+            return None
+        return reports_pb2.EngineProfile(**asdict(self._time_shares), bottleneck=name)
+
+    def _bottleneck(self) -> str:
+        slot, name = self._worker.slot, bottleneck(self._time_shares)
+        is_waiting = slot.state == LOADING and not (name and slot.hosted is not None and slot.hosted.num_layers_ready)
+        return "loading" if is_waiting else name
+
+    @property
+    def _time_shares(self) -> TimeShares:
+        return self._worker.step_metrics.time_shares_of(self._worker.slot.instance_labels)
+
     def _num_running(self) -> int:
         return max((len(role.attempts) for role in self._worker.roles), default=0)
 
@@ -91,13 +112,6 @@ class Reporter:
         settings = self._worker.settings
         subject = Subjects(settings.nats_prefix).worker_load(settings.worker_id)
         await publish_reports(nats_client, subject, bytes.fromhex(settings.node_key), self.activity, self.report)
-
-
-def _profile_to_proto(shares: TimeShares) -> reports_pb2.EngineProfile | None:
-    """The profile for a report; None before the first step."""
-    if shares == NO_SHARES:
-        return None
-    return reports_pb2.EngineProfile(**asdict(shares), bottleneck=bottleneck(shares))
 
 
 def _latency_to_proto(model: LatencyModel) -> reports_pb2.LatencyModel:

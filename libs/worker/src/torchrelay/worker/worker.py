@@ -272,7 +272,8 @@ class Worker:
             role.expire(result.expired)
         if result.prefilled or result.expired or any(token.finish for token in result.tokens):
             self.pages_freed()
-        self.step_metrics.record_step(result, self.slot.instance_labels)
+        floor = self.slot.hosted.step_floor if self.slot.hosted is not None else None
+        self.step_metrics.record_step(result, self.slot.instance_labels, floor)
 
     def pages_freed(self) -> None:
         """Makes waiting offers retry after the commands posted so far, because pages may have been freed."""

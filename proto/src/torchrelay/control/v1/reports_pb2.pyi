@@ -186,7 +186,7 @@ Global___EngineCapabilities: _TypeAlias = EngineCapabilities  # noqa: Y015
 
 @_typing.final
 class EngineProfile(_message.Message):
-    """Recent shares of the time of the engine's steps; they add up to 1."""
+    """Recent shares of the time of the engine's steps; they add up to 1, and are 0 before the first step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -198,7 +198,7 @@ class EngineProfile(_message.Message):
     BOTTLENECK_FIELD_NUMBER: _builtins.int
     compute: _builtins.float
     memory: _builtins.float
-    """copies that computing needs: KV gathered from pages"""
+    """decode steps that take as long as reading the weights; copies that computing needs"""
     kv_transfer: _builtins.float
     """KV copied out for another worker, or written into pages from one"""
     io_wait: _builtins.float
@@ -206,7 +206,7 @@ class EngineProfile(_message.Message):
     scheduling: _builtins.float
     """choosing and laying out batches, sampling, moving sequences on"""
     bottleneck: _builtins.str
-    """which of them to look at first, by its name here; see docs/profile.md"""
+    """which of them to look at first, by its name here, or "loading"; see docs/profile.md"""
     def __init__(
         self,
         *,

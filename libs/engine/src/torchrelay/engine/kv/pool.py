@@ -12,6 +12,7 @@ import torch
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.kv.host_ring import HostRing
 from torchrelay.engine.kv.layout import KvShape
+from torchrelay.engine.read_rate import measure_read_rate
 from torchrelay.engine.weights.device_link import link_to
 
 _FAULT_IN_STEP_BYTES = 64 << 20
@@ -29,6 +30,10 @@ class KvPool:
         """Touches every byte before the slot is offered, which takes about 2 s per GB on a virtual machine."""
         for begin in range(0, self.num_bytes, _FAULT_IN_STEP_BYTES):
             self._bytes[begin : begin + _FAULT_IN_STEP_BYTES].zero_()
+
+    def read_rate(self) -> float:
+        """Bytes per second at which the device reads the pool; nothing else may use it meanwhile."""
+        return measure_read_rate(self._bytes[: self.num_bytes // 4 * 4])
 
     def partition(self, shape: KvShape, dtype: torch.dtype, page_tokens: int, has_scratch: bool = False) -> PagedKv:
         """Pages for one model; invalidates earlier partitions. Copies and touches nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from opentelemetry import metrics
@@ -14,6 +14,7 @@ from torchrelay.common.latency.latency_model import NO_WORK, LatencyModel
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.engine.core import StepResult
 from torchrelay.worker.metrics.latency_fits import LatencyFits
+from torchrelay.worker.metrics.step_floor import StepFloor
 from torchrelay.worker.metrics.step_time import StepTimeCounter
 from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares
 
@@ -59,8 +60,10 @@ class StepMetrics:
             description="Mean |measured - predicted| / predicted of recent steps, by phase.",
         )
 
-    def record_step(self, result: StepResult, instance_labels: InstanceLabels | None = None) -> None:
-        """Counts an engine step of the instance that ``instance_labels`` names."""
+    def record_step(
+        self, result: StepResult, instance_labels: InstanceLabels | None = None, floor: StepFloor | None = None
+    ) -> None:
+        """Counts an engine step of the instance that ``instance_labels`` names. ``floor``: that of its model."""
         self.num_positions_prefilled += result.num_positions_prefilled
         self.num_positions_decoded += result.num_positions_decoded
         if result.step_s <= 0:
@@ -72,15 +75,18 @@ class StepMetrics:
         elif is_whole and result.num_positions_decoded:
             self._decode_steps_s.append(result.step_s)
         if instance_labels is not None:
-            self._record_profile(result, instance_labels)
+            self._record_profile(result, instance_labels, floor)
 
-    def _record_profile(self, result: StepResult, instance_labels: InstanceLabels) -> None:
+    def _record_profile(self, result: StepResult, instance_labels: InstanceLabels, floor: StepFloor | None) -> None:
         if self._instance_labels is None or self._instance_labels.instance_id != instance_labels.instance_id:
             self._time_shares = NO_SHARES
         self._instance_labels = instance_labels
-        self._time_shares = self._time_shares.after(result.profile)
+        profile = result.profile
+        if floor is not None and floor.is_bound_by_memory(result.work, result.step_s):
+            profile = replace(profile, compute_s=0.0, memory_s=profile.compute_s + profile.memory_s)
+        self._time_shares = self._time_shares.after(profile)
         self._latency_fits.record_step(instance_labels.pack_id, result)
-        self._step_time.add((instance_labels.model, instance_labels.roles, _phase_of(result)), result.profile)
+        self._step_time.add((instance_labels.model, instance_labels.roles, _phase_of(result)), profile)
 
     def time_shares_of(self, instance_labels: InstanceLabels | None) -> TimeShares:
         """Shares of the recent engine time of an instance; ``NO_SHARES`` unless it made the last step."""

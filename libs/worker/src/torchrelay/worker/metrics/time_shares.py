@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torchrelay.engine.core import StepProfile
 
@@ -15,7 +15,7 @@ class TimeShares:
     """Shares of the time in steps. They add up to 1; all are 0 before the first step."""
 
     compute: float = 0.0
-    memory: float = 0.0
+    memory: float = 0.0  # decode steps that are bound by it, and copies for a computation
     kv_transfer: float = 0.0
     io_wait: float = 0.0
     scheduling: float = 0.0
@@ -44,9 +44,13 @@ def seconds_of(profile: StepProfile) -> dict[str, float]:
 
 
 def bottleneck(shares: TimeShares) -> str:
-    """The largest share other than compute if it is 30% of the time or more, else "compute"; empty before any step."""
-    overhead = {name: share for name, share in asdict(shares).items() if name != "compute"}
-    largest = max(overhead, key=overhead.__getitem__)
-    if overhead[largest] >= _BOTTLENECK_SHARE:
+    """The largest activity beside the model's own computation if it takes 30% of the time or more, else what bounds
+    that computation: "compute" or "memory". Empty before the first step.
+    """
+    if shares == NO_SHARES:
+        return ""
+    overheads = {name: getattr(shares, name) for name in ("kv_transfer", "io_wait", "scheduling")}
+    largest = max(overheads, key=overheads.__getitem__)
+    if overheads[largest] >= _BOTTLENECK_SHARE:
         return largest
-    return "compute" if shares != NO_SHARES else ""
+    return "memory" if shares.memory > shares.compute else "compute"

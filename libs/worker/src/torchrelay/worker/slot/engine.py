@@ -107,6 +107,7 @@ class Engine(ABC):
 
     capabilities: ClassVar[Capabilities]
     splits_models: ClassVar[bool] = False  # over the devices of a slot, if it has several
+    memory_bytes_per_s = 0.0  # that the device reads, as ``start`` measures it; 0: it does not
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings

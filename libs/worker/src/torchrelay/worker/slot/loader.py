@@ -17,6 +17,7 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.engine.batching.decode_shares import Latency
 from torchrelay.engine.core import LoadFailed
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.worker.metrics.step_floor import StepFloor
 from torchrelay.worker.slot.compiled_code import CompiledCode
 from torchrelay.worker.slot.engine import Engine, EngineHooks, ServedModel
 from torchrelay.worker.slot.engine_thread import EngineThread
@@ -138,6 +139,7 @@ class Loader:
         await self._engine.call(lambda: self._build(slab))
         self._slot.add_phase("map", begin)
         if self._slot.hosted is not None:
+            self._slot.hosted.step_floor = StepFloor.of(slab.manifest, self._served_by.memory_bytes_per_s)
             self._slot.hosted.settled.set()
         begin = now_unix_us()
         await self._advance(reply.num_segments_ready, num_segments, begin)

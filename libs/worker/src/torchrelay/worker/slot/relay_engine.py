@@ -29,6 +29,7 @@ class RelayEngine(Engine):
 
     def start(self) -> None:
         warm_up(self._pool)
+        self.memory_bytes_per_s = self._pool.read_rate()
 
     def compiled_folder(self) -> OwnedFolder | None:
         """The same for all loads, because a process compiles a kernel once for all models."""

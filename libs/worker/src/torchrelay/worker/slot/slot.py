@@ -20,6 +20,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.epoch_fence import EpochFence
 from torchrelay.common.errors import Conflict
 from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.worker.metrics.step_floor import StepFloor
 from torchrelay.worker.metrics.step_metrics import InstanceLabels
 
 FREE = reports_pb2.SlotState.STATE_FREE
@@ -37,6 +38,7 @@ class HostedInstance:
     roles: list[types_pb2.Role.ValueType]
     num_layers_ready: int = 0
     loaded_share: float = 0.0  # of the pack's bytes
+    step_floor: StepFloor | None = None  # None: not built yet, or unknown
     phases: list[types_pb2.Phase] = field(default_factory=list)
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # built, or given up
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrelay.common.latency.bottleneck import ADVICE
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.gateway.console.core import Alert, Listed
 from torchrelay.gateway.core import FirstToken, Principal
@@ -173,6 +174,8 @@ def _slot(worker: reports_pb2.WorkerReport, names: Mapping[str, list[str]]) -> d
         "num_running": worker.num_running,
         "kv_used": 1 - worker.kv_free_bytes / worker.kv_pool_bytes if worker.kv_pool_bytes else 0.0,
         "error": worker.slot.error,
+        "bottleneck": worker.profile.bottleneck,
+        "advice": ADVICE.get(worker.profile.bottleneck, ""),
     }
 
 

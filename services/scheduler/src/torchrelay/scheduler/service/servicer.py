@@ -21,7 +21,7 @@ from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.controller import CallContext, Controller
 from torchrelay.scheduler.service.history import EventReader
-from torchrelay.scheduler.service.views import ClusterViews
+from torchrelay.scheduler.service.views import ClusterViews, bottleneck_line
 
 _MAX_PER_TURN = 32  # commands of a stream before other streams get their turn; an admission takes some 0.2 ms
 _MAX_WAITS_CHARS = 500
@@ -111,7 +111,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             worth = worth_lines(self._controller.policy.state, request.model, self._controller.clock.now())
             return scheduler_pb2.ExplainReply(
                 decisions=map(converters.decision_to_proto, decisions),
-                worth=[scheduler_pb2.WorthLine(label=line.label, text=line.text) for line in worth],
+                worth=[
+                    *bottleneck_line(self._controller, request.model),
+                    *(scheduler_pb2.WorthLine(label=line.label, text=line.text) for line in worth),
+                ],
             )
         explained = self._controller.explain.request(request.request_id)
         if explained is None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from torchrelay.common.latency.bottleneck import ADVICE
+from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.handlers.views import newest_version
 from torchrelay.scheduler.policy.relay.transfers import Transfer
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.types import Pool
@@ -64,6 +67,22 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
         minimums=_minimum_views(state, now),
         pools=[_pool_view(state, pool) for pool in state.pool_targets if pool.role is None],
     )
+
+
+def bottleneck_line(controller: Controller, model: str) -> list[scheduler_pb2.WorthLine]:
+    """A line that names what holds the instances of a model back, and what to do; none before their first step."""
+    version_id = newest_version(controller.policy.state, model)
+    names = Counter(
+        report.profile.bottleneck
+        for peer, report in controller.reports.items()
+        if isinstance(report, WorkerReport) and report.slot.version_id == version_id and controller.is_present(peer)
+    )
+    texts = [
+        f"{name} ({format_count(number, 'instance')}). {ADVICE[name]}"
+        for name, number in names.most_common()
+        if name in ADVICE
+    ]
+    return [scheduler_pb2.WorthLine(label="bottleneck", text=" ".join(texts))] if texts else []
 
 
 def relay_views(state: State, now: float) -> list[RelayView]:

@@ -25,6 +25,7 @@ const SLOT_COLUMNS = [
   ["Running", (slot) => slot.num_running, "number"],
   ["KV used", (slot) => percent(slot.kv_used), "number"],
   ["Device", (slot) => slot.device],
+  ["Held back by", (slot) => slot.bottleneck && html`${slot.bottleneck}<div class="dim">${slot.advice}</div>`],
 ];
 const COPY_COLUMNS = [
   ["Model", (copy) => links(copy.models)],

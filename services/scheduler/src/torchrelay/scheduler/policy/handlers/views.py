@@ -85,12 +85,16 @@ def _drain_s(state: State, instance: Instance) -> float:
     return min(2 * num_tokens * latency.tbt_s(work.num_choices, work.num_attended), state.config.drain_s)
 
 
-def worth_lines(state: State, model: str, now: float) -> list[WorthLine]:
-    """The present worth of a slot to a model; empty if the model is unknown, or while reports arrive after a start."""
+def newest_version(state: State, model: str) -> str:
+    """The id of the newest version that has the name; empty if none has it."""
     versions = (each for each in reversed(state.versions) if each.model is not None)
     names = ((each.version_id, {*each.aliases.names, each.model.name}) for each in versions if each.model is not None)
-    version_id = next((version_id for version_id, of_version in names if model in of_version), None)
-    if version_id is None:
+    return next((version_id for version_id, of_version in names if model in of_version), "")
+
+
+def worth_lines(state: State, model: str, now: float) -> list[WorthLine]:
+    """The present worth of a slot to a model; empty if the model is unknown, or while reports arrive after a start."""
+    if not (version_id := newest_version(state, model)):
         return []
     view = present_view(state, now, dict.fromkeys((version_id, *state.queues.versions)))
     demand = view.demand_of(version_id) if view.demands else None
