@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.cluster.version_endpoints import VersionEndpoints
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.demand.lateness import load_cost
+from torchrelay.scheduler.policy.demand.stalls import Stalls
 from torchrelay.scheduler.policy.demand.usage import Usage
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
@@ -75,6 +76,7 @@ class State:
     attempts: OpenAttempts = field(init=False)
     instances: Instances = field(init=False)
     due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be dispatched
+    stalls: Stalls = field(default_factory=Stalls)
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)
