@@ -63,7 +63,11 @@ def _refuse_if_infeasible(
 ) -> None:
     arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
     needed, reason = admission.kv_bytes(model), effects.RefusalReason.NO_CAPACITY
-    if not arena and model.engine:
+    share = state.versions.of(admission.version_id).aliases.caps_of(admission.model).kv_share
+    if not arena and model.hosts:
+        labels, engine = ", ".join(sorted(model.hosts)), f", with the engine {model.engine}" if model.engine else ""
+        message = f"{admission.model} needs a worker on a host with the labels {labels}{engine}; no worker has them"
+    elif not arena and model.engine:
         on = f" on {model.num_devices} devices" if model.num_devices > 1 else ""
         message = f"{admission.model} needs a worker with the engine {model.engine}{on}; no worker has it"
     elif not arena:
@@ -74,6 +78,13 @@ def _refuse_if_infeasible(
     elif needed > pool > 0:
         message = f"the request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}: "
         message += "shorten the prompt or lower max_tokens"
+        reason = effects.RefusalReason.TOO_LONG
+    elif needed > int(share * pool) > 0:
+        message = f"the request needs {needed:,} bytes of KV to its last token; the share of {admission.model} in the"
+        message += (
+            f" largest pool (kv_share {share:g}) has {int(share * pool):,}: shorten the prompt, lower max_tokens,"
+        )
+        message += " or have the platform's operator raise kv_share"
         reason = effects.RefusalReason.TOO_LONG
     else:
         return
