@@ -58,9 +58,9 @@ KvShareOption = Annotated[
 
 
 def _hosts(labels: list[str] | None) -> list[str] | None:
-    """The labels; no label for ``none``."""
+    """Checks the labels, unless they are ``none``."""
     try:
-        return [] if labels == ["none"] else checked_labels(labels or []) or None
+        return labels if labels and "none" in labels else checked_labels(labels or []) or None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

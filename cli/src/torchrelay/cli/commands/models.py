@@ -166,9 +166,9 @@ def set_model(
     operators = given(
         threads=threads,
         kv_share=kv_share,
-        hosts=hosts,
+        hosts=_entries(hosts, "hosts"),
         min_instances=min_instances,
-        schedule=_entries(schedule or None),
+        schedule=_entries(schedule or None, "schedule"),
         interactive_ttft_s=interactive_ttft_s,
         standard_ttft_s=standard_ttft_s,
         batch_ttft_s=batch_ttft_s,
@@ -213,11 +213,11 @@ def alias(
     console.out().print(f"[bold]{model['id']}[/]: aliases {listed}")
 
 
-def _entries(given_entries: list[str] | None) -> list[str] | None:
-    """The schedule's entries: none for ``none``."""
+def _entries(given_entries: list[str] | None, option: str) -> list[str] | None:
+    """The entries of an option: none for ``none``."""
     if given_entries and "none" in given_entries:
         if len(given_entries) > 1:
-            raise CliError("--schedule: none beside an entry", "pass --schedule none alone to clear it")
+            raise CliError(f"--{option}: none beside an entry", f"pass --{option} none alone to clear it")
         return []
     return given_entries
 

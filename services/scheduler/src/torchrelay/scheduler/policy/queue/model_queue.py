@@ -378,6 +378,9 @@ class ModelQueues:
         assert sum(len(queue.requests) for queue in self._queues.values()) == len(self)
         assert self._num_of == sum((queue.num_of for queue in self._queues.values()), Counter[str]())
         for queue in (*self._queues.values(), *self._known.values()):
+            for held in queue.held.values():
+                assert held and held == sorted(held)
+                assert all(entry[-1].held_at is entry and entry[-1].turns is None for entry in held)
             assert sum(queue.num_of.values()) == len(queue.requests)
             for turns in (queue.timely, queue.batch):
                 for entries in (entries for of_tenant in turns.requests.values() for entries in of_tenant):
