@@ -136,7 +136,12 @@ def test_operator_settings_use_admin_key(
 ) -> None:
     gateway.published = {"tiny"}
     home.save_key(TENANT_KEY)
-    for option, value in (("--standard-ttft-s", "1.5"), ("--min-instances", "1"), ("--schedule", "none"), ("--kv-share", "0.5")):
+    for option, value in (
+        ("--standard-ttft-s", "1.5"),
+        ("--min-instances", "1"),
+        ("--schedule", "none"),
+        ("--kv-share", "0.5"),
+    ):
         gateway.keys = {ADMIN_KEY}
         assert run("models", "set", "acme/tiny", option, value).exit_code == 0
         assert run("models", "set", "acme/tiny", option, value, "--url", gateway.url).exit_code == 0

@@ -238,6 +238,8 @@ async def test_resources_are_set_by_those_who_may(rig: RestRig) -> None:
     assert (scaling.max_concurrency, scaling.threads, scaling.kv_share) == (4, 2, 0.5)
     assert scaling.hosts == ["gpu=l4", "zone=a"]
     assert (await rig.admin.patch("/v1/models/acme/glossary", json=free)).json() == model
+    absent = (await rig.admin.patch("/v1/models/acme/glossary", json={"hosts": ["zone=b"]})).json()["error"]
+    assert absent["message"].startswith("no host has the labels zone=b; ") and absent["param"] == "hosts"
 
 
 @pytest.mark.parametrize(

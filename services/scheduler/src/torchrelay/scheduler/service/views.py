@@ -59,11 +59,18 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
             for name in sorted(waiting.keys() | running.keys())
         ],
         largest_slot_bytes=state.membership.sizes.largest_weights_bytes,
+        slot_bytes={
+            report.worker_id: _slot_bytes(state, report) for report in reports if isinstance(report, WorkerReport)
+        },
         relays=relay_views(state, now),
         versions=_version_views(state),
         minimums=_minimum_views(state, now),
         pools=[_pool_view(state, pool) for pool in state.pool_targets if pool.role is None],
     )
+
+
+def _slot_bytes(state: State, worker: WorkerReport) -> int:
+    return worker.kv_pool_bytes + (worker.weights_bytes or state.membership.sizes.arena_share(worker.host_id))
 
 
 def relay_views(state: State, now: float) -> list[RelayView]:
