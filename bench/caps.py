@@ -1,4 +1,4 @@
-"""What the limits of models cost: decode steps and placements with and without them, in the same run.
+"""The cost of the limits of models: decode steps and placements with and without them, in the same run.
 
     python bench/caps.py [--quick]
 

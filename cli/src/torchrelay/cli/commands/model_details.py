@@ -109,7 +109,7 @@ def settings_texts(model: dict[str, Any]) -> dict[str, str]:
 
 
 def resource_texts(model: dict[str, Any]) -> dict[str, str]:
-    """What its requests and instances take at most, in words, as far as the gateway knows of it."""
+    """The limits of its requests and instances in words, as far as the gateway knows of it."""
     if "max_concurrency" not in model:  # of an earlier release
         return {}
     requests, threads, share = (model[field] for field in RESOURCES[:3])

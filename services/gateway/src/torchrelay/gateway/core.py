@@ -186,7 +186,7 @@ class LatencyTargets:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a model's requests and instances take at most, and the hosts of its instances."""
+    """Limits of a model's requests and instances, and the hosts of its instances."""
 
     max_concurrency: int = 0  # requests of this model that an instance runs at once; 0: no limit
     threads: int = 0  # that an instance computes with on a CPU; 0: no limit

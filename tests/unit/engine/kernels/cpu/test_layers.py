@@ -221,7 +221,8 @@ def test_threads_end_interrupted_call_together(make: Make, model_of: ModelOf, bu
         return num_done
 
     def toggle() -> None:
-        acts = cycle([partial(theirs.take_share, 4, 4), theirs.rest])
+        alternate: list[Callable[[], object]] = [partial(theirs.take_share, 4, 4), theirs.rest]
+        acts = cycle(alternate)
         while calls.get():
             next(acts)()
 

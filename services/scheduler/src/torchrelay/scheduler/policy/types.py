@@ -125,7 +125,7 @@ class SlotClass(NamedTuple):
 
 
 class Caps(NamedTuple):
-    """What the requests of one model take of an instance at most."""
+    """Limits of the requests of one model on an instance."""
 
     max_concurrency: int = 0  # requests at once; 0: no limit
     kv_share: float = 1.0  # of its KV pool

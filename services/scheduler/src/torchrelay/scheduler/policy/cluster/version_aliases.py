@@ -123,7 +123,7 @@ class VersionAliases:
         return {name: use.caps for name, use in self._uses.items() if use.caps != NO_CAPS}
 
     def caps_of(self, name: str) -> Caps:
-        """What the requests of the model take of an instance at most."""
+        """The limits of the model's requests on an instance."""
         use = self._uses.get(name)
         return NO_CAPS if use is None else use.caps
 
