@@ -20,6 +20,7 @@ MODEL: dict[str, Any] = {"id": "acme/tiny", "version": "0123456789abcdef", "arch
 MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "created": 1_790_000_000}
 MODEL |= {"idle_timeout_s": 0, "effective_idle_timeout_s": None, "max_instances": 2, "effective_max_instances": 2}
 MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": []}
+MODEL |= {"max_concurrency": 0, "threads": 0, "kv_share": 1.0, "hosts": []}
 MODEL |= dict.fromkeys(("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"), 0.0)
 PRICE: dict[str, Any] = {"model": None, "service": "", "prompt_nano": 100, "cached_nano": 25, "output_nano": 400}
 PRICE |= {"valid_from": "1970-01-01T00:00:00+00:00", "valid_to": None}

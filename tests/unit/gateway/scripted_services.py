@@ -164,9 +164,8 @@ class ScriptedStore(ParamStoreServicer):
 
 class ScriptedScheduler(SchedulerServicer):
     async def WatchCluster(self, request: Any, context: Any) -> AsyncIterator[scheduler_pb2.ClusterView]:
-        yield scheduler_pb2.ClusterView(
-            epoch=1, largest_slot_bytes=12345, workers=[reports_pb2.WorkerReport(worker_id="w1")]
-        )
+        worker = reports_pb2.WorkerReport(worker_id="w1", labels=["gpu=l4", "zone=a"], kv_pool_bytes=1 << 30)
+        yield scheduler_pb2.ClusterView(epoch=1, largest_slot_bytes=12345, workers=[worker])
 
     async def Explain(self, request: Any, context: Any) -> scheduler_pb2.ExplainReply:
         if request.request_id == "req-old":

@@ -194,11 +194,17 @@ class State:
         aliases = version.aliases
         timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
         tbt_target_s = model.targets.tbt_target_s or self.config.tbt_target_s
+        caps = aliases.caps_of(model.name)
         if aliases.note(model, timeout_s, tbt_target_s, now, is_new_call=is_new_call):
             self.tenant_slots.changed(model.version_id)
+        if model.caps != caps:
+            version.too_large_for = None  # they may have a share now
+            self.unblock(model.version_id)
         max_instances, slots = aliases.max_instances(now, self.config.max_instances), aliases.slot_class(now)
-        if (model.max_instances, model.slot_class) != (max_instances, slots):
+        threads = aliases.threads(now)
+        if (model.max_instances, model.slot_class, model.threads) != (max_instances, slots, threads):
             model = replace(model, max_instances=max_instances, num_devices=slots.num_devices, engine=slots.engine)
+            model = replace(model, hosts=slots.labels, threads=threads)
         version.model = model
         self.version_of_pack[model.pack_id] = model.version_id
 
