@@ -1,0 +1,1 @@
+"""`torchrelay size`: the resources that a model needs."""
