@@ -2,7 +2,8 @@
 
     python bench/size.py [--quick]
 
-Three Llama models of random weights in bf16 run on the engine in this process, each with 1 and with 8 requests at a time:
+Three Llama models of random weights in bf16 run on the engine in this process, each with 1 and with 8 requests at a
+time:
 as one ends, the next begins. The prediction has seen the model's config.json and the probe of the CPU's rates, and no
 step. Published figures are those of AIConfigurator 0.12.0 for Qwen3-8B on vLLM, prompts of 1,024 and answers of 256
 tokens, a TTFT of 500 ms and 30 ms between tokens.
@@ -26,7 +27,6 @@ from bench.device.engine import group_of, instance_of, pool_of, prompt_of
 from bench.device.packs import random_pack
 from bench.random_checkpoint import LlamaShape
 from bench.report import Check, finish, parser_of, progress
-from torchrelay.cli.size.this_machine import this_machine
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.instance import Instance
 from torchrelay.modelspec.sizing.devices import Device, devices_named, published_devices

@@ -52,7 +52,7 @@ def operating_point(steps: Steps, work: Workload, num_choices: int) -> Operating
     mixed_s = steps.step_s(num_choices, context, prompts * work.num_prompt, prompts * prompt_attended)
     tbt_s = (1 - share) * plain_s + share * mixed_s
     rate = per_step / tbt_s
-    # A request waits for the rest of the running step, for prompts that arrived by chance shortly before it (M/D/1, with
+    # A request waits for the rest of the running step, for prompts that came by chance shortly before it (M/D/1, with
     # the time of a prompt's part of a full step as the service), and for its own steps.
     rest_s = ((1 - share) * plain_s**2 + share * mixed_s**2) / (2 * tbt_s)
     part = work.num_prompt / chunk
