@@ -1,4 +1,4 @@
-"""What the slots of the cluster give to a model: where it fits, and its steps, learned from its own or another model."""
+"""What the slots of the cluster give to a model: where it fits, and its learned step times."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def hosts_that_fit(cluster: scheduler_pb2.ClusterView, weights_bytes: float) -> 
     """The hosts with a slot whose memory holds the weights, and the hosts with any slot."""
     arenas = {store.host_id: store.arena_target_bytes for store in cluster.stores}
     slots = [(worker.host_id, worker.weights_bytes or arenas.get(worker.host_id, 0)) for worker in cluster.workers]
-    fitting = {
-        host_id for host_id, held_bytes in slots if min(held_bytes, arenas.get(host_id, 0)) >= weights_bytes
-    }
+    fitting = {host_id for host_id, held_bytes in slots if min(held_bytes, arenas.get(host_id, 0)) >= weights_bytes}
     return len(fitting), len({host_id for host_id, _ in slots})
 
 

@@ -47,7 +47,8 @@ async def sizing_of_model(
         view = await services.scheduler.cluster()
     version_id = published.version.served_version_id
     shown = sizing_shown(footprint, view, version_id, _work(prompt, answer), is_admin=caller.is_admin)
-    return {"model": published.name, "version": published.version.version_id, **shown}
+    names = {"model": published.name, "vocab_size": published.version.shape.vocab_size}
+    return {**names, **shown}
 
 
 @router.post("")
