@@ -103,8 +103,8 @@ def _devices(file: Path | None, name: str | None) -> Sequence[Device]:
     except UnicodeDecodeError as error:
         raise CliError(f"{file} is not valid UTF-8", "write it as TOML") from error
     except DeviceFault as error:
-        option = "--device" if error.field == "device" else f"--devices-file: {file}"
-        raise CliError(f"{option}: {error}", "see docs/sizing.md for the fields") from error
+        option = "--" if error.field == "device" else f"--devices-file: {file}: "
+        raise CliError(f"{option}{error}", "see docs/sizing.md for the fields") from error
 
 
 def _subject_of_platform(

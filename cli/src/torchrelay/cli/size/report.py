@@ -85,8 +85,8 @@ def _origins(made: Sequence[Offer]) -> list[str]:
     rates = " or ".join(sorted({offer.rates for offer in made}))
     return [
         "n instances; req/s and tok/s: the most of each within the targets; TTFT and TBT: means at the given rate; "
-        "$/M: per million tokens, prompts included; cold: from weights in RAM, or elsewhere, to the device (estimated).",
-        f"Rates of devices are {rates}, prices published, times as the last column says.",
+        "$/M: per million tokens, prompts included; cold: until weights in RAM, or elsewhere, are loaded (estimated).",
+        f"Rates of devices are {rates}, prices published or yours, times as the last column says.",
     ]
 
 

@@ -33,7 +33,8 @@ class Footprint:
 
     def read_bytes(self, num_tokens: float) -> float:
         """Bytes of weights that a step of ``num_tokens`` reads: an expert is read once if any token chooses it."""
-        return self.shared_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
+        chosen = 1.0 - (1.0 - self.expert_share) ** num_tokens
+        return self.shared_bytes + self.expert_bytes * float(chosen)
 
     def attended(self, context: float) -> float:
         """Positions that a token after ``context`` positions attends to, in the mean of the layers."""
