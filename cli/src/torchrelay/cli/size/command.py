@@ -146,13 +146,14 @@ def _validated(client: GatewayClient, subject: Subject, work: Workload, as_json:
         )
     point = point_at_rate(subject.learned.steps, work, work.requests_per_s)
     if point is None:
-        raise CliError(f"--rate {work.requests_per_s:g} is more than an instance attains", "lower --rate")
-    answered = load.drive(client, subject.name, subject.vocab_size, work)
+        raise CliError(f"--rate {work.requests_per_s:g} is more than an instance is known to attain", "lower --rate")
+    times = load.arrivals(work.requests_per_s)
+    # The load lasts until the last request that arrives has its answer.
+    predicted_s = times[-1] + point.ttft_s + (work.num_answer - 1) * point.tbt_s
+    tokens_per_s = len(times) * work.num_answer / predicted_s
+    predicted = {"tokens_per_s": tokens_per_s, "ttft_s": point.ttft_s, "tbt_s": point.tbt_s}
+    answered = load.drive(client, subject.name, subject.vocab_size, work, times)
     measured = load.figures(answered)
-    seconds = sum(each.num_tokens for each in answered) / measured["tokens_per_s"]
-    # The rate of the arrivals that were drawn: the load ends with the last answer.
-    rate = len(answered) / seconds
-    predicted = {"tokens_per_s": rate * work.num_answer, "ttft_s": point.ttft_s, "tbt_s": point.tbt_s}
     if not as_json:
         console.out().print(validation_table(predicted, measured, len(answered)))
     return {"predicted": predicted, "measured": measured, "num_requests": len(answered)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import mean
 from typing import Any, Final
 
@@ -31,26 +32,27 @@ class Answered:
     num_tokens: int
 
 
-def drive(client: GatewayClient, model: str, vocab_size: int, work: Workload) -> list[Answered]:
-    """Sends requests in a Poisson process, after one that loads the model. Raises ``CliError``."""
-    draw = random.Random()
-    number = min(max(round(work.requests_per_s * _LOAD_S), _LEAST), _MOST)
-    times, at = list[float](), 0.0
-    for _ in range(number):
-        times.append(at)
-        at += draw.expovariate(work.requests_per_s)
+def arrivals(requests_per_s: float) -> list[float]:
+    """Times of a Poisson process that begins with a request, for about ``_LOAD_S``."""
+    number = min(max(round(requests_per_s * _LOAD_S), _LEAST), _MOST)
+    gaps = [random.expovariate(requests_per_s) for _ in range(number - 1)]
+    return list(accumulate(gaps, initial=0.0))
+
+
+def drive(client: GatewayClient, model: str, vocab_size: int, work: Workload, times: Sequence[float]) -> list[Answered]:
+    """Sends a request at each time, after one that loads the model. Raises ``CliError``."""
     low = min(_FIRST_TOKEN, vocab_size // 2)
     bodies = [
         {
             "model": model,
-            "prompt": [draw.randrange(low, vocab_size) for _ in range(work.num_prompt)],
+            "prompt": [random.randrange(low, vocab_size) for _ in range(work.num_prompt)],
             "max_tokens": work.num_answer,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
         }
-        for _ in range(number + 1)
+        for _ in range(len(times) + 1)
     ]
     _answered(client, bodies.pop(), 0.0, 0.0)
     begin = time.perf_counter()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from torchrelay.modelspec.sizing.roofline import Steps
-
-MAX_BATCH: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ def operating_point(steps: Steps, work: Workload, num_choices: int) -> Operating
 
 def best_point(steps: Steps, work: Workload, kv_tokens: float) -> OperatingPoint | None:
     """The most requests per second within the targets and ``kv_tokens``; None if not even a single one is."""
-    best, low, high = None, 1, int(min(kv_tokens / work.num_tokens, MAX_BATCH))
+    best, low, high = None, 1, int(min(kv_tokens / work.num_tokens, steps.max_choices))
     while low <= high:  # latencies grow with the batch
         middle = (low + high) // 2
         point = operating_point(steps, work, middle)
@@ -79,7 +76,7 @@ def best_point(steps: Steps, work: Workload, kv_tokens: float) -> OperatingPoint
 
 def point_at_rate(steps: Steps, work: Workload, requests_per_s: float) -> OperatingPoint | None:
     """The smallest batch that keeps up with a rate; None if none does."""
-    low, high = 1, MAX_BATCH
+    low, high = 1, steps.max_choices
     found = None
     while low <= high:
         middle = (low + high) // 2
@@ -94,7 +91,7 @@ def point_at_rate(steps: Steps, work: Workload, requests_per_s: float) -> Operat
 def latency_curve(steps: Steps, work: Workload, kv_tokens: float) -> Iterator[OperatingPoint]:
     """Points of growing batches, as many as KV and the steps hold."""
     size = 1
-    while size <= min(kv_tokens / work.num_tokens, MAX_BATCH):
+    while size <= min(kv_tokens / work.num_tokens, steps.max_choices):
         point = operating_point(steps, work, size)
         if point is None:
             return

@@ -12,6 +12,7 @@ from torchrelay.modelspec.sizing.footprint import Footprint
 USABLE_SHARE: Final = 0.9
 GPU_TOKEN_BUDGET: Final = 2048  # of a step, as the workers have on a GPU
 CPU_TOKEN_BUDGET: Final = 512
+MAX_CHOICES: Final = 4096
 
 
 class Steps(Protocol):
@@ -22,6 +23,10 @@ class Steps(Protocol):
     @property
     def token_budget(self) -> int:
         """The most positions of one step."""
+
+    @property
+    def max_choices(self) -> int:
+        """The most choices of a step whose time is known."""
 
     @property
     def origin(self) -> str:
@@ -44,6 +49,10 @@ class Roofline:
     @property
     def token_budget(self) -> int:
         return GPU_TOKEN_BUDGET if self.device.link_bytes_per_s else CPU_TOKEN_BUDGET
+
+    @property
+    def max_choices(self) -> int:
+        return MAX_CHOICES
 
     @property
     def origin(self) -> str:
@@ -81,6 +90,11 @@ class LearnedSteps:
     decode: LinearCost
     token_budget: int
     origin: str = "measured"
+
+    @property
+    def max_choices(self) -> int:
+        """Only 1 while nothing tells what further choices cost: the worker has computed one at a time."""
+        return MAX_CHOICES if self.decode.per_position_s or self.decode.per_attended_s else 1
 
     def step_s(self, num_choices: float, context: float, num_prefilled: float = 0, num_attended: float = 0) -> float:
         decode, prefill = self.decode, self.prefill

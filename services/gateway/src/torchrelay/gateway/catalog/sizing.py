@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -36,18 +37,20 @@ def learned_steps(
     """Steps of the version, or else of the model most like it in size, scaled by the weights; and the slots' KV pool in
     bytes. None if no worker has learned any.
     """
-    learned = [worker for worker in cluster.workers if worker.latency.decode.num_steps]
-    own = [worker for worker in learned if worker.slot.version_id == version_id]
-    if own:
-        # The worker that has seen most: another may have begun a moment ago.
-        worker = max(own, key=lambda each: each.latency.decode.num_steps)
-        return _steps(worker.latency), _pool_bytes(own)
+    own = [worker for worker in cluster.workers if worker.slot.version_id == version_id]
+    if steps := _steps(own):
+        return steps, _pool_bytes(own)
     sizes = {each.pack_id: each.pack_bytes for store in cluster.stores for each in store.copies}
-    known = [(sizes[each.slot.pack_id], each) for each in learned if sizes.get(each.slot.pack_id)]
-    if not known or not weights_bytes:
+    by_pack = defaultdict[str, list[reports_pb2.WorkerReport]](list)
+    for worker in cluster.workers:
+        if sizes.get(worker.slot.pack_id) and worker.latency.decode.num_steps:
+            by_pack[worker.slot.pack_id].append(worker)
+    if not by_pack or not weights_bytes:
         return None
-    size, worker = min(known, key=lambda each: abs(each[0] - weights_bytes))
-    return _steps(worker.latency).of_size(weights_bytes / size), _pool_bytes([worker])
+    pack_id = min(by_pack, key=lambda each: abs(sizes[each] - weights_bytes))
+    others = [worker for worker in cluster.workers if worker.slot.pack_id == pack_id]
+    steps = _steps(others)
+    return None if steps is None else (steps.of_size(weights_bytes / sizes[pack_id]), _pool_bytes(others))
 
 
 def sizing_shown(
@@ -67,11 +70,19 @@ def sizing_shown(
     return shown
 
 
-def _steps(latency: reports_pb2.LatencyModel) -> LearnedSteps:
-    """Prefill costs as much per position as decoding until a worker has learned it."""
-    decode = _cost(latency.decode)
-    prefill = _cost(latency.prefill) if latency.prefill.num_steps else decode
-    return LearnedSteps(prefill, decode, latency.token_budget)
+def _steps(workers: Sequence[reports_pb2.WorkerReport]) -> LearnedSteps | None:
+    """The costs of each kind from the worker that has seen most such steps; None if none has decoded. Prefill costs as
+    much per position as decoding until a worker has learned it.
+    """
+    decoding = max(workers, key=lambda each: each.latency.decode.num_steps, default=None)
+    if decoding is None or not decoding.latency.decode.num_steps:
+        return None
+    prefilling = max(workers, key=lambda each: each.latency.prefill.num_steps).latency
+    decode = _cost(decoding.latency.decode)
+    prefill = _cost(prefilling.prefill) if prefilling.prefill.num_steps else decode
+    return LearnedSteps(
+        prefill, decode, (prefilling if prefilling.prefill.num_steps else decoding.latency).token_budget
+    )
 
 
 def _cost(cost: reports_pb2.StepCost) -> LinearCost:

@@ -7,8 +7,10 @@ import { Plot } from "/console/plot.js";
 
 const speedOf = ({ curve, steps }) => {
   if (!curve.length) return "unknown until a model has run";
+  const alone = `about ${rate(curve[0].tokens_per_s)} tokens/s`;
+  if (curve.length === 1) return `${alone} (${steps.origin}, one request at a time)`;
   const most = Math.max(...curve.map(({ tokens_per_s }) => tokens_per_s));
-  return `about ${rate(curve[0].tokens_per_s)} tokens/s alone, ${rate(most)} at most (${steps.origin})`;
+  return `${alone} alone, ${rate(most)} at most (${steps.origin})`;
 };
 const fitOf = ({ fit, total }) => `fits ${count(fit)} of ${count(total)} ${total === 1 ? "host" : "hosts"}`;
 
