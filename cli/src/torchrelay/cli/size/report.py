@@ -56,9 +56,7 @@ def _facts(subject: Subject, work: Workload) -> list[str]:
 
 def _table(made: Sequence[Offer], *, is_small: bool) -> ResultTable:
     columns = ("device", *_NUMBERS, "times")
-    table = ResultTable(
-        *columns, right=_NUMBERS, whole=columns, without=_OPTIONAL if is_small else (), is_narrow=is_small
-    )
+    table = ResultTable(*columns, right=_NUMBERS, whole=columns, without=_OPTIONAL if is_small else (), is_narrow=True)
     for offer in made:
         best, at_rate = offer.at_best, offer.at_rate or offer.at_best
         assert best is not None and at_rate is not None

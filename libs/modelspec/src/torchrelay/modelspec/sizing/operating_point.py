@@ -36,10 +36,12 @@ class OperatingPoint:
 
 
 def operating_point(steps: Steps, work: Workload, num_choices: int) -> OperatingPoint | None:
-    """The means with ``num_choices`` at once; None if the prompts that they need do not fit into the steps."""
+    """The means with ``num_choices`` at once; None if the prompts that they need do not fit into the steps, or no time
+    is known of so many.
+    """
     chunk = steps.token_budget - num_choices
     per_step = num_choices / work.num_answer  # prompts that must be prefilled in a step
-    if per_step * work.num_prompt > chunk:
+    if num_choices > steps.max_choices or per_step * work.num_prompt > chunk:
         return None
     context, prompt_attended = work.num_prompt + work.num_answer / 2, work.num_prompt**2 / 2
     num_chunks = math.ceil(work.num_prompt / chunk)
