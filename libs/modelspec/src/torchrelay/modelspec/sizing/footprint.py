@@ -1,4 +1,4 @@
-"""What a model takes: bytes of weights and of KV, and the arithmetic of a token."""
+"""The footprint of a model: bytes of weights and of KV, and the arithmetic of a token."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def learned_offer(steps: Steps, footprint: Footprint, device: Device, work: Work
 
 
 def _offer(footprint: Footprint, device: Device, work: Workload) -> Offer:
-    """Of the fewest devices together that meet the targets; of the most, if none does."""
+    """The offer of the fewest devices together that meet the targets; of the most, if none does."""
     offer = None
     for number in _TOGETHER if device.link_bytes_per_s else (1,):
         several = device.times(number)

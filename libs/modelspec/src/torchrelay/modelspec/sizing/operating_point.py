@@ -1,4 +1,4 @@
-"""What steps of known times give to requests: time to first token, time between tokens, requests per second."""
+"""The latencies and rates of requests whose steps take known times."""
 
 from __future__ import annotations
 
@@ -78,16 +78,15 @@ def best_point(steps: Steps, work: Workload, kv_tokens: float) -> OperatingPoint
 
 def point_at_rate(steps: Steps, work: Workload, requests_per_s: float) -> OperatingPoint | None:
     """The smallest batch that keeps up with a rate; None if none does."""
-    low, high = 1, steps.max_choices
-    found = None
+    least, low, high = None, 1, steps.max_choices
     while low <= high:
         middle = (low + high) // 2
         point = operating_point(steps, work, middle)
         if point is None or point.requests_per_s >= requests_per_s:
-            found, high = point or found, middle - 1
+            least, high = point or least, middle - 1
         else:
             low = middle + 1
-    return found
+    return least
 
 
 def latency_curve(steps: Steps, work: Workload, kv_tokens: float) -> Iterator[OperatingPoint]:

@@ -1,4 +1,4 @@
-"""What the slots of the cluster give to a model: where it fits, and its learned step times."""
+"""The hosts that a model fits, and the step times that workers have learned of it or of another model."""
 
 from __future__ import annotations
 
