@@ -1,1 +1,1 @@
-"""`torchrelay size`: the resources that a model needs."""
+"""The resources that a model needs: `torchrelay size`."""
