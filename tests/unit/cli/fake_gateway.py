@@ -46,6 +46,7 @@ class FakeGateway:
     received: dict[str, bytearray] = field(default_factory=dict)
     cut_after: int = 0  # once: the connection breaks when so many bytes of a file have come
     refuse_commit: bool = False
+    sizing: dict[str, Any] | None = None  # of the model tiny
     notes: tuple[str, ...] = ()  # about the weights of a published model
     pieces: tuple[str, ...] = ("Hel", "lo\u2028", "there")
     hang_after_pieces: bool = False
@@ -120,6 +121,8 @@ class _Answering(BaseHTTPRequestHandler):
                 decision = {"at_unix_us": 1, "kind": "scale", "subject": "acme/tiny", "reason": "would load 1 instance"}
                 worth = [{"label": "bid", "text": "3 late requests"}]
                 self._json({"id": "acme/tiny", "phases": [], "decisions": [decision], "worth": worth})
+            case "GET", ["sizing"] if self.gateway.sizing is not None:
+                self._json(self.gateway.sizing)
             case "GET", ["requests", _, "explain"]:
                 message = "no recent request has the id 'req-nope': the last 2,048 are kept"
                 self._json({"error": {"message": message, "param": "request_id", "code": "not_found"}}, 404)

@@ -14,6 +14,7 @@ import {
   Table,
   useAnswer,
 } from "/console/parts.js";
+import { Sizing } from "/console/sizing.js";
 
 const VERSION_DIGITS = 16;
 export const instancesOf = (last, id) => (last?.instances ?? []).filter((each) => each.models.includes(id));
@@ -230,6 +231,7 @@ export function Model({ id, last, isAdmin }) {
     <${Facts} facts=${facts} />
     <h2>Instances</h2><${Table} label="Instances" columns=${columns} rows=${instances}>The model is at zero: its next request loads it.<//>
     ${instances.filter(({ phases }) => phases.length).map((each) => html`<${ColdStart} key=${each.id} instance=${each} />`)}
+    <h2>Size and speed</h2><${Sizing} key=${model.version} id=${id} />
     <h2>Versions</h2><${Versions} key=${model.version} id=${id} onChange=${again} />
     <h2>Settings</h2><${Settings} model=${model} isAdmin=${isAdmin} onChange=${again} />
     <h2>Aliases</h2><${Aliases} model=${model} onChange=${again} />
