@@ -17,8 +17,14 @@ def cost(base_s: float, num_steps: int) -> StepCost:
 
 def worker(worker_id: str, latency: LatencyModel, version: str = "own", weights_bytes: int = 0) -> WorkerReport:
     slot = SlotState(version_id=version, pack_id=f"pack-{version}")
-    fields = {"worker_id": worker_id, "host_id": worker_id, "kv_pool_bytes": 10**6, "weights_bytes": weights_bytes}
-    return WorkerReport(slot=slot, latency=latency, **fields)
+    return WorkerReport(
+        worker_id=worker_id,
+        host_id=worker_id,
+        kv_pool_bytes=10**6,
+        weights_bytes=weights_bytes,
+        slot=slot,
+        latency=latency,
+    )
 
 
 PREFILL = LatencyModel(prefill=cost(0.02, 50), token_budget=512)
@@ -44,7 +50,7 @@ def test_costs_come_from_the_workers_that_know_them() -> None:
 def test_another_model_gives_an_estimate_by_the_weights() -> None:
     learned = learned_steps(cluster(worker("p", PREFILL), worker("d", DECODE)), "other", 3000)
     assert learned is not None
-    assert (learned[0].origin, learned[0].decode.base_s) == ("estimated", pytest.approx(0.012))
+    assert learned[0].origin == "estimated" and learned[0].decode.base_s == pytest.approx(0.012)
 
 
 def test_nothing_is_known_before_a_model_has_run() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.gateway.http.conftest import RestRig
-from tests.unit.gateway.http.routes.test_models import published
+from tests.unit.gateway.http.routes.test_uploads import published
 from tests.unit.modelspec.test_config import LLAMA
 
 
