@@ -79,3 +79,10 @@ def test_eight_bit_activations_use_the_eight_bit_peak() -> None:
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     model = footprint_of(LARGE | {"quantization_config": fp8}, 10_000_000)
     assert model.has_8bit_activations and model.weights_bytes == 10_000_000
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": []}, {"architectures": [["a"]]}, {"architectures": ["Odd"]}])
+def test_an_unknown_architecture_is_named_also_with_the_size_of_the_weights(config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        footprint_of(config, 1000)
+    assert caught.value.field == "architectures"

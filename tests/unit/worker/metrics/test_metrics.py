@@ -197,7 +197,7 @@ class FakeNvml:
 
     def __init__(self, *xids: int) -> None:
         self.xids = list(xids)
-        self.num_samples, self.num_freed = 0, 0
+        self.num_samples, self.samples, self.fails = 0, set[int](), False
 
     def nvmlInit(self) -> None: ...
 
@@ -227,22 +227,29 @@ class FakeNvml:
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
         return self._check_whole(handle) or 5_000
 
-    def nvmlGpmSampleAlloc(self) -> None: ...
+    def nvmlGpmQueryDeviceSupport(self, handle: str) -> SimpleNamespace:
+        return SimpleNamespace(isSupportedDevice=int(handle == "whole"))
 
-    def nvmlGpmSampleGet(self, handle: str, sample: None) -> int:
+    def nvmlGpmSampleAlloc(self) -> int:
         self.num_samples += 1
-        return self._check_whole(handle) or self.num_samples
+        self.samples.add(self.num_samples)
+        return self.num_samples
+
+    def nvmlGpmSampleGet(self, handle: str, sample: int) -> None:
+        if self.fails:
+            raise LookupError("a driver that restarts")
 
     def nvmlGpmSampleFree(self, sample: int) -> None:
-        self.num_freed += 1
+        self.samples.remove(sample)
 
     def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
-        return SimpleNamespace(metrics=[SimpleNamespace(value=0.0) for _ in range(3)])
+        return SimpleNamespace(metrics=[SimpleNamespace(value=0.0, nvmlReturn=0) for _ in range(5)])
 
     def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
         assert (asked.version, asked.numMetrics) == (1, 3) and asked.sample1 < asked.sample2
-        for metric in asked.metrics:
+        for metric in asked.metrics[: asked.numMetrics]:
             metric.value = {3: 40.0, 5: 20.0, 10: 90.0}[metric.metricId]
+            metric.nvmlReturn = int(metric.metricId == 5)
 
     def _check_whole(self, handle: str) -> int:
         if handle != "whole":
@@ -282,9 +289,13 @@ def test_gpus_export_what_they_tell(reader: InMemoryMetricReader, monkeypatch: p
     assert points(reader, "torchrelay_worker_gpu_power_watts") == {("1",): 350.5}
     assert points(reader, "torchrelay_worker_gpu_utilization") == {("1",): 0.75}
     assert points(reader, "torchrelay_worker_gpu_energy_joules") == {("1",): 5.0}
-    expected = {("1", "dram"): 0.9, ("1", "sm_occupancy"): 0.4, ("1", "tensor"): 0.2}
+    expected = {("1", "dram"): 0.9, ("1", "sm_occupancy"): 0.4}  # it does not tell the tensor cores'
     assert points(reader, "torchrelay_worker_gpu_activity") == expected
-    assert nvml.num_freed, "a sample is freed once the next has been taken"
+    nvml.fails = True
+    assert points(reader, "torchrelay_worker_gpu_activity") == {}
+    nvml.fails = False
+    assert points(reader, "torchrelay_worker_gpu_activity") == expected
+    assert len(nvml.samples) == 1, "all but the last are freed"
     memory = {("1", "used"): 3, ("1", "total"): 80, ("2", "used"): 3, ("2", "total"): 10}
     assert points(reader, "torchrelay_worker_gpu_memory_bytes") == memory
 

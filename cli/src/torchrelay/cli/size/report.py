@@ -69,7 +69,7 @@ def _table(made: Sequence[Offer], *, is_small: bool) -> ResultTable:
             f"{at_rate.tbt_s * 1e3:,.1f}",
             "?" if offer.price is None else f"{offer.price:,.2f}",
             "?" if offer.dollars_per_million is None else f"{offer.dollars_per_million:,.3f}",
-            *(format_duration(offer.cold_start_s[tier]) for tier in _TIERS.values()),
+            *(_duration(offer.cold_start_s.get(tier)) for tier in _TIERS.values()),
             offer.origin,
         )
     return table
@@ -90,7 +90,8 @@ def _origins(made: Sequence[Offer]) -> list[str]:
 
 def command(name: str, offer: Offer, work: Workload) -> str:
     """The settings of the model that an offer means. Weights that arrive too late for the first token stay loaded."""
-    is_late = offer.cold_start_s["host"] + (offer.at_best.ttft_s if offer.at_best else 0.0) > work.ttft_s
+    cold_s = offer.cold_start_s.get("host", float("inf"))  # of this platform: unknown
+    is_late = cold_s + (offer.at_best.ttft_s if offer.at_best else 0.0) > work.ttft_s
     least = "--min-instances 1 " if is_late else ""
     engine = f"--engine vllm:{offer.num_together} " if offer.num_together > 1 else ""
     targets = f"--standard-ttft-s {work.ttft_s:g} --tbt-target-s {work.tbt_s:g}"
@@ -127,3 +128,7 @@ def validation_table(predicted: dict[str, float], measured: dict[str, float], nu
         error = f"{predicted[name] / value - 1:+.0%}" if value else "?"
         table.add_line(label, f"{predicted[name] * scale:,.1f} {unit}", f"{value * scale:,.1f} {unit}", error)
     return table
+
+
+def _duration(seconds: float | None) -> str:
+    return "?" if seconds is None else format_duration(seconds)

@@ -961,11 +961,16 @@ class VersionView(_message.Message):
     VERSION_ID_FIELD_NUMBER: _builtins.int
     PACK_ID_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
     version_id: _builtins.str
     pack_id: _builtins.str
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """all that share it, as they were called"""
+
+    @_builtins.property
+    def latency(self) -> _reports_pb2.LatencyModel:
+        """learned by any worker, also before; absent: by none"""
 
     def __init__(
         self,
@@ -973,10 +978,11 @@ class VersionView(_message.Message):
         version_id: _builtins.str = ...,
         pack_id: _builtins.str = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        latency: _reports_pb2.LatencyModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "pack_id", b"pack_id", "version_id", b"version_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency", "models", b"models", "pack_id", b"pack_id", "version_id", b"version_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

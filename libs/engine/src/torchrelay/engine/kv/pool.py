@@ -16,6 +16,7 @@ from torchrelay.engine.read_rate import measure_read_rate
 from torchrelay.engine.weights.device_link import link_to
 
 _FAULT_IN_STEP_BYTES = 64 << 20
+_READ_BYTES = 256 << 20  # more than the caches
 
 
 class KvPool:
@@ -33,7 +34,7 @@ class KvPool:
 
     def read_rate(self) -> float:
         """Bytes per second at which the device reads the pool; nothing else may use it meanwhile."""
-        return measure_read_rate(self._bytes[: self.num_bytes // 4 * 4])
+        return measure_read_rate(self._bytes[: min(self.num_bytes, _READ_BYTES) // 4 * 4])
 
     def partition(self, shape: KvShape, dtype: torch.dtype, page_tokens: int, has_scratch: bool = False) -> PagedKv:
         """Pages for one model; invalidates earlier partitions. Copies and touches nothing.

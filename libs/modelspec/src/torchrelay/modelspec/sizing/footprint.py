@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torchrelay.modelspec.config import ModelConfig, declared_dtype, read_config
 from torchrelay.modelspec.errors import UnsupportedModel
-from torchrelay.modelspec.opaque import read_opaque
+from torchrelay.modelspec.opaque import check_known, read_opaque
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 
 _DEFAULT_DTYPE: Final = "BF16"
@@ -53,6 +53,7 @@ def footprint_of(config: Mapping[str, Any], weights_bytes: int = 0, *, to_int8: 
     except UnsupportedModel as error:
         if to_int8 or not weights_bytes or error.field != "architectures":
             raise
+        check_known(config)
         shape = read_opaque(config)
         kv = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
         return footprint_of_bytes(weights_bytes, DTYPE_BYTES[dtype], kv, shape.max_context_tokens)

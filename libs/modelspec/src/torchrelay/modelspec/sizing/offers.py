@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from torchrelay.modelspec.sizing.devices import Device
@@ -50,8 +50,8 @@ def offers(footprint: Footprint, devices: Iterable[Device], work: Workload) -> l
 
 
 def learned_offer(steps: Steps, footprint: Footprint, device: Device, work: Workload, kv_tokens: float) -> Offer:
-    """The offer of a device whose steps were learned."""
-    return _with_steps(steps, footprint, device, 1, work, kv_tokens)
+    """The offer of a device whose steps were learned, and of which nothing else is known."""
+    return replace(_with_steps(steps, footprint, device, 1, work, kv_tokens), cold_start_s={})
 
 
 def _offer(footprint: Footprint, device: Device, work: Workload) -> Offer:

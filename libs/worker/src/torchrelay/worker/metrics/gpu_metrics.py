@@ -59,7 +59,10 @@ class GpuFigures:
         self._nvml = nvml
         self._handles = {uuid: self._handle(uuid) for uuid in uuids}
         self._xids: _Values = {}
-        self._samples: dict[str, Any] = {}  # of activity, the last by GPU
+        # Of activity, the last by GPU, of those that are sampled.
+        self._samples: dict[str, Any] = {
+            uuid: None for uuid, handle in self._handles.items() if self._is_sampled(handle)
+        }
         self._events = {uuid: self._watched(handle) for uuid, handle in self._handles.items()}
 
     def _handle(self, uuid: str) -> Any:
@@ -104,26 +107,42 @@ class GpuFigures:
 
     def activity(self) -> _Values:
         """The activity since the last call, of GPUs that NVML samples (GPM: from Hopper on, but no slices)."""
-        nvml, units = self._nvml, {"sm_occupancy": self._nvml.NVML_GPM_METRIC_SM_OCCUPANCY}
-        units |= {"dram": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL, "tensor": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL}
         values: _Values = {}
-        for uuid, handle in self._handles.items():
+        for uuid, before in list(self._samples.items()):
+            sample = self._nvml.nvmlGpmSampleAlloc()
             try:
-                sample = nvml.nvmlGpmSampleGet(handle, nvml.nvmlGpmSampleAlloc())
-                before, self._samples[uuid] = self._samples.get(uuid), sample
-                if before is None:
-                    continue
-                asked = nvml.c_nvmlGpmMetricsGet_t()
-                asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(units)
-                asked.sample1, asked.sample2 = before, sample
-                for place, number in enumerate(units.values()):
-                    asked.metrics[place].metricId = number
-                nvml.nvmlGpmMetricsGet(asked)
-                nvml.nvmlGpmSampleFree(before)
-            except nvml.NVMLError:
-                continue  # it does not tell this
-            values |= {(uuid, unit): asked.metrics[place].value / 100 for place, unit in enumerate(units)}
+                self._nvml.nvmlGpmSampleGet(self._handles[uuid], sample)
+                if before is not None:
+                    values |= {(uuid, unit): share for unit, share in self._between(before, sample).items()}
+            except self._nvml.NVMLError:
+                before, sample = sample, before  # the next call compares with the same sample
+            self._samples[uuid] = sample
+            if before is not None:
+                self._nvml.nvmlGpmSampleFree(before)
         return values
+
+    def _between(self, before: Any, after: Any) -> dict[str, float]:
+        """Shares by unit, of those that the GPU tells."""
+        nvml = self._nvml
+        units = {
+            "sm_occupancy": nvml.NVML_GPM_METRIC_SM_OCCUPANCY,
+            "dram": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+            "tensor": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+        }
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(units)
+        asked.sample1, asked.sample2 = before, after
+        for place, number in enumerate(units.values()):
+            asked.metrics[place].metricId = number
+        nvml.nvmlGpmMetricsGet(asked)
+        told = zip(units, asked.metrics, strict=False)
+        return {unit: metric.value / 100 for unit, metric in told if not metric.nvmlReturn}
+
+    def _is_sampled(self, handle: Any) -> bool:
+        try:
+            return bool(self._nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
+        except self._nvml.NVMLError:
+            return False
 
     def xids(self) -> _Values:
         for uuid, events in self._events.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -32,62 +31,55 @@ def hosts_that_fit(cluster: scheduler_pb2.ClusterView, weights_bytes: float) -> 
 
 
 def learned_steps(
-    cluster: scheduler_pb2.ClusterView, version_id: str, weights_bytes: float
-) -> tuple[LearnedSteps, float] | None:
-    """Steps of the version, or else of the model most like it in size, scaled by the weights; and the slots' KV pool in
-    bytes. None if no worker has learned any.
+    cluster: scheduler_pb2.ClusterView, version_id: str, weights_bytes: float, own_versions: Container[str] | None
+) -> LearnedSteps | None:
+    """Steps of the version, or else of the model most like it in size, scaled by the weights; None if no worker has
+    learned any. ``own_versions``: a tenant's, of which alone it sees the steps; None: all.
     """
-    own = [worker for worker in cluster.workers if worker.slot.version_id == version_id]
-    if steps := _steps(own):
-        return steps, _pool_bytes(own)
+    learned = {each.version_id: each for each in cluster.versions if each.latency.decode.num_steps}
+    if (own := learned.get(version_id)) is not None:
+        return _steps(own.latency)
     sizes = {each.pack_id: each.pack_bytes for store in cluster.stores for each in store.copies}
-    by_pack = defaultdict[str, list[reports_pb2.WorkerReport]](list)
-    for worker in cluster.workers:
-        if sizes.get(worker.slot.pack_id) and worker.latency.decode.num_steps:
-            by_pack[worker.slot.pack_id].append(worker)
-    if not by_pack or not weights_bytes:
+    others = [
+        each
+        for each in learned.values()
+        if sizes.get(each.pack_id) and (own_versions is None or each.version_id in own_versions)
+    ]
+    if not others or not weights_bytes:
         return None
-    pack_id = min(by_pack, key=lambda each: abs(sizes[each] - weights_bytes))
-    others = [worker for worker in cluster.workers if worker.slot.pack_id == pack_id]
-    steps = _steps(others)
-    return None if steps is None else (steps.of_size(weights_bytes / sizes[pack_id]), _pool_bytes(others))
+    nearest = min(others, key=lambda each: abs(sizes[each.pack_id] - weights_bytes))
+    return _steps(nearest.latency).of_size(weights_bytes / sizes[nearest.pack_id])
 
 
 def sizing_shown(
-    footprint: Footprint, cluster: scheduler_pb2.ClusterView | None, version_id: str, work: Workload, *, is_admin: bool
+    footprint: Footprint,
+    cluster: scheduler_pb2.ClusterView | None,
+    version_id: str,
+    work: Workload,
+    own_versions: Container[str] | None,
 ) -> dict[str, Any]:
-    """The footprint, the hosts for an operator, and what the learned steps give: null where nothing is learned."""
+    """The footprint, the hosts for an operator, and what the learned steps give: null where nothing is learned.
+    ``own_versions``: a tenant's; None for an operator.
+    """
     cluster = cluster or scheduler_pb2.ClusterView()
     shown: dict[str, Any] = {"object": "sizing", "footprint": asdict(footprint), "steps": None, "curve": []}
-    if is_admin:
+    if own_versions is None:
         num_fitting, num_hosts = hosts_that_fit(cluster, footprint.weights_bytes)
         shown["hosts"] = {"fit": num_fitting, "total": num_hosts}
-    if learned := learned_steps(cluster, version_id, footprint.weights_bytes):
-        steps, pool_bytes = learned
+    if cluster.workers and (steps := learned_steps(cluster, version_id, footprint.weights_bytes, own_versions)):
+        pool_bytes = median(worker.kv_pool_bytes for worker in cluster.workers)
         kv_tokens = pool_bytes / footprint.kv_bytes_per_token
         shown["steps"] = asdict(steps) | {"kv_pool_bytes": pool_bytes}
         shown["curve"] = [asdict(point) for point in latency_curve(steps, work, kv_tokens)]
     return shown
 
 
-def _steps(workers: Sequence[reports_pb2.WorkerReport]) -> LearnedSteps | None:
-    """The costs of each kind from the worker that has seen most such steps; None if none has decoded. Prefill costs as
-    much per position as decoding until a worker has learned it.
-    """
-    decoding = max(workers, key=lambda each: each.latency.decode.num_steps, default=None)
-    if decoding is None or not decoding.latency.decode.num_steps:
-        return None
-    prefilling = max(workers, key=lambda each: each.latency.prefill.num_steps).latency
-    decode = _cost(decoding.latency.decode)
-    prefill = _cost(prefilling.prefill) if prefilling.prefill.num_steps else decode
-    return LearnedSteps(
-        prefill, decode, (prefilling if prefilling.prefill.num_steps else decoding.latency).token_budget
-    )
+def _steps(latency: reports_pb2.LatencyModel) -> LearnedSteps:
+    """The learned costs; a position of a prompt costs as much as one that decodes until it is known."""
+    decode = _cost(latency.decode)
+    prefill = _cost(latency.prefill) if latency.prefill.num_steps else decode
+    return LearnedSteps(prefill, decode, latency.token_budget)
 
 
 def _cost(cost: reports_pb2.StepCost) -> LinearCost:
     return LinearCost(cost.base_s, cost.per_position_s, cost.per_attended_s)
-
-
-def _pool_bytes(workers: Iterable[reports_pb2.WorkerReport]) -> float:
-    return median(worker.kv_pool_bytes for worker in workers)

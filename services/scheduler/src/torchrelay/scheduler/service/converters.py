@@ -107,6 +107,13 @@ def progress_from_proto(engine: types_pb2.EngineProgress) -> EngineProgress:
     return EngineProgress(engine.num_advances, engine.has_work, engine.expected_s)
 
 
+def latency_to_proto(model: LatencyModel | None) -> reports_pb2.LatencyModel | None:
+    if model is None:
+        return None
+    prefill, decode = (to_message(reports_pb2.StepCost, cost) for cost in (model.prefill, model.decode))
+    return reports_pb2.LatencyModel(prefill=prefill, decode=decode, token_budget=model.token_budget)
+
+
 def _latency_from_proto(learned: reports_pb2.LatencyModel) -> LatencyModel:
     prefill, decode = _from_message(StepCost, learned.prefill), _from_message(StepCost, learned.decode)
     return LatencyModel(prefill, decode, max(learned.token_budget, 1))

@@ -169,8 +169,14 @@ def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
     """Versions whose pack is in a store or an instance."""
     held = {pack_id for store in state.membership.stores.values() for pack_id in store.copies}
     held |= {instance.pack_id for instance in state.instances}
+    devices = {worker.device for worker in state.membership.workers.values()}
     return [
-        scheduler_pb2.VersionView(version_id=each.version_id, pack_id=each.model.pack_id, models=each.aliases.names)
+        scheduler_pb2.VersionView(
+            version_id=each.version_id,
+            pack_id=each.model.pack_id,
+            models=each.aliases.names,
+            latency=converters.latency_to_proto(state.latency_models.learned(each.model.pack_id, devices)),
+        )
         for each in state.versions
         if each.aliases.names and each.model is not None and each.model.pack_id in held
     ]

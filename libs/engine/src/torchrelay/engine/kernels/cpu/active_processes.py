@@ -61,7 +61,8 @@ class ActiveProcesses:
         if begins:
             self._notify()
         self.change_seen = int(self._change[0])  # before counting: later changes interrupt
-        return fair_share(num_cores, most, self._most_cores[self._until_s > now_s].tolist())
+        of_all = [each or num_cores for each in self._most_cores[self._until_s > now_s].tolist()]  # 0: an older release
+        return fair_share(num_cores, most, of_all)
 
     def rest(self) -> None:
         """Marks this process as not computing."""

@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.catalog.sizing import footprint_of_version, sizing_shown
-from torchrelay.gateway.http.dependencies import Caller, ServicesOf
+from torchrelay.gateway.core import Principal
+from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 from torchrelay.modelspec.errors import UnsupportedModel
-from torchrelay.modelspec.sizing.footprint import footprint_of
+from torchrelay.modelspec.sizing.footprint import Footprint, footprint_of
 from torchrelay.modelspec.sizing.operating_point import Workload
 
 router = APIRouter(prefix="/v1/sizing")
@@ -43,10 +44,8 @@ async def sizing_of_model(
     """The sizes of a published model, the step times that workers have learned, and the latencies by the batch."""
     published = await services.catalog.resolve(caller, model)
     footprint = footprint_of_version(published.version)
-    async with services.explanations.turn(caller.tenant_id):
-        view = await services.scheduler.cluster()
     version_id = published.version.served_version_id
-    shown = sizing_shown(footprint, view, version_id, _work(prompt, answer), is_admin=caller.is_admin)
+    shown = await _shown(services, caller, footprint, version_id, _work(prompt, answer))
     names = {"model": published.name, "vocab_size": published.version.shape.vocab_size}
     return {**names, **shown}
 
@@ -58,9 +57,18 @@ async def sizing_of_config(services: ServicesOf, caller: Caller, body: SizingBod
         footprint = footprint_of(body.config, body.weights_bytes, to_int8=body.quantize)
     except UnsupportedModel as error:
         raise InvalidRequest(str(error), field=f"config.{error.field}") from error
+    return await _shown(services, caller, footprint, "", _work(body.prompt, body.answer))
+
+
+async def _shown(
+    services: Services, caller: Principal, footprint: Footprint, version_id: str, work: Workload
+) -> dict[str, Any]:
     async with services.explanations.turn(caller.tenant_id):
         view = await services.scheduler.cluster()
-    return sizing_shown(footprint, view, "", _work(body.prompt, body.answer), is_admin=caller.is_admin)
+    own = None
+    if not caller.is_admin:
+        own = {each.version.served_version_id for each in await services.catalog.models(caller)}
+    return sizing_shown(footprint, view, version_id, work, own)
 
 
 def _work(prompt: int, answer: int) -> Workload:

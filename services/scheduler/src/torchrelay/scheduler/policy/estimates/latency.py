@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -26,6 +28,12 @@ class LatencyModels:
             return
         key = (worker.slot.pack_id, worker.device)
         self._learned[key] = _merged(worker.latency, self._learned.get(key, _UNKNOWN))
+
+    def learned(self, pack_id: str, devices: Iterable[str]) -> LatencyModel | None:
+        """The model of a pack on that of the kinds of device which has decoded most with it; None if none has."""
+        models = [model for device in devices if (model := self._learned.get((pack_id, device))) is not None]
+        most = max(models, key=lambda model: model.decode.num_steps, default=_UNKNOWN)
+        return most if most.decode.known else None
 
     def of(self, worker: WorkerStatus, pack_id: str, config: PolicyConfig) -> LatencyModel:
         """The worker's latency with a pack that it has or would have; uses defaults for unknown parts."""

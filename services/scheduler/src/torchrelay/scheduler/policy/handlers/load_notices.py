@@ -18,8 +18,7 @@ def waits_for_load(state: State, version_id: str) -> bool:
     instances = state.instances.of_version(version_id)
     if any(instance.phase is InstancePhase.READY for instance in instances):
         return False
-    placed = state.attempts.attempts_at([instance.instance_id for instance in instances])
-    return state.queues.num_waiting(version_id) > 0 or any(not attempt.is_computed for attempt in placed)
+    return state.queues.num_waiting(version_id) > 0 or any(instance.work.prefills for instance in instances)
 
 
 def tell(state: State, version_ids: Iterable[str], now: float) -> None:
