@@ -17,9 +17,9 @@ from torchrelay.control.v1.scheduler_pb2 import ClusterView
 TENANT_KEY = "tr-8x2kq0v3m1c9d7fz-secret"
 ADMIN_KEY = "tra-admin"
 MODEL: dict[str, Any] = {"id": "acme/tiny", "version": "0123456789abcdef", "architecture": "LlamaForCausalLM"}
-MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "created": 1_790_000_000}
+MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "vocab_size": 100, "created": 1_790_000_000}
 MODEL |= {"idle_timeout_s": 0, "effective_idle_timeout_s": None, "max_instances": 2, "effective_max_instances": 2}
-MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": []}
+MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": [], "tasks": ["generate"]}
 MODEL |= dict.fromkeys(("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"), 0.0)
 PRICE: dict[str, Any] = {"model": None, "service": "", "prompt_nano": 100, "cached_nano": 25, "output_nano": 400}
 PRICE |= {"valid_from": "1970-01-01T00:00:00+00:00", "valid_to": None}
@@ -45,6 +45,7 @@ class FakeGateway:
     received: dict[str, bytearray] = field(default_factory=dict)
     cut_after: int = 0  # once: the connection breaks when so many bytes of a file have come
     refuse_commit: bool = False
+    is_full: bool = False  # refuses completions
     notes: tuple[str, ...] = ()  # about the weights of a published model
     pieces: tuple[str, ...] = ("Hel", "lo\u2028", "there")
     hang_after_pieces: bool = False
@@ -174,6 +175,10 @@ class _Answering(BaseHTTPRequestHandler):
                 self._put("/".join(name))
             case "POST", ["uploads", "upl-1", "commit"]:
                 self._commit()
+            case "POST", ["completions"] if self.gateway.is_full:
+                self._error(503, "the queue is full", "overloaded")
+            case "POST", ["completions"]:
+                self._complete(body)
             case "POST", ["chat", "completions"]:
                 self._chat(body)
             case _:
@@ -228,6 +233,18 @@ class _Answering(BaseHTTPRequestHandler):
             self._chunk([{"index": 0, "delta": {}, "finish_reason": "stop"}])
             self._chunk([], {"prompt_tokens": 5, "completion_tokens": 3})
             self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _complete(self, body: Any) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("x-request-id", "req-1")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for token in range(body["max_tokens"]):
+            self._chunk([{"index": 0, "text": "a", "token_ids": [token], "finish_reason": None}])
+        self._chunk([], {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]})
+        self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 
     def _chunk(self, choices: list[Any], usage: dict[str, int] | None = None) -> None:

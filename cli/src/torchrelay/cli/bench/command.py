@@ -15,13 +15,14 @@ import typer
 
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.api.client import GatewayClient, clean_key
-from torchrelay.cli.bench.targets import MLPERF, Targets, read_targets
+from torchrelay.cli.bench.targets import Targets, read_targets
 from torchrelay.cli.bench.workload import Scenario, Workload, bounds_of
 from torchrelay.cli.commands.model_details import ModelArgument
-from torchrelay.cli.errors import CliError
+from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
 
 if TYPE_CHECKING:
+    from torchrelay.cli.bench.devices import DeviceWatch
     from torchrelay.cli.bench.measurement import Measurement
     from torchrelay.cli.bench.report import Result
     from torchrelay.sim.traces import Arrival
@@ -35,7 +36,10 @@ _SCENARIO = (
     "single: one after another; multi: several at once; server: Poisson arrivals; offline: all at once; burst: quiet, "
     "then several at once; trace: recorded arrivals; cold: calls at random times to the model at zero."
 )
-_TARGET = "Seconds to the first token and per further token, as 0.5,0.03, or a name of MLPerf's: "
+_TARGET = (
+    "Seconds to the first token and per further token, as 0.5,0.03, or those of MLPerf: llama3.1-8b, llama2-70b, "
+    "llama3.1-405b or deepseek-r1, each with -server or -interactive."
+)
 _MAX_TOKENS = 10_000_000
 _PROMPT, _ANSWER = 512, 128
 # Options that only some scenarios use.
@@ -94,7 +98,7 @@ def bench(
         int, typer.Option(min=0, max=_MAX_TOKENS, help="First tokens that all prompts have in common.")
     ] = 0,
     target: Annotated[
-        str, typer.Option(help=_TARGET + ", ".join(MLPERF), metavar="NAME|TTFT,TPOT", callback=_targets)
+        str, typer.Option(help=_TARGET, metavar="NAME|TTFT,TPOT", callback=_targets)
     ] = "llama3.1-8b-server",
     device_price: Annotated[float | None, typer.Option(min=0, help="Dollars per hour of a device.")] = None,
     warm_up: Annotated[bool, typer.Option("--warm-up", help="First send a request that does not count.")] = False,
@@ -184,10 +188,18 @@ def _measured(
         load_client = LoadClient(access, name, Prompts(model["vocab_size"], load.num_shared))
         watch = DeviceWatch(explainer, model["version"], lambda: load_client.now_s) if admin else None
         if watch is not None:
-            watch.sample()  # reports a wrong key before the load
+            _check_admin(watch)
         measurement = Measurement(load_client, load, arrivals, watch)
         is_complete = measurement.run(has_warm_up)
         return _result(measurement, is_complete, client, explainer, model, targets, device_price)
+
+
+def _check_admin(watch: DeviceWatch) -> None:
+    """Raises ``CliError`` for a key that may not see the cluster, before the load begins."""
+    try:
+        watch.sample()
+    except ApiError as error:
+        raise CliError(f"--admin-key: {error.message}", "give a valid admin key, or leave it out") from error
 
 
 def _arrivals(load: Workload, model: dict[str, Any]) -> list[Arrival]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -44,6 +46,9 @@ class Measurement:
         try:
             if has_warm_up:
                 await self.client.send(self.load.num_prompt or 1, 2)
+            if self.load.scenario == Scenario.COLD:
+                with console.err().status("waiting until the model is at zero"):
+                    await self._zero()
             self.client.begin()
             if self.watch is not None:
                 self.watch.samples.clear()
@@ -54,12 +59,15 @@ class Measurement:
 
     async def _load(self) -> None:
         if self.load.scenario == Scenario.COLD:
-            assert self.watch is not None
-            await run_cold(self.client, self.load, self.watch.zero)
+            await run_cold(self.client, self.load, self._zero)
         elif self.load.scenario in (Scenario.SINGLE, Scenario.MULTI):
             await run_closed(self.client, self.load)
         else:
             await run_open(self.client, self.arrivals)
+
+    async def _zero(self) -> None:
+        assert self.watch is not None
+        await self.watch.zero()
 
     async def _show_progress(self) -> None:
         """Draws a bar on standard error, by requests where their number is known, otherwise by time."""
@@ -79,14 +87,14 @@ def held_by(watch: DeviceWatch, figures: Figures) -> Held | None:
     """The devices held until the last answer, and what they computed; None without samples."""
     end_s = watch.now_s() + _REPORTS_S
     with suppress(Unreachable):
-        while watch.now_s() < end_s:
+        watch.sample()
+        while 0 < computed_tokens(watch.samples) < figures.num_needed and watch.now_s() < end_s:
+            time.sleep(_TICK_S)
             watch.sample()
-            if computed_tokens(watch.samples) >= figures.num_needed:
-                break
     samples = sorted(watch.samples, key=lambda sample: sample.at_s)
-    if len(samples) < 2:
+    if len(samples) < 2 or samples[0].at_s > figures.seconds:
         return None
-    most = max(sample.num_devices for sample in samples if sample.at_s <= figures.seconds or sample is samples[0])
+    most = max(later.num_devices for earlier, later in pairwise(samples) if earlier.at_s <= figures.seconds)
     return Held(device_seconds(samples, figures.seconds), most, computed_tokens(samples))
 
 

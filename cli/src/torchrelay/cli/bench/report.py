@@ -136,13 +136,13 @@ def _lines(result: Result) -> Iterator[tuple[str, str, str]]:
         )
         yield "cold starts", f"{cold.num_cold:,}", of
     yield (
-        "dollars by prices",
+        "dollars, by prices",
         _number(per_million(result.bill_dollars, figures)),
         "per million tokens, prompts included",
     )
     if result.device_price is not None:
         remark = f"the same, devices at {result.device_price:g} per hour" if held else NOT_MEASURED
-        yield "dollars by devices", _number(result.by_devices), remark
+        yield "dollars, by devices", _number(result.by_devices), remark
 
 
 def _number(value: float | None) -> str:
