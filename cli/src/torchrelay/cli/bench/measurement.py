@@ -88,7 +88,8 @@ def held_by(watch: DeviceWatch, figures: Figures) -> Held | None:
     end_s = watch.now_s() + _REPORTS_S
     with suppress(Unreachable):
         watch.sample()
-        while 0 < computed_tokens(watch.samples) < figures.num_needed and watch.now_s() < end_s:
+        is_seen = any(sample.holders for sample in watch.samples)
+        while is_seen and computed_tokens(watch.samples) < figures.num_needed and watch.now_s() < end_s:
             time.sleep(_TICK_S)
             watch.sample()
     samples = sorted(watch.samples, key=lambda sample: sample.at_s)
