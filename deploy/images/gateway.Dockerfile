@@ -5,10 +5,11 @@ WORKDIR /src
 COPY constraints.txt ./
 COPY proto ./proto
 COPY libs/common ./libs/common
+COPY libs/modelspec ./libs/modelspec
 COPY services/gateway ./services/gateway
 RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling \
-    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[grammars,templates,text]' ./services/gateway
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[grammars,templates,text]' ./libs/modelspec ./services/gateway
 
 FROM python:3.11.10-slim-bookworm
 RUN useradd --system --uid 10001 --create-home torchrelay

@@ -45,6 +45,22 @@ def quantile(share: float, histogram: str, by: str, only: str) -> str:
 _GEN_AI = 'gen_ai_request_model=~"$model"'
 _MODEL = 'model=~"$model"'
 _TARGET = "torchrelay_scheduler_target_requests_total"
+_WASTED = "torchrelay_gateway_wasted_tokens_total"
+_SERVED = f"rate(torchrelay_gateway_tokens_total{{{_MODEL}"
+_COMPUTED = f'(sum({_SERVED}, kind=~"prompt|output"}}{_RATE})) - sum({_SERVED}, kind="cached"}}{_RATE})))'
+
+
+def _sum_or_0(metric: str, only: str) -> str:
+    return f"(sum(rate({metric}{{{only}}}{_RATE})) or vector(0))"
+
+
+_WASTED_HERE = _sum_or_0(_WASTED, f'{_MODEL}, cause="cancelled"')
+_COMPUTED_AGAIN = " + ".join(
+    (
+        _sum_or_0(_WASTED, f'{_MODEL}, cause!="cancelled"'),
+        _sum_or_0("torchrelay_worker_recomputed_positions_total", _MODEL),
+    )
+)
 
 
 def _attainment(by: str) -> str:
@@ -99,6 +115,21 @@ REQUESTS = Dashboard(
             "reqps",
             {"{{model}} {{result}}": f"sum by (model, result) (rate({_TARGET}{{{_MODEL}}}{_RATE}))"},
             "met: within both targets; late: the first token; slow: the others; refused.",
+        ),
+        Panel(
+            "Token goodput",
+            "percentunit",
+            {"all models": f"({_COMPUTED} - {_WASTED_HERE}) / ({_COMPUTED} + {_COMPUTED_AGAIN} > 0)"},
+            "Tokens that reached callers, of those that were computed: prompts without cached ones, and answers.",
+        ),
+        Panel(
+            "Tokens computed in vain",
+            "short",
+            {
+                **{cause: _sum_or_0(_WASTED, f'{_MODEL}, cause="{cause}"') for cause in ("lost", "moved", "cancelled")},
+                "preempted": _sum_or_0("torchrelay_worker_recomputed_positions_total", _MODEL),
+            },
+            "Per second. lost, moved: computed again after a worker was lost, or its slot; cancelled: not delivered.",
         ),
         Panel(
             "Duration of requests",
@@ -227,13 +258,33 @@ RELAYS = Dashboard(
             },
         ),
         Panel(
-            "GPU utilization",
+            "Scaling stall",
+            "percentunit",
+            {"{{model}}": f"sum by (model) (rate(torchrelay_scheduler_stall_seconds_total{_RATE}))"},
+            "Share of the time in which requests waited for a load, since no instance of the model was loaded.",
+        ),
+        Panel(
+            "Where weights were at a load",
+            "short",
+            {"{{tier}}": f"sum by (tier) (rate(torchrelay_scheduler_loads_total{_RATE}))"},
+            "Per second. host: in the memory of the worker's host; filling: on the way there; peer: in another host's.",
+        ),
+        Panel(
+            "Hits by tier",
             "percentunit",
             {
-                "{{host}}": "torchrelay:gpu_utilization:ratio",
-                "tensor cores {{host}}": "torchrelay:gpu_tensor_active:ratio",
+                "device": f'sum(rate(torchrelay_scheduler_queue_wait_seconds_count{{cold="false"}}{_RATE})) / '
+                f"(sum(rate(torchrelay_scheduler_queue_wait_seconds_count{_RATE})) > 0)",
+                "{{tier}}": f"sum by (tier) (rate(torchrelay_scheduler_loads_total{_RATE})) / ignoring (tier) "
+                f"group_left sum(rate(torchrelay_scheduler_loads_total{_RATE}))",
             },
-            "Needs NVIDIA's DCGM exporter on the hosts, and the rules of this folder.",
+            "device: of placements, those on a loaded instance; the tiers: of loads, those that began there.",
+        ),
+        Panel(
+            "Bottleneck",
+            "short",
+            {"{{model}} {{bottleneck}}": "sum by (model, bottleneck) (torchrelay_worker_bottleneck)"},
+            "Instances by what holds them back; docs/profile.md says what to do.",
         ),
     ),
 )
@@ -299,17 +350,37 @@ MONEY = Dashboard(
             },
         ),
         Panel("Ledger writes not committed", "short", {"writes": "sum(torchrelay_gateway_ledger_writes_pending)"}),
-        Panel(
-            "Energy per position",
-            "joule",
-            {"{{host}}": "torchrelay:joules_per_position"},
-            "A position is a token that ran through the model. Needs NVIDIA's DCGM exporter on the hosts.",
-        ),
     ),
     (_BILLED, "model"),
 )
 
-DASHBOARDS = {"requests.json": REQUESTS, "relays.json": RELAYS, "money.json": MONEY}
+_GPU_SOURCES = "From NVIDIA's DCGM exporter, else from the workers, by the rules of this folder."
+
+GPUS = Dashboard(
+    "torchrelay-gpus",
+    "Torchrelay: GPUs",
+    (
+        Panel("Utilization", "percentunit", {"{{host}}": "torchrelay:gpu_utilization:ratio"}, _GPU_SOURCES),
+        Panel("Tensor cores at work", "percentunit", {"{{host}}": "torchrelay:gpu_tensor_active:ratio"}, _GPU_SOURCES),
+        Panel("Memory used", "bytes", {"{{host}}": "torchrelay:gpu_memory_used:bytes"}, _GPU_SOURCES),
+        Panel(
+            "Memory moving data",
+            "percentunit",
+            {"{{host}}": "torchrelay:gpu_dram_active:ratio"},
+            f"Decode steps are bound by it where it is near 1. {_GPU_SOURCES}",
+        ),
+        Panel("Occupancy of SMs", "percentunit", {"{{host}}": "torchrelay:gpu_sm_occupancy:ratio"}, _GPU_SOURCES),
+        Panel("Power", "watt", {"{{host}}": "torchrelay:gpu_power:watts"}, _GPU_SOURCES),
+        Panel(
+            "Energy per million positions",
+            "joule",
+            {"{{host}}": "1e6 * torchrelay:joules_per_position"},
+            f"A position is a token that ran through the model. {_GPU_SOURCES}",
+        ),
+    ),
+)
+
+DASHBOARDS = {"requests.json": REQUESTS, "relays.json": RELAYS, "money.json": MONEY, "gpus.json": GPUS}
 
 
 def to_grafana(dashboard: Dashboard) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import Any
 
@@ -130,4 +131,15 @@ def test_model_page_is_accessible_and_fits(console: Console, author: str) -> Non
     open_model(page, "reader/glossary")
     page.locator(".timeline").first.wait_for()
     page.get_by_role("region", name="Price").wait_for()
+    assert_accessible_and_fits(page)
+
+
+def test_size_and_speed_are_shown_once_a_model_has_run(console: Console) -> None:
+    page = console.open(console.reader)
+    open_model(page, "reader/glossary")
+    expect(page.get_by_role("heading", name="Size and speed")).to_be_visible()
+    expect(page.get_by_text("KV per token")).to_be_visible()
+    chat(page, "What is a relay?")
+    open_model(page, "reader/glossary")
+    expect(page.get_by_text(re.compile("about [0-9.,]+ tokens/s"))).to_be_visible()
     assert_accessible_and_fits(page)

@@ -129,6 +129,7 @@ def test_dropped_folder_becomes_a_model_that_chats_and_is_billed(
     drop(page, folder)
     expect(page.get_by_label("Name", exact=True)).to_have_value("my-glossary")
     expect(area(page)).to_contain_text(f"not sent: {HOSTILE}")
+    expect(area(page)).to_contain_text("3.61 MB of weights,")
     assert page.locator("img").count() == 0
     page.get_by_role("button", name="Upload", exact=True).click()
     model = f"{sender.tenant}/my-glossary"

@@ -20,6 +20,7 @@ MODEL: dict[str, Any] = {"id": "acme/tiny", "version": "0123456789abcdef", "arch
 MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "vocab_size": 100, "created": 1_790_000_000}
 MODEL |= {"idle_timeout_s": 0, "effective_idle_timeout_s": None, "max_instances": 2, "effective_max_instances": 2}
 MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": [], "tasks": ["generate"]}
+MODEL |= {"max_concurrency": 0, "threads": 0, "kv_share": 1.0, "hosts": []}
 MODEL |= dict.fromkeys(("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"), 0.0)
 PRICE: dict[str, Any] = {"model": None, "service": "", "prompt_nano": 100, "cached_nano": 25, "output_nano": 400}
 PRICE |= {"valid_from": "1970-01-01T00:00:00+00:00", "valid_to": None}
@@ -46,6 +47,7 @@ class FakeGateway:
     cut_after: int = 0  # once: the connection breaks when so many bytes of a file have come
     refuse_commit: bool = False
     is_full: bool = False  # refuses completions
+    sizing: dict[str, Any] | None = None  # of the model tiny
     notes: tuple[str, ...] = ()  # about the weights of a published model
     pieces: tuple[str, ...] = ("Hel", "lo\u2028", "there")
     hang_after_pieces: bool = False
@@ -120,6 +122,8 @@ class _Answering(BaseHTTPRequestHandler):
                 decision = {"at_unix_us": 1, "kind": "scale", "subject": "acme/tiny", "reason": "would load 1 instance"}
                 worth = [{"label": "bid", "text": "3 late requests"}]
                 self._json({"id": "acme/tiny", "phases": [], "decisions": [decision], "worth": worth})
+            case "GET", ["sizing"] if self.gateway.sizing is not None:
+                self._json(self.gateway.sizing)
             case "GET", ["requests", _, "explain"]:
                 message = "no recent request has the id 'req-nope': the last 2,048 are kept"
                 self._json({"error": {"message": message, "param": "request_id", "code": "not_found"}}, 404)

@@ -93,7 +93,14 @@ class ScriptedStore(ParamStoreServicer):
             pack_bytes=900,
             architecture="LlamaForCausalLM",
             dtype="float32",
-            shape=types_pb2.ModelShape(num_layers=2, max_context_tokens=128, vocab_size=64),
+            shape=types_pb2.ModelShape(
+                num_layers=2,
+                num_kv_heads=1,
+                head_dim=16,
+                kv_dtype_bytes=4,
+                max_context_tokens=128,
+                vocab_size=64,
+            ),
             routing_block_tokens=64,
             file_digests={"tokenizer.json": "abc"},
             eos_token_ids=[2],
@@ -164,9 +171,8 @@ class ScriptedStore(ParamStoreServicer):
 
 class ScriptedScheduler(SchedulerServicer):
     async def WatchCluster(self, request: Any, context: Any) -> AsyncIterator[scheduler_pb2.ClusterView]:
-        yield scheduler_pb2.ClusterView(
-            epoch=1, largest_slot_bytes=12345, workers=[reports_pb2.WorkerReport(worker_id="w1")]
-        )
+        worker = reports_pb2.WorkerReport(worker_id="w1", labels=["gpu=l4", "zone=a"], kv_pool_bytes=1 << 30)
+        yield scheduler_pb2.ClusterView(epoch=1, largest_slot_bytes=12345, workers=[worker])
 
     async def Explain(self, request: Any, context: Any) -> scheduler_pb2.ExplainReply:
         if request.request_id == "req-old":

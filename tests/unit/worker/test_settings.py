@@ -88,3 +88,9 @@ def test_invalid_device_is_refused(wanted: str) -> None:
 def test_a_size_is_automatic_or_enough(size: dict[str, int]) -> None:
     with pytest.raises(ValidationError, match="must be 0, or at least"):
         WorkerSettings(node_key=KEY, worker_id="w", **size)  # type: ignore[arg-type]
+
+
+def test_labels_are_checked_and_sorted() -> None:
+    assert WorkerSettings(node_key=KEY, worker_id="w", labels="zone=a, gpu=l4,").labels == "gpu=l4,zone=a"
+    with pytest.raises(ValidationError, match="'zone' is not a label; write KEY=VALUE"):
+        WorkerSettings(node_key=KEY, worker_id="w", labels="zone")

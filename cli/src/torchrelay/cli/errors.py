@@ -27,6 +27,7 @@ _OPTIONS = {
             *("max_tokens", "temperature", "from", "to", "base", "requests_per_minute", "service_class"),
             *("tokens_per_minute", "concurrent_requests", "budget_period"),
             *("idle_timeout_s", "max_instances", "engine", "min_instances", "schedule"),
+            *("max_concurrency", "threads", "kv_share", "hosts"),
             *("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"),
         )
     },

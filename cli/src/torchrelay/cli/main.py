@@ -37,6 +37,8 @@ try:
     from torchrelay.cli.errors import CliError
     from torchrelay.cli.join.command import EXAMPLE as JOIN_EXAMPLE
     from torchrelay.cli.join.command import join
+    from torchrelay.cli.size.command import EXAMPLE as SIZE_EXAMPLE
+    from torchrelay.cli.size.command import size
     from torchrelay.cli.up.command import EXAMPLE as UP_EXAMPLE
     from torchrelay.cli.up.command import up
     from torchrelay.cli.views import console
@@ -97,6 +99,7 @@ app.command(rich_help_panel=PLATFORM, epilog=sim.EXAMPLE)(sim.sim)
 app.add_typer(operator.app, name="operator", rich_help_panel=PLATFORM)
 app.command(rich_help_panel=PLATFORM, epilog=audit.EXAMPLE)(audit.audit)
 app.command(rich_help_panel=USE, epilog=upload.EXAMPLE)(upload.upload)
+app.command(rich_help_panel=USE, epilog=SIZE_EXAMPLE)(size)
 app.add_typer(uploads.app, name="uploads", rich_help_panel=USE, epilog=uploads.EXAMPLE)
 app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAMPLE)
 app.command(rich_help_panel=USE, epilog=chat.EXAMPLE)(chat.chat)

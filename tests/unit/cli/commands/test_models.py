@@ -75,6 +75,17 @@ SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     (f"--schedule|{WEEK}|--schedule|{SATURDAY}", {"schedule": [WEEK, SATURDAY]}, [f"min {WEEK}", f"min {SATURDAY}"]),
     ("--schedule|none", {"schedule": []}, []),
     (
+        "--max-concurrency|8|--threads|4|--kv-share|0.5|--hosts|zone=a|--hosts|gpu=l4",
+        {"max_concurrency": 8, "threads": 4, "kv_share": 0.5, "hosts": ["gpu=l4", "zone=a"]},
+        [
+            "requests 8 at once per instance",
+            "threads 4 per instance, on a CPU",
+            "share of KV 0.5 of an instance's pool",
+            "hosts with gpu=l4, zone=a",
+        ],
+    ),
+    ("--hosts|none|--kv-share|1", {"kv_share": 1.0, "hosts": []}, []),
+    (
         "--interactive-ttft-s|0.2|--standard-ttft-s|0.5|--batch-ttft-s|60|--tbt-target-s|0.05",
         TARGETS,
         ["targets: first token in 200 ms (interactive), 500 ms (standard), 60 s (batch); 50 ms between tokens"],
@@ -94,10 +105,12 @@ def test_model_is_configured(run: Run, home: Home, gateway: FakeGateway) -> None
         assert gateway.asked.pop() == ("PATCH", "/v1/models/tiny", body)
         assert {f"acme/tiny: {line}" for line in lines} <= {*shown.stdout.splitlines()}
         assert "--idle-timeout-s" not in options or "with the model's next request" in shown.stderr
-    for refused in ((), ("--schedule", "none", "--schedule", "x")):
+    for refused in ((), *((option, "none", option, "x=y") for option in ("--schedule", "--hosts"))):
         refusal(run("models", "set", "tiny", *refused))
     for engine in ("tensorrt", "torchrelay:2", "vllm:1"):
         assert run("models", "set", "tiny", "--engine", engine).exit_code == 2
+    for option, value in (("--kv-share", "0"), ("--kv-share", "1.1"), ("--hosts", "zone"), ("--threads", "-1")):
+        assert run("models", "set", "tiny", option, value).exit_code == 2
     assert gateway.asked == []
 
 
@@ -123,7 +136,12 @@ def test_operator_settings_use_admin_key(
 ) -> None:
     gateway.published = {"tiny"}
     home.save_key(TENANT_KEY)
-    for option, value in (("--standard-ttft-s", "1.5"), ("--min-instances", "1"), ("--schedule", "none")):
+    for option, value in (
+        ("--standard-ttft-s", "1.5"),
+        ("--min-instances", "1"),
+        ("--schedule", "none"),
+        ("--kv-share", "0.5"),
+    ):
         gateway.keys = {ADMIN_KEY}
         assert run("models", "set", "acme/tiny", option, value).exit_code == 0
         assert run("models", "set", "acme/tiny", option, value, "--url", gateway.url).exit_code == 0

@@ -225,12 +225,12 @@ def test_script_runs_the_program_with_the_join_file(monkeypatch: pytest.MonkeyPa
     program.write_text('#!/bin/sh\necho "$@"\ncat\n')
     program.chmod(0o755)
     monkeypatch.setattr(slurm_jobs, "script", lambda: str(program))
-    script = SlurmJobs(JobProgram(SLURM_FILE, "torchrelay-test", "cpu", 2)).script("node-1")
+    script = SlurmJobs(JobProgram(SLURM_FILE, "torchrelay-test", "cpu", 2, labels=("zone=a",))).script("node-1")
     assert "--gpus" not in script and "#SBATCH --cpus-per-task=2\n" in script
     file = tmp_path / "script"
     file.write_text(script)
     ran = subprocess.run(["sh", str(file)], capture_output=True, text=True, check=True)
-    arguments = "join - --worker-id node-1 --device cpu --threads 2"
+    arguments = "join - --worker-id node-1 --device cpu --threads 2 --label zone=a"
     assert ran.stdout == f"{arguments}\n{SLURM_FILE.as_toml()}"
 
 

@@ -110,7 +110,9 @@ def test_metrics_ports_are_counted_up(home: Home, ports: Ports, monkeypatch: pyt
 
 
 def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
-    options = UpOptions(host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30)
+    options = UpOptions(
+        host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30, labels=("gpu=l4", "zone=a")
+    )
     stack = StackPlan(home, replace(options, pool_mode="advise", scaling="advise"), ports).stack()
     told = envs(stack)
     cluster_key = bytes.fromhex(home.cluster_key())
@@ -118,6 +120,7 @@ def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
     assert told["prefill-0"]["TORCHRELAY_ROLES"].split(",")[0] == "prefill"
     assert told["decode-0"]["TORCHRELAY_ROLES"].split(",")[0] == "decode"
     assert told["decode-0"]["TORCHRELAY_KV_POOL_BYTES"] == str(1 << 20)
+    assert told["decode-0"]["TORCHRELAY_LABELS"] == "gpu=l4,zone=a"
     assert told["param-store"]["TORCHRELAY_ARENA_BYTES"] == str(1 << 30)
     assert told["param-store"]["TORCHRELAY_ARENA_PATH"] == str(stack.arena)
     assert 0 < int(told["param-store"]["TORCHRELAY_STOP_LIMIT_S"]) < STOP_TIMEOUT_S
@@ -176,7 +179,7 @@ def test_workers_divide_cores(home: Home, ports: Ports) -> None:
     """All by the same file."""
     environments = envs(StackPlan(home, UpOptions(num_both_workers=1), ports).stack())
     told = [env["TORCHRELAY_CORES_FILE"] for env in environments.values() if "TORCHRELAY_ROLES" in env]
-    assert told == [str(home.run / "cores")] * 3
+    assert told == [str(home.run / "core-shares")] * 3
 
 
 @pytest.mark.parametrize(

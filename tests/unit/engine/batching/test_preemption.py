@@ -121,6 +121,7 @@ def test_tenant_without_pages_preempts_tenant_above_share(model_of: ModelOf) -> 
     assert "second/0" not in steps[-1].prefilled  # "modest" has pages: its next waits like any other
     steps += run(instance)
     prefilled = [name for step in steps for name in step.prefilled]
+    assert sum(step.num_positions_recomputed for step in steps) == 20 + 2, "its prompt and its tokens"
     assert prefilled.count("3/0") == 2 and all(prefilled.count(f"{number}/0") == 1 for number in (0, 1, 2, 4))
     actual = outputs(steps)
     for number in range(5):

@@ -35,6 +35,7 @@ from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.rechunk import CHUNK_BYTES, rechunk
 from torchrelay.gateway.clients.scheduler import SchedulerClient, Slots
+from torchrelay.gateway.core import ModelShape
 
 SILENT = r"the param-store at store:1 \(TORCHRELAY_STORE_ADDRESS\) does not answer"
 
@@ -253,7 +254,19 @@ async def test_client_gets_slots_and_explanations() -> None:
     async with serving(ScriptedScheduler()) as channel:  # type: ignore[abstract]
         client = SchedulerClient(channel, "127.0.0.1:1")
         slots = await client.slots()
-        assert slots == Slots(12345, frozenset(("torchrelay",)))
+        assert slots == Slots(
+            12345, frozenset(("torchrelay",)), frozenset((frozenset(("gpu=l4", "zone=a")),)), largest_pool_bytes=1 << 30
+        )
+        for hosts in ((), ("zone=a",), ("zone=a", "gpu=l4")):
+            slots.check_hosts(hosts)
+        with pytest.raises(
+            InvalidRequest, match=r"^no host has the labels zone=b; the hosts have gpu=l4, zone=a: start"
+        ):
+            slots.check_hosts(["zone=b"])
+        shape = ModelShape(32, 8, 128, 2, 4096, 1000)
+        slots.check_kv_share(0.002, shape)
+        with pytest.raises(InvalidRequest, match=r"^a share of 0.001 .* holds not even 16 tokens .* at least 0.01$"):
+            slots.check_kv_share(0.001, shape)
         for engine in ("auto", "torchrelay"):
             slots.check_engine(engine)
         with pytest.raises(InvalidRequest, match=r"^no worker has the engine vllm; the workers have torchrelay$"):
@@ -269,6 +282,7 @@ async def test_no_slots_are_known_without_a_scheduler() -> None:
         slots = await client.slots(timeout_s=1)
         assert slots == Slots()
         slots.check_engine("vllm")
+        slots.check_hosts(["zone=b"])
         with pytest.raises(Unavailable, match=r"the scheduler at 127.0.0.1:1 \(TORCHRELAY_SCHEDULER_ADDRESS\)"):
             await client.explain(request_id="req-1", timeout_s=1)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from tests.support.echo_worker import EchoWorker
 from tests.support.gateway_ports import PRINCIPAL, published_model
 from tests.support.wait import eventually
 from tests.unit.gateway.dialects.all_dialects import METADATA, inference_stub
@@ -221,3 +224,36 @@ async def test_models_beyond_a_number_share_their_series(make_rig: MakeRig, monk
         assert {(point.attributes or {})["model"] for point in points[name]} == {MODEL, "other"}
     labels = {(point.attributes or {})["gen_ai.request.model"] for point in points["gen_ai.server.request.duration"]}
     assert labels == {MODEL, "other"}
+
+
+async def test_tokens_in_vain_are_counted_by_cause(make_rig: MakeRig) -> None:
+    """An attempt whose worker dies is computed again; an answer whose client leaves reaches nobody, or in part."""
+    reader = InMemoryMetricReader()
+    rig = await make_rig(meter=MeterProvider(metric_readers=[reader]).get_meter("test"))
+    first, second = rig.workers
+    body = {"model": "echo", "prompt": [5, 6, 7], "max_tokens": 25}
+
+    async def paused_after(worker: EchoWorker, num_tokens: int) -> asyncio.Task[httpx.Response]:
+        worker.pause_at = num_tokens
+        asking = asyncio.ensure_future(rig.http.post("/v1/completions", json=body))
+        await eventually(lambda: rig.num_accepted() == [num_tokens])
+        return asking
+
+    def wasted() -> dict[str, int]:
+        points = collected(reader).get("torchrelay_gateway_wasted_tokens", [])
+        return {(point.attributes or {})["cause"]: point.value for point in points}
+
+    asking = await paused_after(first, 10)
+    await first.kill()
+    assert (await asking).status_code == 200 and wasted() == {"lost": 3 + 10}
+    asking = await paused_after(second, 6)
+    asking.cancel()
+    await eventually(lambda: wasted() == {"lost": 3 + 10, "cancelled": 3 + 6})
+    second.resume()
+    second.pause_at = 4
+    async with rig.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        lines = (line async for line in response.aiter_lines() if line)
+        for _ in range(4):
+            await anext(lines)
+    await eventually(lambda: not rig.ports.reserved)
+    assert wasted() == {"lost": 3 + 10, "cancelled": 3 + 6}, "what the client read was of use"

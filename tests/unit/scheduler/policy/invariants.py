@@ -225,6 +225,11 @@ def check_instances(state: State) -> None:
     state.attempts.check_integrity({key: pool for key, pool in pools.items() if pool is not None})
     for instance in instances_of(state):
         assert num_answers_at(state, instance) <= state.config.max_open_per_instance, instance
+        aliases, pool_bytes = state.versions.of(instance.version_id).aliases, pools[instance.instance_id]
+        for name, own in instance.work.of_model.items():
+            caps = aliases.caps_of(name)
+            assert own.num_open <= (caps.max_concurrency or own.num_open), (name, instance)
+            assert pool_bytes is None or caps.holds(own.kv_bytes, pool_bytes), (name, instance)
 
 
 def check_indexes(state: State) -> None:

@@ -65,7 +65,8 @@ from torchrelay.scheduler.service.input_log import PolicyStart
 
 LIMITS: dict[str, Any] = {"max_instances": 2, "idle_timeout_s": 3.0}
 MODELS = [a_model(f"{tenant}/m{number}", **LIMITS) for number, tenant in enumerate(("acme", "acme", "birch"))]
-SHARED = replace(MODELS[0], name="cedar/m0")  # the same files of another tenant
+MODELS[2] = replace(MODELS[2], kv_share=0.7)
+SHARED = replace(MODELS[0], name="cedar/m0", max_concurrency=1)  # the same files of another tenant
 ALL_MODELS = {model.name: model for model in (*MODELS, SHARED)}
 QUEUE_LIMIT = 6
 POOL_BYTES = 4 * MB

@@ -15,7 +15,7 @@ from torchrelay.scheduler.service.converters import _same_names
 OTHER_FIELDS: dict[tuple[type[Message], type], set[str]] = {
     (reports_pb2.WorkerReport, types.WorkerStatus): {
         "data_address", "epoch", "is_beat", "kv_free_bytes", "num_positions_decoded", "num_positions_prefilled",
-        "slot_start_s",
+        "slot_start_s", "device_name",
     },
     (reports_pb2.SlotState, types.SlotStatus): set(),
     (reports_pb2.StepCost, StepCost): set(),

@@ -78,6 +78,13 @@ def test_positions_are_counted_by_phase(reader: InMemoryMetricReader) -> None:
     assert points(reader, "torchrelay_worker_positions") == {("prefill",): 96, ("decode",): 3}
 
 
+def test_positions_that_preempted_groups_compute_again_are_counted(reader: InMemoryMetricReader) -> None:
+    step_metrics = StepMetrics()
+    for step in (a_step(64, 0), replace(a_step(40, 0), num_positions_recomputed=40)):
+        step_metrics.record_step(step, LABELS)
+    assert points(reader, "torchrelay_worker_recomputed_positions") == {("acme/tiny",): 40}
+
+
 def test_prediction_error_is_exported(reader: InMemoryMetricReader) -> None:
     step_metrics = StepMetrics()
     assert points(reader, "torchrelay_worker_latency_prediction_error") == {}
@@ -184,10 +191,13 @@ class FakeNvml:
     """A GPU that tells all, and a slice that tells only its memory."""
 
     NVMLError = LookupError
+    NVML_GPM_METRIC_SM_OCCUPANCY, NVML_GPM_METRIC_ANY_TENSOR_UTIL, NVML_GPM_METRIC_DRAM_BW_UTIL = 3, 5, 10
+    NVML_GPM_METRICS_GET_VERSION = 1
     nvmlEventTypeXidCriticalError = 8
 
     def __init__(self, *xids: int) -> None:
         self.xids = list(xids)
+        self.num_samples, self.num_freed = 0, 0
 
     def nvmlInit(self) -> None: ...
 
@@ -213,6 +223,26 @@ class FakeNvml:
 
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
         return SimpleNamespace(gpu=self._check_whole(handle) or 75)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        return self._check_whole(handle) or 5_000
+
+    def nvmlGpmSampleAlloc(self) -> None: ...
+
+    def nvmlGpmSampleGet(self, handle: str, sample: None) -> int:
+        self.num_samples += 1
+        return self._check_whole(handle) or self.num_samples
+
+    def nvmlGpmSampleFree(self, sample: int) -> None:
+        self.num_freed += 1
+
+    def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
+        return SimpleNamespace(metrics=[SimpleNamespace(value=0.0) for _ in range(3)])
+
+    def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
+        assert (asked.version, asked.numMetrics) == (1, 3) and asked.sample1 < asked.sample2
+        for metric in asked.metrics:
+            metric.value = {3: 40.0, 5: 20.0, 10: 90.0}[metric.metricId]
 
     def _check_whole(self, handle: str) -> int:
         if handle != "whole":
@@ -251,6 +281,10 @@ def test_gpus_export_what_they_tell(reader: InMemoryMetricReader, monkeypatch: p
     assert points(reader, "torchrelay_worker_gpu_xids")["1", "31"] == 3
     assert points(reader, "torchrelay_worker_gpu_power_watts") == {("1",): 350.5}
     assert points(reader, "torchrelay_worker_gpu_utilization") == {("1",): 0.75}
+    assert points(reader, "torchrelay_worker_gpu_energy_joules") == {("1",): 5.0}
+    expected = {("1", "dram"): 0.9, ("1", "sm_occupancy"): 0.4, ("1", "tensor"): 0.2}
+    assert points(reader, "torchrelay_worker_gpu_activity") == expected
+    assert nvml.num_freed, "a sample is freed once the next has been taken"
     memory = {("1", "used"): 3, ("1", "total"): 80, ("2", "used"): 3, ("2", "total"): 10}
     assert points(reader, "torchrelay_worker_gpu_memory_bytes") == memory
 

@@ -14,6 +14,7 @@ import typer
 from torchrelay.cli.api.client import GatewayClient, clean_key
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.common.host.labels import checked_labels
 from torchrelay.gateway.core import ENGINE_FORMS, checked_target_s
 
 HomeOption = Annotated[
@@ -36,6 +37,42 @@ IdleTimeoutOption = Annotated[
     float | None, typer.Option(min=0, max=30 * 86400, help="Idle seconds before scaling to zero; 0: default.")
 ]
 MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum instances per role; 0: default.")]
+MaxConcurrencyOption = Annotated[
+    int | None, typer.Option(min=0, max=10_000, help="Requests that an instance runs at once; 0: no limit.")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=0, max=4096, help="Threads of an instance on a CPU; 0: no limit; admin.")
+]
+
+
+def _kv_share(share: float | None) -> float | None:
+    if share is not None and not 0 < share <= 1:
+        raise typer.BadParameter(f"{share:g} is not a share: use more than 0 and at most 1, which is no limit")
+    return share
+
+
+KvShareOption = Annotated[
+    float | None,
+    typer.Option(help="Part of an instance's KV pool that its requests hold; 1: all of it; admin.", callback=_kv_share),
+]
+
+
+def _hosts(labels: list[str] | None) -> list[str] | None:
+    """Checks the labels, unless they are ``none``."""
+    try:
+        return labels if labels and "none" in labels else checked_labels(labels or []) or None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+HostsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Label of the hosts of its instances; several: all of them; none: any host; admin.",
+        metavar="KEY=VALUE",
+        callback=_hosts,
+    ),
+]
 
 
 def _engine(engine: str | None) -> str | None:

@@ -30,6 +30,8 @@ TARGETS = {
     **{f"{name}_ttft_s": f"first token ({name})" for name in ("interactive", "standard", "batch")},
     "tbt_target_s": "between tokens",
 }
+RESOURCES = ("max_concurrency", "threads", "kv_share", "hosts")
+NO_LIMIT = "no limit"
 
 
 def show(
@@ -64,8 +66,8 @@ def settings(
     with tenant_access(home, url, key, name).client() as client:
         model = client.call("GET", f"/v1/models/{quote(name)}")
     if as_json:
-        fields = ("idle_timeout_s", "max_instances", "min_instances", "schedule", "engine", *TARGETS)
-        console.print_json({field: model[field] for field in fields})
+        fields = ("idle_timeout_s", "max_instances", "min_instances", "schedule", "engine", *RESOURCES, *TARGETS)
+        console.print_json({field: model[field] for field in fields if field in model})
     else:
         console.out().print(_lines(settings_texts(model)))
         console.err().print(f"[dim]to change them: torchrelay models set {name}[/]")
@@ -101,7 +103,21 @@ def settings_texts(model: dict[str, Any]) -> dict[str, str]:
         "minimum": least,
         "schedule": schedule,
         "engine": model["engine"],
+        **resource_texts(model),
         **targets,
+    }
+
+
+def resource_texts(model: dict[str, Any]) -> dict[str, str]:
+    """The limits of its requests and instances in words, as far as the gateway knows of it."""
+    if "max_concurrency" not in model:  # of an earlier release
+        return {}
+    requests, threads, share = (model[field] for field in RESOURCES[:3])
+    return {
+        "requests": f"{requests} at once per instance" if requests else NO_LIMIT,
+        "threads": f"{threads} per instance, on a CPU" if threads else NO_LIMIT,
+        "share of KV": f"{share:.4g} of an instance's pool" if share < 1 else NO_LIMIT,
+        "hosts": f"with {', '.join(model['hosts'])}" if model["hosts"] else "any",
     }
 
 

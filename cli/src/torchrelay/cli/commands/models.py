@@ -15,15 +15,19 @@ from torchrelay.cli.api.access import (
     BatchTtftOption,
     EngineOption,
     HomeOption,
+    HostsOption,
     IdleTimeoutOption,
     InteractiveTtftOption,
     JsonOption,
     KeyOption,
+    KvShareOption,
+    MaxConcurrencyOption,
     MaxInstancesOption,
     MinInstancesOption,
     ScheduleOption,
     StandardTtftOption,
     TbtTargetOption,
+    ThreadsOption,
     UrlOption,
     admin_access,
     tenant_access,
@@ -31,7 +35,7 @@ from torchrelay.cli.api.access import (
 from torchrelay.cli.api.client import given
 from torchrelay.cli.command_group import has_subcommand
 from torchrelay.cli.commands import model_details, model_versions
-from torchrelay.cli.commands.model_details import TARGETS, NameArgument
+from torchrelay.cli.commands.model_details import NO_LIMIT, TARGETS, NameArgument, resource_texts
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
@@ -89,7 +93,8 @@ def _more_settings(model: dict[str, Any]) -> list[str]:
     base = [f"adapter of {model['parent']}"] if model.get("parent") else []
     aliases = [f"also {', '.join(model['aliases'])}"] if model.get("aliases") else []
     engine = [f"engine {model['engine']}"] if model.get("engine", "auto") != "auto" else []
-    return [*base, *aliases, *engine, *schedule, *([f"targets: {'; '.join(targets)}"] if targets else [])]
+    resources = [f"{what} {text}" for what, text in resource_texts(model).items() if text not in (NO_LIMIT, "any")]
+    return [*base, *aliases, *engine, *resources, *schedule, *([f"targets: {'; '.join(targets)}"] if targets else [])]
 
 
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
@@ -125,13 +130,18 @@ def _scaling(model: dict[str, Any]) -> tuple[str, str]:
     "set",
     epilog="Example:  torchrelay models set glossary --idle-timeout-s 30\n\n"
     f"At times: torchrelay models set acme/glossary --schedule '{SCHEDULE_EXAMPLE}'\n\n"
-    "Targets:  torchrelay models set acme/glossary --standard-ttft-s 0.5 --tbt-target-s 0.05",
+    "Targets:  torchrelay models set acme/glossary --standard-ttft-s 0.5 --tbt-target-s 0.05\n\n"
+    "Limits:   torchrelay models set acme/glossary --max-concurrency 8 --threads 4 --kv-share 0.5 --hosts zone=a",
 )
 def set_model(
     name: NameArgument,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
+    max_concurrency: MaxConcurrencyOption = None,
     engine: EngineOption = None,
+    threads: ThreadsOption = None,
+    kv_share: KvShareOption = None,
+    hosts: HostsOption = None,
     min_instances: MinInstancesOption = None,
     schedule: ScheduleOption = None,
     interactive_ttft_s: InteractiveTtftOption = None,
@@ -144,15 +154,21 @@ def set_model(
 ) -> None:
     """Change how a model scales, and what its requests are to attain; its version stays the same.
 
-    Running instances adopt the change with the model's next request, minimums within seconds. A minimum at times
-    is as large as the greatest that is in force, loaded by its begin; an end before the begin is of the next day.
+    Running instances adopt the change with the model's next request, minimums within seconds, threads when they are
+    loaded next. A minimum at times is as large as the greatest that is in force, loaded by its begin; an end before
+    the begin is of the next day.
 
     For options marked admin the local platform's admin key is found automatically; NAME is then TENANT/MODEL.
     """
-    own = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine)
+    own = given(
+        idle_timeout_s=idle_timeout_s, max_instances=max_instances, max_concurrency=max_concurrency, engine=engine
+    )
     operators = given(
+        threads=threads,
+        kv_share=kv_share,
+        hosts=_entries(hosts, "hosts"),
         min_instances=min_instances,
-        schedule=_entries(schedule or None),
+        schedule=_entries(schedule or None, "schedule"),
         interactive_ttft_s=interactive_ttft_s,
         standard_ttft_s=standard_ttft_s,
         batch_ttft_s=batch_ttft_s,
@@ -173,6 +189,8 @@ def set_model(
     if defaults := [what for field, what in TARGETS.items() if operators.get(field) == 0]:
         console.out().print(f"[bold]{model['id']}[/]: back to the platform's default targets: {', '.join(defaults)}")
     adopted = "within seconds" if schedule or min_instances is not None else "with the model's next request"
+    if threads is not None:
+        adopted += ", and the threads when they are loaded next"
     console.err().print(f"[dim]running instances adopt it {adopted}[/]")
 
 
@@ -195,11 +213,11 @@ def alias(
     console.out().print(f"[bold]{model['id']}[/]: aliases {listed}")
 
 
-def _entries(given_entries: list[str] | None) -> list[str] | None:
-    """The schedule's entries: none for ``none``."""
+def _entries(given_entries: list[str] | None, option: str) -> list[str] | None:
+    """The entries of an option: none for ``none``."""
     if given_entries and "none" in given_entries:
         if len(given_entries) > 1:
-            raise CliError("--schedule: none beside an entry", "pass --schedule none alone to clear it")
+            raise CliError(f"--{option}: none beside an entry", f"pass --{option} none alone to clear it")
         return []
     return given_entries
 

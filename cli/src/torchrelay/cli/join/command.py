@@ -43,6 +43,7 @@ def join(
     home: Annotated[
         Path | None, typer.Option(help="Folder for logs and data, on a local disk; default: below /tmp.")
     ] = None,
+    label: flags.Labels = None,
     device: flags.Device = "auto",
     threads: flags.Threads = 0,
     arena_mb: flags.ArenaMb = 0,
@@ -69,6 +70,7 @@ def join(
         host_id=host_id,
         advertise_host=advertise_host,
         home=home.absolute() if home is not None else None,
+        labels=tuple(label or ()),
         device=device,
         gpus=gpus,
         threads=threads,

@@ -42,6 +42,7 @@ class JoinOptions:
     device: str = "auto"
     gpus: tuple[str, ...] = ()  # that the workers may use; none if they compute on the CPU
     threads: int = 0
+    labels: tuple[str, ...] = ()  # of this host, as its workers report them; none: those of the environment
     arena_bytes: int = 0
     kv_pool_bytes: int = 0
 
@@ -127,8 +128,10 @@ class NodePlan:
             "TORCHRELAY_COMPILED_KEY": credentials.compiled_key,
             **gpu_settings(self._options.device, self._options.gpus, number),
             "TORCHRELAY_THREADS": str(self._options.threads),
-            "TORCHRELAY_CORES_FILE": str(folder.run / "cores"),
+            "TORCHRELAY_CORES_FILE": str(folder.run / "core-shares"),
         }
+        if self._options.labels:
+            env["TORCHRELAY_LABELS"] = ",".join(self._options.labels)
         if self._options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
         return with_engines_start(self._service(folder, worker_id, "torchrelay-worker", credentials, env))

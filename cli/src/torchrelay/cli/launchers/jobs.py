@@ -46,6 +46,7 @@ class JobProgram:
     threads: int = 0
     arena_bytes: int = 0
     kv_pool_bytes: int = 0
+    labels: tuple[str, ...] = ()
 
     def arguments(self, worker_id: str, file: str = "-") -> list[str]:
         """Arguments without --host-id, which the machine decides. ``file``: the join file, by default the input."""
@@ -59,6 +60,8 @@ class JobProgram:
         for option, size in sizes.items():
             if size:
                 arguments += [option, str(size)]
+        for label in self.labels:
+            arguments += ["--label", label]
         return arguments
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from torchrelay.common.host.labels import checked_labels
+
 
 class LogLevel(StrEnum):
     debug = "debug"
@@ -43,6 +45,14 @@ def check_engine(engine: str) -> str:
             f"{engine!r} is not an engine for workers: use kubernetes, slurm, ray or ray://HOST:PORT"
         )
     return engine
+
+
+def check_labels(labels: list[str] | None) -> list[str]:
+    """Returns the labels. Raises ``typer.BadParameter`` for texts that are not labels."""
+    try:
+        return checked_labels(labels or ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def check_device(device: str) -> str:
@@ -119,6 +129,16 @@ IdleTimeoutS: TypeAlias = Annotated[
 ]
 Threads: TypeAlias = Annotated[
     int, typer.Option(envvar="TORCHRELAY_THREADS", min=0, help="Compute threads per worker; 0: one per core.")
+]
+Labels: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--label",
+        help="Label of this host for its workers; several. Models may require it: models set --hosts.",
+        metavar="KEY=VALUE",
+        callback=check_labels,
+        show_default=False,
+    ),
 ]
 Device: TypeAlias = Annotated[
     str,

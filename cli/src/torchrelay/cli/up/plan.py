@@ -74,6 +74,7 @@ class UpOptions:
     kv_pool_bytes: int = 0
     idle_timeout_s: float = 0.0
     threads: int = 0
+    labels: tuple[str, ...] = ()  # of this host, as its workers report them; none: those of the environment
     device: str = "cpu"
     num_devices: int = 1  # of each worker, from ``device`` on
     gpus: tuple[str, ...] = ()  # that the workers here may use; none if they compute on the CPU
@@ -361,8 +362,10 @@ class StackPlan:
             **gpu_settings(options.device, options.gpus, number, options.num_devices),
             "TORCHRELAY_DEVICES": str(options.num_devices),
             "TORCHRELAY_THREADS": str(options.threads),
-            "TORCHRELAY_CORES_FILE": str(self._home.run / "cores"),
+            "TORCHRELAY_CORES_FILE": str(self._home.run / "core-shares"),
         }
+        if options.labels:
+            env["TORCHRELAY_LABELS"] = ",".join(options.labels)
         if options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(options.kv_pool_bytes)
         return with_engines_start(self._service(name, "torchrelay-worker", env, name, name))

@@ -58,6 +58,7 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
             options.threads,
             options.arena_bytes,
             options.kv_pool_bytes,
+            options.labels,
         )
         remote = JobLauncher(jobs_on(options.on, program, options.pod), NODE_SCOPE, progress.failed)
 

@@ -293,6 +293,7 @@ class StepResult:
     ran_one_layer: bool = False  # of prompts, which count as prefilled once they end
     embeddings: tuple[Embedding, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    num_positions_recomputed: int = 0  # of those prefilled: of groups that were preempted
 
 
 EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

@@ -67,7 +67,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         stack.push_async_callback(usage_nats.close)
         store_channel = open_channel(settings.store_address, tls, settings.store_token, Caller.STORE)
         channel = await stack.enter_async_context(store_channel)
-        worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls, weights_bytes)
+        worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls, weights_bytes, gpus[0].name if gpus else "")
         worker.engine.start()
         await worker.engine.call(worker.served_by.start)
         worker.holder.start()

@@ -59,6 +59,8 @@ class Reporter:
             engine=worker.progress(),
             is_leaving=worker.slot.is_leaving,
             num_devices=settings.devices,
+            labels=filter(None, settings.labels.split(",")),
+            device_name=worker.device_name,
             capabilities=reports_pb2.EngineCapabilities(**asdict(worker.served_by.capabilities)),
         )
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from torchrelay.common.host.labels import checked_labels
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.control.v1 import types_pb2
@@ -39,6 +40,9 @@ class WorkerSettings(ServiceSettings):
         description="Hex key of 32 bytes, of all workers of one join scope: derive_compiled_key(cluster key,"
         " scope). With it, they share what their compilers have written, through the remote store; empty: each compiles"
         " for itself.",
+    )
+    labels: str = Field(
+        "", description="Labels of this host, as zone=a,gpu=l4; models may require them (models set --hosts)."
     )
     roles: str = Field("prefill,decode", description="Roles that this process can play: prefill, decode or both.")
     port: int = Field(0, description="gRPC port; 0: any free port.")
@@ -113,6 +117,11 @@ class WorkerSettings(ServiceSettings):
         if value not in ADAPTER_RANKS:
             raise ValueError(f"must be one of {', '.join(map(str, ADAPTER_RANKS))}, not {value}")
         return value
+
+    @field_validator("labels")
+    @classmethod
+    def _valid_labels(cls, value: str) -> str:
+        return ",".join(checked_labels(label.strip() for label in value.split(",") if label.strip()))
 
     @field_validator("roles")
     @classmethod

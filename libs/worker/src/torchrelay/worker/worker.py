@@ -64,9 +64,12 @@ class Worker:
         store: ParamStoreAsyncStub,
         tls: Tls | None = None,
         weights_bytes: int = 0,
+        device_name: str = "",
     ) -> None:
-        """``weights_bytes``: what the slot's GPUs hold; 0: it computes in the host's arena."""
-        self.settings, self.weights_bytes = settings, weights_bytes
+        """``weights_bytes``: what the slot's GPUs hold; 0: it computes in the host's arena. ``device_name``: of its
+        first GPU.
+        """
+        self.settings, self.weights_bytes, self.device_name = settings, weights_bytes, device_name
         self.tls = tls
         self.transport: Transport = transport_for(tls)
         self.incarnation = new_id("inc")

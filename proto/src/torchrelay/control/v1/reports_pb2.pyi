@@ -56,6 +56,8 @@ class WorkerReport(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     NUM_DEVICES_FIELD_NUMBER: _builtins.int
     WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    DEVICE_NAME_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """new with every process start"""
@@ -94,6 +96,8 @@ class WorkerReport(_message.Message):
     """that compute together in the slot; 0: one, of an earlier release"""
     weights_bytes: _builtins.int
     """that its GPUs hold, beside the KV pool; 0: it computes in the host's arena"""
+    device_name: _builtins.str
+    """of the first GPU, with the profile of a slice (MIG): "NVIDIA H200 MIG 1g.18gb" """
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Role.ValueType]:
         """roles this process can play"""
@@ -113,6 +117,10 @@ class WorkerReport(_message.Message):
     @_builtins.property
     def capabilities(self) -> Global___EngineCapabilities:
         """of the engine that computes in the slot"""
+
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of its host, as KEY=VALUE; models may require them"""
 
     def __init__(
         self,
@@ -145,10 +153,12 @@ class WorkerReport(_message.Message):
         capabilities: Global___EngineCapabilities | None = ...,
         num_devices: _builtins.int = ...,
         weights_bytes: _builtins.int = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+        device_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine", b"engine", "latency", b"latency", "profile", b"profile", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "data_address", b"data_address", "device", b"device", "engine", b"engine", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "is_leaving", b"is_leaving", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_devices", b"num_devices", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "weights_bytes", b"weights_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "data_address", b"data_address", "device", b"device", "device_name", b"device_name", "engine", b"engine", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "is_leaving", b"is_leaving", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "labels", b"labels", "latency", b"latency", "num_devices", b"num_devices", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "weights_bytes", b"weights_bytes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

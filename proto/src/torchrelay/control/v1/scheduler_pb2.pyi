@@ -796,6 +796,26 @@ Global___WatchClusterRequest: _TypeAlias = WatchClusterRequest  # noqa: Y015
 class ClusterView(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SlotBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     EPOCH_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
@@ -806,6 +826,7 @@ class ClusterView(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     MINIMUMS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     largest_slot_bytes: _builtins.int
     """weights the largest known slot can hold; 0: no slot known"""
@@ -833,6 +854,10 @@ class ClusterView(_message.Message):
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolView]:
         """with pool_mode advise; for operators, never for tenants"""
 
+    @_builtins.property
+    def slot_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """by worker: weights and KV that its slot holds; without a GPU, the weights are"""
+
     def __init__(
         self,
         *,
@@ -846,10 +871,11 @@ class ClusterView(_message.Message):
         versions: _abc.Iterable[Global___VersionView] | None = ...,
         minimums: _abc.Iterable[Global___MinimumView] | None = ...,
         pools: _abc.Iterable[Global___PoolView] | None = ...,
+        slot_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "minimums", b"minimums", "pools", b"pools", "relays", b"relays", "stores", b"stores", "versions", b"versions", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "minimums", b"minimums", "pools", b"pools", "relays", b"relays", "slot_bytes", b"slot_bytes", "stores", b"stores", "versions", b"versions", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!torchrelay/control/v1/types.proto\x12\x15torchrelay.control.v1\"\x90\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x16\n\x0ekv_dtype_bytes\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\"\xc4\x02\n\x0cModelVersion\x12\x12\n\nversion_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12\x0f\n\x07pack_id\x18\x04 \x01(\t\x12\x12\n\npack_bytes\x18\x05 \x01(\x04\x12\x30\n\x05shape\x18\x06 \x01(\x0b\x32!.torchrelay.control.v1.ModelShape\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12\x1c\n\x14routing_block_tokens\x18\x08 \x01(\r\x12\x37\n\x07scaling\x18\t \x01(\x0b\x32&.torchrelay.control.v1.ScalingSettings\x12\x36\n\x07targets\x18\n \x01(\x0b\x32%.torchrelay.control.v1.LatencyTargets\"L\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x15\n\rconfig_digest\x18\x02 \x01(\t\x12\x16\n\x0eweights_digest\x18\x03 \x01(\t\"q\n\x0eLatencyTargets\x12\x1a\n\x12interactive_ttft_s\x18\x01 \x01(\x01\x12\x17\n\x0fstandard_ttft_s\x18\x02 \x01(\x01\x12\x14\n\x0c\x62\x61tch_ttft_s\x18\x03 \x01(\x01\x12\x14\n\x0ctbt_target_s\x18\x04 \x01(\x01\"\xb8\x01\n\x0fScalingSettings\x12\x16\n\x0eidle_timeout_s\x18\x01 \x01(\x01\x12\x15\n\rmax_instances\x18\x02 \x01(\r\x12\x15\n\rmin_instances\x18\x03 \x01(\r\x12:\n\tscheduled\x18\x04 \x03(\x0b\x32\'.torchrelay.control.v1.ScheduledMinimum\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x13\n\x0bnum_devices\x18\x06 \x01(\r\"b\n\x10ScheduledMinimum\x12\x14\n\x0c\x62\x65gin_unix_s\x18\x01 \x01(\x03\x12\x12\n\nend_unix_s\x18\x02 \x01(\x03\x12\x15\n\rnum_instances\x18\x03 \x01(\r\x12\r\n\x05\x65ntry\x18\x04 \x01(\t\"\x9c\x01\n\x06Ticket\x12\x11\n\tbuffer_id\x18\x01 \x01(\t\x12\x11\n\tholder_id\x18\x04 \x01(\t\x12\x13\n\x0breceiver_id\x18\x05 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x06 \x01(\x03\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x16\n\x0esealed_session\x18\x08 \x01(\x0c\x12\x0b\n\x03mac\x18\t \x01(\x0cJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"`\n\x06Source\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12-\n\x06ticket\x18\x03 \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\"v\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x15\n\rgateway_token\x18\x04 \x01(\t\x12\x14\n\x0cworker_token\x18\x05 \x01(\t\"\xb0\x01\n\x0cPromptSource\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x30\n\x06worker\x18\x02 \x01(\x0b\x32 .torchrelay.control.v1.WorkerRef\x12-\n\x06ticket\x18\x03 \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\x12\x0f\n\x07wait_ms\x18\x04 \x01(\r\"`\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rbegin_unix_us\x18\x02 \x01(\x03\x12\x13\n\x0b\x65nd_unix_us\x18\x03 \x01(\x03\x12\r\n\x05where\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"L\n\x0e\x45ngineProgress\x12\x14\n\x0cnum_advances\x18\x01 \x01(\x04\x12\x10\n\x08has_work\x18\x02 \x01(\x08\x12\x12\n\nexpected_s\x18\x03 \x01(\x01\"1\n\nAttemptKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*x\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_LAST_TOKEN\x10\x01\x12\x17\n\x13POOLING_FIRST_TOKEN\x10\x02\x12\x10\n\x0cPOOLING_MEAN\x10\x03\x12\x11\n\rPOOLING_SCORE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!torchrelay/control/v1/types.proto\x12\x15torchrelay.control.v1\"\x90\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x16\n\x0ekv_dtype_bytes\x18\x04 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\"\xc4\x02\n\x0cModelVersion\x12\x12\n\nversion_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\ttenant_id\x18\x03 \x01(\t\x12\x0f\n\x07pack_id\x18\x04 \x01(\t\x12\x12\n\npack_bytes\x18\x05 \x01(\x04\x12\x30\n\x05shape\x18\x06 \x01(\x0b\x32!.torchrelay.control.v1.ModelShape\x12\x18\n\x10tokenizer_digest\x18\x07 \x01(\t\x12\x1c\n\x14routing_block_tokens\x18\x08 \x01(\r\x12\x37\n\x07scaling\x18\t \x01(\x0b\x32&.torchrelay.control.v1.ScalingSettings\x12\x36\n\x07targets\x18\n \x01(\x0b\x32%.torchrelay.control.v1.LatencyTargets\"L\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x15\n\rconfig_digest\x18\x02 \x01(\t\x12\x16\n\x0eweights_digest\x18\x03 \x01(\t\"q\n\x0eLatencyTargets\x12\x1a\n\x12interactive_ttft_s\x18\x01 \x01(\x01\x12\x17\n\x0fstandard_ttft_s\x18\x02 \x01(\x01\x12\x14\n\x0c\x62\x61tch_ttft_s\x18\x03 \x01(\x01\x12\x14\n\x0ctbt_target_s\x18\x04 \x01(\x01\"\x83\x02\n\x0fScalingSettings\x12\x16\n\x0eidle_timeout_s\x18\x01 \x01(\x01\x12\x15\n\rmax_instances\x18\x02 \x01(\r\x12\x15\n\rmin_instances\x18\x03 \x01(\r\x12:\n\tscheduled\x18\x04 \x03(\x0b\x32\'.torchrelay.control.v1.ScheduledMinimum\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x13\n\x0bnum_devices\x18\x06 \x01(\r\x12\x17\n\x0fmax_concurrency\x18\x07 \x01(\r\x12\x0f\n\x07threads\x18\x08 \x01(\r\x12\x10\n\x08kv_share\x18\t \x01(\x01\x12\r\n\x05hosts\x18\n \x03(\t\"b\n\x10ScheduledMinimum\x12\x14\n\x0c\x62\x65gin_unix_s\x18\x01 \x01(\x03\x12\x12\n\nend_unix_s\x18\x02 \x01(\x03\x12\x15\n\rnum_instances\x18\x03 \x01(\r\x12\r\n\x05\x65ntry\x18\x04 \x01(\t\"\x9c\x01\n\x06Ticket\x12\x11\n\tbuffer_id\x18\x01 \x01(\t\x12\x11\n\tholder_id\x18\x04 \x01(\t\x12\x13\n\x0breceiver_id\x18\x05 \x01(\t\x12\x17\n\x0f\x65xpires_unix_ms\x18\x06 \x01(\x03\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x16\n\x0esealed_session\x18\x08 \x01(\x0c\x12\x0b\n\x03mac\x18\t \x01(\x0cJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04\"`\n\x06Source\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x02 \x01(\t\x12-\n\x06ticket\x18\x03 \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\"v\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x15\n\rgateway_token\x18\x04 \x01(\t\x12\x14\n\x0cworker_token\x18\x05 \x01(\t\"\xb0\x01\n\x0cPromptSource\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x30\n\x06worker\x18\x02 \x01(\x0b\x32 .torchrelay.control.v1.WorkerRef\x12-\n\x06ticket\x18\x03 \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\x12\x0f\n\x07wait_ms\x18\x04 \x01(\r\"`\n\x05Phase\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rbegin_unix_us\x18\x02 \x01(\x03\x12\x13\n\x0b\x65nd_unix_us\x18\x03 \x01(\x03\x12\r\n\x05where\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"L\n\x0e\x45ngineProgress\x12\x14\n\x0cnum_advances\x18\x01 \x01(\x04\x12\x10\n\x08has_work\x18\x02 \x01(\x08\x12\x12\n\nexpected_s\x18\x03 \x01(\x01\"1\n\nAttemptKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*x\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x16\n\x12POOLING_LAST_TOKEN\x10\x01\x12\x17\n\x13POOLING_FIRST_TOKEN\x10\x02\x12\x10\n\x0cPOOLING_MEAN\x10\x03\x12\x11\n\rPOOLING_SCORE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'torchrelay.control.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1797
-  _globals['_ROLE']._serialized_end=1860
-  _globals['_POOLING']._serialized_start=1862
-  _globals['_POOLING']._serialized_end=1982
+  _globals['_ROLE']._serialized_start=1872
+  _globals['_ROLE']._serialized_end=1935
+  _globals['_POOLING']._serialized_start=1937
+  _globals['_POOLING']._serialized_end=2057
   _globals['_MODELSHAPE']._serialized_start=61
   _globals['_MODELSHAPE']._serialized_end=205
   _globals['_MODELVERSION']._serialized_start=208
@@ -44,21 +44,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LATENCYTARGETS']._serialized_start=612
   _globals['_LATENCYTARGETS']._serialized_end=725
   _globals['_SCALINGSETTINGS']._serialized_start=728
-  _globals['_SCALINGSETTINGS']._serialized_end=912
-  _globals['_SCHEDULEDMINIMUM']._serialized_start=914
-  _globals['_SCHEDULEDMINIMUM']._serialized_end=1012
-  _globals['_TICKET']._serialized_start=1015
-  _globals['_TICKET']._serialized_end=1171
-  _globals['_SOURCE']._serialized_start=1173
-  _globals['_SOURCE']._serialized_end=1269
-  _globals['_WORKERREF']._serialized_start=1271
-  _globals['_WORKERREF']._serialized_end=1389
-  _globals['_PROMPTSOURCE']._serialized_start=1392
-  _globals['_PROMPTSOURCE']._serialized_end=1568
-  _globals['_PHASE']._serialized_start=1570
-  _globals['_PHASE']._serialized_end=1666
-  _globals['_ENGINEPROGRESS']._serialized_start=1668
-  _globals['_ENGINEPROGRESS']._serialized_end=1744
-  _globals['_ATTEMPTKEY']._serialized_start=1746
-  _globals['_ATTEMPTKEY']._serialized_end=1795
+  _globals['_SCALINGSETTINGS']._serialized_end=987
+  _globals['_SCHEDULEDMINIMUM']._serialized_start=989
+  _globals['_SCHEDULEDMINIMUM']._serialized_end=1087
+  _globals['_TICKET']._serialized_start=1090
+  _globals['_TICKET']._serialized_end=1246
+  _globals['_SOURCE']._serialized_start=1248
+  _globals['_SOURCE']._serialized_end=1344
+  _globals['_WORKERREF']._serialized_start=1346
+  _globals['_WORKERREF']._serialized_end=1464
+  _globals['_PROMPTSOURCE']._serialized_start=1467
+  _globals['_PROMPTSOURCE']._serialized_end=1643
+  _globals['_PHASE']._serialized_start=1645
+  _globals['_PHASE']._serialized_end=1741
+  _globals['_ENGINEPROGRESS']._serialized_start=1743
+  _globals['_ENGINEPROGRESS']._serialized_end=1819
+  _globals['_ATTEMPTKEY']._serialized_start=1821
+  _globals['_ATTEMPTKEY']._serialized_end=1870
 # @@protoc_insertion_point(module_scope)

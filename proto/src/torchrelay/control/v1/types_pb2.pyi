@@ -223,7 +223,7 @@ Global___LatencyTargets: _TypeAlias = LatencyTargets  # noqa: Y015
 
 @_typing.final
 class ScalingSettings(_message.Message):
-    """Per-model settings that may change without a new version: the tenant's, and the operator's minimums."""
+    """Per-model settings that may change without a new version: the tenant's and the operator's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -233,6 +233,10 @@ class ScalingSettings(_message.Message):
     SCHEDULED_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     NUM_DEVICES_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    KV_SHARE_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
     idle_timeout_s: _builtins.float
     """idle this long: back to zero; 0 takes the scheduler's default"""
     max_instances: _builtins.int
@@ -243,9 +247,19 @@ class ScalingSettings(_message.Message):
     """of the slots it is loaded into, as EngineCapabilities names it; empty: any"""
     num_devices: _builtins.int
     """of each slot it is loaded into; 0: one"""
+    max_concurrency: _builtins.int
+    """requests of this model that an instance runs at once; 0: no limit"""
+    threads: _builtins.int
+    """that an instance computes with on a CPU, at most; 0: no limit"""
+    kv_share: _builtins.float
+    """of an instance's KV pool that requests of this model hold at most; 0: all of it"""
     @_builtins.property
     def scheduled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduledMinimum]:
         """in Minimums only: the entry in force, and the next one"""
+
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """labels, as KEY=VALUE, that the hosts of its instances have"""
 
     def __init__(
         self,
@@ -256,10 +270,14 @@ class ScalingSettings(_message.Message):
         scheduled: _abc.Iterable[Global___ScheduledMinimum] | None = ...,
         engine: _builtins.str = ...,
         num_devices: _builtins.int = ...,
+        max_concurrency: _builtins.int = ...,
+        threads: _builtins.int = ...,
+        kv_share: _builtins.float = ...,
+        hosts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "idle_timeout_s", b"idle_timeout_s", "max_instances", b"max_instances", "min_instances", b"min_instances", "num_devices", b"num_devices", "scheduled", b"scheduled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "hosts", b"hosts", "idle_timeout_s", b"idle_timeout_s", "kv_share", b"kv_share", "max_concurrency", b"max_concurrency", "max_instances", b"max_instances", "min_instances", b"min_instances", "num_devices", b"num_devices", "scheduled", b"scheduled", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,6 +106,10 @@ class ModelShape:
     max_context_tokens: int
     vocab_size: int
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
@@ -181,6 +185,16 @@ class LatencyTargets:
 
 
 @dataclass(frozen=True, slots=True)
+class Resources:
+    """Limits of a model's requests and instances, and the hosts of its instances."""
+
+    max_concurrency: int = 0  # requests of this model that an instance runs at once; 0: no limit
+    threads: int = 0  # that an instance computes with on a CPU; 0: no limit
+    kv_share: float = 1.0  # of an instance's KV pool that requests of this model hold
+    hosts: tuple[str, ...] = ()  # labels that the host of an instance has
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedModel:
     """A model as a caller resolves it: current version, its tenant's and operator's settings, and the current price."""
 
@@ -198,6 +212,7 @@ class PublishedModel:
     aliases: tuple[str, ...] = ()  # further names in its tenant, sorted
     parent: str = ""  # of an adapter: the model that it changes
     has_adapters: bool = False  # of its tenant
+    resources: Resources = Resources()
 
     @property
     def needed_engine(self) -> str:

@@ -178,7 +178,7 @@ def test_call_ends_after_the_layer_before_which_another_process_changes(
 ) -> None:
     """The cores are then divided again, and another call computes the rest with the same result."""
     mine, theirs = (ActiveProcesses(tmp_path / "cores", Clock()) for _ in range(2))
-    acts: list[Callable[[], object]] = [theirs.count_computing, lambda: None, theirs.rest, lambda: None]
+    acts: list[Callable[[], object]] = [partial(theirs.take_share, 4, 4), lambda: None, theirs.rest, lambda: None]
     next_act = cycle(acts)
 
     def layers(*arguments: object) -> int:
@@ -221,7 +221,8 @@ def test_threads_end_interrupted_call_together(make: Make, model_of: ModelOf, bu
         return num_done
 
     def toggle() -> None:
-        acts = cycle([theirs.count_computing, theirs.rest])
+        alternate: list[Callable[[], object]] = [partial(theirs.take_share, 4, 4), theirs.rest]
+        acts = cycle(alternate)
         while calls.get():
             next(acts)()
 

@@ -6,15 +6,23 @@ import ctypes
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.engine.harness import Clock
-from torchrelay.engine.kernels.cpu.active_processes import ACTIVE_FOR_S, ActiveProcesses
+from torchrelay.engine.kernels.cpu.active_processes import ACTIVE_FOR_S, ActiveProcesses, fair_share
 from torchrelay.engine.kernels.cpu.threads import MAX_ONE_THREAD_BYTES, ThreadBudget, one_thread
+
+
+def count(processes: ActiveProcesses) -> int:
+    """Marks the process as computing without a limit; returns how many share the cores."""
+    return 60 // processes.take_share(60, 60)
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -36,13 +44,45 @@ def test_cores_are_divided_between_processes(monkeypatch: pytest.MonkeyPatch, tm
     mine, theirs, third = (ActiveProcesses(tmp_path / "cores", Clock()) for _ in range(3))
     share = ThreadBudget(MAX_ONE_THREAD_BYTES, mine)
     counts = []
-    for act in (share.rest, theirs.count_computing, third.count_computing, theirs.rest):
+    for act in (share.rest, partial(count, theirs), partial(count, third), theirs.rest):
         act()
         share.adjust(is_loaded=True)
         counts.append(torch.get_num_threads())
     assert counts == [3, 3, 2, 3]
     share.restore()
-    assert theirs.count_computing() == 2, "restore also rests"
+    assert count(theirs) == 2, "restore also rests"
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_limited_model_leaves_its_other_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4), raising=False)
+    mine, theirs = (ActiveProcesses(tmp_path / "cores", Clock()) for _ in range(2))
+    limited = ThreadBudget(MAX_ONE_THREAD_BYTES, mine, max_threads=1)
+    unlimited = ThreadBudget(MAX_ONE_THREAD_BYTES, theirs)
+    for is_loaded in (False, True):
+        limited.adjust(is_loaded)
+        assert torch.get_num_threads() == 1
+    unlimited.adjust(is_loaded=True)
+    assert torch.get_num_threads() == 3, "not two, its equal share of the four"
+    assert mine.take_share(4, 1) == 1
+
+
+def test_more_threads_than_the_process_has_are_no_limit() -> None:
+    before = torch.get_num_threads()
+    ThreadBudget(MAX_ONE_THREAD_BYTES, max_threads=4096).adjust(is_loaded=True)
+    assert torch.get_num_threads() == before
+
+
+@given(num_cores=st.integers(1, 64), of_all=st.lists(st.integers(1, 64), min_size=1, max_size=20))
+def test_fair_share_uses_all_cores_and_favours_none(num_cores: int, of_all: list[int]) -> None:
+    shares = [fair_share(num_cores, most, of_all) for most in of_all]
+    assert all(1 <= share <= most for share, most in zip(shares, of_all, strict=True))
+    if num_cores >= len(of_all):
+        assert sum(shares) <= num_cores
+        num_short = sum(share < most for share, most in zip(shares, of_all, strict=True))
+        assert sum(shares) == sum(of_all) or num_cores - sum(shares) < num_short, "only a remainder is left"
+    least = min((share for share, most in zip(shares, of_all, strict=True) if share < most), default=0)
+    assert not least or max(shares) <= least, "who gets less than it takes gets as much as any"
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -76,25 +116,25 @@ import sys
 from pathlib import Path
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 processes = ActiveProcesses(Path(sys.argv[1]), lambda: 100.0, max_processes=2)
-print(processes.count_computing(), flush=True)
+print(60 // processes.take_share(60, 60), flush=True)
 sys.stdin.read()
 """
 
 
 def test_computing_process_counts_until_it_rests(tmp_path: Path) -> None:
     first, second = (ActiveProcesses(tmp_path / "cores", Clock()) for _ in range(2))
-    assert first.count_computing() == 1
-    assert second.count_computing() == 2
+    assert count(first) == 1
+    assert count(second) == 2
     first.rest()
-    assert second.count_computing() == 1
+    assert count(second) == 1
 
 
 def test_start_or_rest_notifies_other_processes(tmp_path: Path) -> None:
     mine, theirs = (ActiveProcesses(tmp_path / "cores", Clock()) for _ in range(2))
     number = ctypes.c_int64.from_address(mine.change_address)
     seen = []
-    for act in (mine.count_computing, theirs.count_computing, theirs.count_computing, theirs.rest, theirs.rest):
-        mine.count_computing()
+    for act in (partial(count, mine), partial(count, theirs), partial(count, theirs), theirs.rest, theirs.rest):
+        count(mine)
         act()
         seen.append(number.value != mine.change_seen)
     assert seen == [False, True, False, True, False], "own changes are known, and only changes notify"
@@ -113,48 +153,48 @@ def test_simultaneous_notifications_are_not_lost(tmp_path: Path, monkeypatch: py
             return int(self._change[index])
 
         def __setitem__(self, index: int, value: int) -> None:
-            theirs.count_computing()
-            mine.count_computing()
+            count(theirs)
+            count(mine)
             theirs.rest()
             self._change[index] = value
 
-    mine.count_computing()
+    count(mine)
     monkeypatch.setattr(slow, "_change", Slow(slow._change))
-    slow.count_computing()
+    count(slow)
     assert number.value != mine.change_seen, "mine must count again: theirs rests"
 
 
 def test_silent_process_expires(tmp_path: Path) -> None:
     clock = Clock()
     first, second = (ActiveProcesses(tmp_path / "cores", clock) for _ in range(2))
-    first.count_computing()
+    count(first)
     clock.now_s += 0.9 * ACTIVE_FOR_S
-    assert second.count_computing() == 2
+    assert count(second) == 2
     clock.now_s += 0.2 * ACTIVE_FOR_S
-    assert second.count_computing() == 1
+    assert count(second) == 1
 
 
 def test_entry_of_earlier_boot_does_not_count(tmp_path: Path) -> None:
     """The file survives a boot, the clock starts again, and a pid may belong to another process."""
     clock = Clock()
     before = ActiveProcesses(tmp_path / "cores", clock)
-    assert before.count_computing() == 1
+    assert count(before) == 1
     clock.now_s = 5.0
-    assert ActiveProcesses(tmp_path / "cores", clock).count_computing() == 1
+    assert count(ActiveProcesses(tmp_path / "cores", clock)) == 1
 
 
 def test_killed_process_frees_its_entry(tmp_path: Path) -> None:
     """Once killed it expires, and the next process takes its entry."""
     path = tmp_path / "cores"
     mine = ActiveProcesses(path, Clock(), max_processes=2)
-    assert mine.count_computing() == 1
+    assert count(mine) == 1
     program = [sys.executable, "-c", _COMPUTE, str(path)]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "2\n"
-        assert mine.count_computing() == 2
+        assert count(mine) == 2
         with pytest.raises(OSError, match="is full: 2 processes"):
             ActiveProcesses(path, Clock(), max_processes=2)
         other.kill()
     ActiveProcesses(path, Clock(), max_processes=2)
-    assert mine.count_computing() == 1
+    assert count(mine) == 1

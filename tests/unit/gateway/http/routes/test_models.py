@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from anthropic.types import ModelInfo
@@ -13,6 +14,7 @@ from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.catalog.model_settings import ModelSettings
 from torchrelay.gateway.core import EmbeddingSpec
 from torchrelay.gateway.http.routes.models import tasks_of
+from torchrelay.gateway.inference.execution.attempt import model_version
 
 
 async def test_model_is_read_changed_and_deleted_by_both_names(rig: RestRig) -> None:
@@ -217,3 +219,37 @@ async def test_versions_are_listed_and_rolled_back(rig: RestRig) -> None:
     assert (unchanged.json(), len(rig.events)) == (model, 1)
     again = await rig.acme.post("/v1/models/glossary/rollback", json={"version": "version-two"})
     assert again.json()["version"] == "version-two"
+
+
+async def test_resources_are_set_by_those_who_may(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    free = {"max_concurrency": 0, "threads": 0, "kv_share": 1.0, "hosts": []}
+    assert {name: model[name] for name in free} == free
+    own = await rig.acme.patch("/v1/models/glossary", json={"max_concurrency": 4})
+    assert own.json() == model | {"max_concurrency": 4}
+    wanted = {"threads": 2, "kv_share": 0.5, "hosts": ["zone=a", "gpu=l4"]}
+    for field, value in wanted.items():
+        refused = await rig.acme.patch("/v1/models/glossary", json={field: value})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (403, f"{field} requires the admin key")
+    changed = (await rig.admin.patch("/v1/models/acme/glossary", json=wanted)).json()
+    assert changed == model | wanted | {"max_concurrency": 4, "hosts": ["gpu=l4", "zone=a"]}
+    resolved = await rig.services.catalog.resolve(ADMIN, "acme/glossary")
+    scaling = model_version(resolved).scaling
+    assert (scaling.max_concurrency, scaling.threads, scaling.kv_share) == (4, 2, 0.5)
+    assert scaling.hosts == ["gpu=l4", "zone=a"]
+    assert (await rig.admin.patch("/v1/models/acme/glossary", json=free)).json() == model
+    absent = (await rig.admin.patch("/v1/models/acme/glossary", json={"hosts": ["zone=b"]})).json()["error"]
+    assert absent["message"].startswith("no host has the labels zone=b; ") and absent["param"] == "hosts"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kv_share": 0}, {"kv_share": 1.5}, {"threads": -1}, {"max_concurrency": 1 << 40}, {"hosts": ["zone"]},
+        {"hosts": ["zone=a", "zone=b"]}, {"hosts": [f"k{number}=v" for number in range(17)]},
+    ],
+)  # fmt: skip
+async def test_impossible_resources_are_refused(rig: RestRig, body: dict[str, Any]) -> None:
+    await published(rig.acme)
+    refused = await rig.admin.patch("/v1/models/acme/glossary", json=body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"].startswith(next(iter(body)))

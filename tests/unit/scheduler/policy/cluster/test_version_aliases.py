@@ -269,6 +269,7 @@ def test_versions_are_bounded() -> None:
     assert state.names_of("v0") == () and state.names_of(f"v{MAX_VERSIONS}") == (ACME.name,)
 
 
+IN_A, IN_B = SlotClass(labels=frozenset(("zone=a",))), SlotClass(labels=frozenset(("gpu=l4",)))
 ANY, OWN, VLLM, PAIR = SlotClass(), SlotClass(1, "torchrelay"), SlotClass(1, "vllm"), SlotClass(2, "vllm")
 
 
@@ -285,11 +286,13 @@ ANY, OWN, VLLM, PAIR = SlotClass(), SlotClass(1, "torchrelay"), SlotClass(1, "vl
         ({"acme/m": ANY, "birch/m": VLLM, "birch/n": PAIR}, ANY),
         ({"acme/m": PAIR, "birch/m": PAIR}, PAIR),
         ({"acme/m": ANY, "birch/m": PAIR}, ANY),
+        ({"acme/m": PAIR, "acme/n": IN_A, "birch/m": IN_B}, SlotClass(labels=IN_A.labels | IN_B.labels)),
+        ({"acme/m": VLLM, "acme/adapter": IN_A}, VLLM._replace(labels=IN_A.labels)),
     ],
 )
 def test_slots_of_a_tenant_restrict_no_other_tenant(classes: dict[str, SlotClass], expected: SlotClass) -> None:
     aliases = VersionAliases()
-    for name, (num_devices, engine, _) in classes.items():
-        model = replace(a_model(name), version_id="v", num_devices=num_devices, engine=engine)
+    for name, (num_devices, engine, _, labels) in classes.items():
+        model = replace(a_model(name), version_id="v", num_devices=num_devices, engine=engine, hosts=labels)
         aliases.note(model, 60.0, 0.1, now=1.0)
     assert aliases.slot_class(now=2.0) == expected

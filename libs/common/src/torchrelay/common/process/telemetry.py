@@ -237,14 +237,19 @@ def observe_values(
     description: str,
     attributes: tuple[str, ...],
     values: Callable[[], Mapping[tuple[str, ...], float]],
+    *,
+    rises: bool = False,
 ) -> None:
-    """A gauge with one value per key of ``values()``, which is called when metrics are collected."""
+    """A gauge, or a counter if the values only rise, with one value per key of ``values()``, which is called when
+    metrics are collected.
+    """
 
     def observe(_options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
         for key, value in values().items():
             yield metrics.Observation(value, dict(zip(attributes, key, strict=True)))
 
-    meter.create_observable_gauge(name, [observe], description=description)
+    create = meter.create_observable_counter if rises else meter.create_observable_gauge
+    create(name, [observe], description=description)
 
 
 def observe_value(

@@ -62,6 +62,7 @@ class Stepper:
             whole = _merged(computed)
             ended = [chunk for chunk in whole.chunks if chunk.ends_context]
             num_prefilled = sum(chunk.num_tokens for chunk in whole.chunks)
+            num_again = sum(chunk.num_tokens for chunk in whole.chunks if chunk.context.group.was_preempted)
             has_scores = any(result.prompt_logprobs for result in results)
             if by_layer or has_scores or computed != plans or any(plan.layer for plan in plans):
                 work = NO_WORK  # its duration tells nothing about whole batches
@@ -86,6 +87,7 @@ class Stepper:
                 ran_one_layer,
                 tuple(embedding for result in results for embedding in result.embeddings),
                 tuple(scores for result in results for scores in result.prompt_logprobs),
+                num_again,
             )
         finally:
             profile.take()  # the time of a step that failed does not count for the next one

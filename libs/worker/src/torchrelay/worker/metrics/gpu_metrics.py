@@ -43,6 +43,10 @@ def export_gpus(uuids: Sequence[str], meter: metrics.Meter | None = None) -> Non
     observe_values(meter, f"{name}_memory_bytes", "Memory of a GPU, used and in total.", ("gpu", "state"), gpus.memory)
     observe_values(meter, f"{name}_power_watts", "Power that a GPU draws.", ("gpu",), gpus.power_watts)
     observe_values(meter, f"{name}_utilization", "Share of time with a kernel running.", ("gpu",), gpus.utilization)
+    activity = "Share of time of a GPU's memory (dram) and tensor cores at work; share of warps in use (sm_occupancy)."
+    observe_values(meter, f"{name}_activity", activity, ("gpu", "unit"), gpus.activity)
+    energy = "Energy that a GPU has used since its driver started."
+    observe_values(meter, f"{name}_energy_joules", energy, ("gpu",), gpus.energy_joules, rises=True)
     observe_values(meter, f"{name}_xids", "Faults (XID) of a GPU since the start.", ("gpu", "xid"), gpus.xids)
 
 
@@ -55,6 +59,7 @@ class GpuFigures:
         self._nvml = nvml
         self._handles = {uuid: self._handle(uuid) for uuid in uuids}
         self._xids: _Values = {}
+        self._samples: dict[str, Any] = {}  # of activity, the last by GPU
         self._events = {uuid: self._watched(handle) for uuid, handle in self._handles.items()}
 
     def _handle(self, uuid: str) -> Any:
@@ -93,6 +98,32 @@ class GpuFigures:
 
     def utilization(self) -> _Values:
         return self._of_each(lambda handle: {(): self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100})
+
+    def energy_joules(self) -> _Values:
+        return self._of_each(lambda handle: {(): self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000})
+
+    def activity(self) -> _Values:
+        """The activity since the last call, of GPUs that NVML samples (GPM: from Hopper on, but no slices)."""
+        nvml, units = self._nvml, {"sm_occupancy": self._nvml.NVML_GPM_METRIC_SM_OCCUPANCY}
+        units |= {"dram": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL, "tensor": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL}
+        values: _Values = {}
+        for uuid, handle in self._handles.items():
+            try:
+                sample = nvml.nvmlGpmSampleGet(handle, nvml.nvmlGpmSampleAlloc())
+                before, self._samples[uuid] = self._samples.get(uuid), sample
+                if before is None:
+                    continue
+                asked = nvml.c_nvmlGpmMetricsGet_t()
+                asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(units)
+                asked.sample1, asked.sample2 = before, sample
+                for place, number in enumerate(units.values()):
+                    asked.metrics[place].metricId = number
+                nvml.nvmlGpmMetricsGet(asked)
+                nvml.nvmlGpmSampleFree(before)
+            except nvml.NVMLError:
+                continue  # it does not tell this
+            values |= {(uuid, unit): asked.metrics[place].value / 100 for place, unit in enumerate(units)}
+        return values
 
     def xids(self) -> _Values:
         for uuid, events in self._events.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
@@ -11,7 +11,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchrelay.common.latency.latency_model import NO_WORK, LatencyModel
-from torchrelay.common.process.telemetry import seconds_histogram
+from torchrelay.common.process.telemetry import observe_counts, seconds_histogram
 from torchrelay.engine.core import StepResult
 from torchrelay.worker.metrics.latency_fits import LatencyFits
 from torchrelay.worker.metrics.step_floor import StepFloor
@@ -52,6 +52,9 @@ class StepMetrics:
             unit="{position}",
             description="Positions run through the model, by phase.",
         )
+        self._num_recomputed: Counter[str] = Counter()  # positions, by model
+        recomputed = "Positions of preempted requests that were computed again."
+        observe_counts(meter, "torchrelay_worker_recomputed_positions", recomputed, "model", self._num_recomputed)
         self._step_time = StepTimeCounter()
         meter.create_observable_gauge(
             "torchrelay_worker_latency_prediction_error",
@@ -81,6 +84,8 @@ class StepMetrics:
         if self._instance_labels is None or self._instance_labels.instance_id != instance_labels.instance_id:
             self._time_shares = NO_SHARES
         self._instance_labels = instance_labels
+        if result.num_positions_recomputed:
+            self._num_recomputed[instance_labels.model] += result.num_positions_recomputed
         profile = result.profile
         if floor is not None and floor.is_bound_by_memory(result.work, result.step_s):
             profile = replace(profile, compute_s=0.0, memory_s=profile.compute_s + profile.memory_s)

@@ -28,12 +28,13 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineHooks:
-    """The calls that an engine makes to its worker."""
+    """The calls that an engine makes to its worker, and what a load asks of it."""
 
     wake: Callable[[], None]  # (any thread) there may be work now, or the model is ready
     run_short_commands: Callable[[], None]  # (engine's thread) runs what must not wait for the end of a step
     latency: Callable[[], LatencyModel | None]  # (any thread) predicts the steps of the model in the slot
     compiled: Path | None = None  # where the compilers of this load write; None: where they do by themselves
+    max_threads: int = 0  # of a computation on a CPU, as the model's operator has set it; 0: no limit
 
 
 class ServedModel(Protocol):

@@ -170,7 +170,9 @@ class Loader:
             self._loop.call_soon_threadsafe(self._woken.set)
 
         compiled = None if self._compiled is None else self._compiled.folder
-        hooks = EngineHooks(wake, self._engine.run_short_commands, self._latency, compiled)
+        hosted = self._slot.hosted
+        max_threads = hosted.version.scaling.threads if hosted is not None else 0
+        hooks = EngineHooks(wake, self._engine.run_short_commands, self._latency, compiled, max_threads)
         self._engine.instance = self._instance = self._served_by.load(slab, hooks)
 
     async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:

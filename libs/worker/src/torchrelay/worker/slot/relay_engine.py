@@ -7,6 +7,7 @@ import os
 from torchrelay.common.host.owned_folder import OwnedFolder
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kernels.cpu.threads import ThreadBudget
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.warm_up import warm_up
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
@@ -52,6 +53,11 @@ class RelayEngine(Engine):
             cpu_reorder=settings.cpu_reorder,
             on_segment=hooks.wake,
             active_processes=self._active_processes,
+            threads=ThreadBudget(
+                slab.manifest.num_bytes,
+                self._active_processes,
+                max_threads=hooks.max_threads if self._pool.device.type == "cpu" else 0,
+            ),
             latency=hooks.latency,
             between_layers=hooks.run_short_commands,
             decodes="decode" in settings.role_names,

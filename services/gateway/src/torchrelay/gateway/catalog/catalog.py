@@ -24,6 +24,7 @@ from torchrelay.gateway.core import (
     Price,
     Principal,
     PublishedModel,
+    Resources,
     Version,
 )
 from torchrelay.gateway.resource_names import is_name
@@ -421,6 +422,9 @@ def _published(
         aliases=tuple(named.get((row.tenant_id, row.name), ())),
         parent=f"{row.tenant}/{parent}" if parent else "",
         has_adapters=(row.tenant_id, row.version_id) in parents,
+        resources=Resources(
+            row.max_concurrency, row.threads, row.kv_share, msgspec.json.decode(row.hosts, type=tuple[str, ...])
+        ),
     )
 
 

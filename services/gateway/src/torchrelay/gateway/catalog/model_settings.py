@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from torchrelay.common.host.labels import MAX_LABELS, checked_labels
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
 from torchrelay.gateway.core import ENGINE_FORMS, MOST_TARGET_S, checked_target_s
 from torchrelay.gateway.whole_number import WholeNumber
@@ -14,6 +15,8 @@ from torchrelay.gateway.whole_number import WholeNumber
 _TARGET_BOUNDS = Field(json_schema_extra={"minimum": 0, "maximum": MOST_TARGET_S})
 TargetS = Annotated[float, _TARGET_BOUNDS, AfterValidator(checked_target_s)]
 Engine = Annotated[str, Field(pattern=ENGINE_FORMS)]
+Labels = Annotated[list[str], Field(max_length=MAX_LABELS), AfterValidator(checked_labels)]
+MOST_THREADS: Final = 4096
 
 
 class TenantSettings(BaseModel):
@@ -22,6 +25,7 @@ class TenantSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
     max_instances: WholeNumber | None = Field(default=None, ge=0, le=10_000)
+    max_concurrency: WholeNumber | None = Field(default=None, ge=0, le=10_000)  # see ``core.Resources``
     engine: Engine | None = None
 
     def columns(self) -> dict[str, Any]:
@@ -30,12 +34,14 @@ class TenantSettings(BaseModel):
         if "schedule" in given:
             entries = [str(parse_entry(entry)) for entry in given["schedule"]]
             given["schedule"] = msgspec.json.encode(entries).decode()
+        if "hosts" in given:
+            given["hosts"] = msgspec.json.encode(given["hosts"]).decode()
         return given
 
 
 class ModelSettings(TenantSettings):
     """All settings. Only the operator may change those that ``TenantSettings`` lacks: a minimum holds slots that no
-    request pays for, and models compete for slots by their targets.
+    request pays for, models compete for slots by their targets, and what one takes of a host its neighbours lack.
     """
 
     min_instances: WholeNumber | None = Field(default=None, ge=0, le=MAX_INSTANCES)
@@ -44,6 +50,11 @@ class ModelSettings(TenantSettings):
     standard_ttft_s: TargetS | None = None
     batch_ttft_s: TargetS | None = None
     tbt_target_s: TargetS | None = None
+    threads: WholeNumber | None = Field(
+        default=None, ge=0, le=MOST_THREADS
+    )  # this and what follows: ``core.Resources``
+    kv_share: float | None = Field(default=None, gt=0, le=1)
+    hosts: Labels | None = None
 
 
 OPERATORS_FIELDS: Final = tuple(name for name in ModelSettings.model_fields if name not in TenantSettings.model_fields)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -13,8 +14,9 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.clients.endpoint import scheduler_endpoint
-from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE
+from torchrelay.gateway.core import ANY_ENGINE, OWN_ENGINE, ModelShape
 
+KV_PAGE_TOKENS = 16  # the scheduler reserves KV in whole pages
 log = get_logger(__name__)
 
 
@@ -24,12 +26,36 @@ class Slots:
 
     largest_bytes: int = 0  # of weights that the largest known slot can hold; 0: none is known
     engines: frozenset[str] = frozenset()  # empty: none is known
+    labels: frozenset[frozenset[str]] = frozenset()  # of each host
+    largest_pool_bytes: int = 0  # of KV
 
     def check_engine(self, engine: str) -> None:
         """Raises ``InvalidRequest`` if no worker has the engine that a model names, unless no worker is known."""
         if engine != ANY_ENGINE and self.engines and engine not in self.engines:
             offered = " and ".join(sorted(self.engines))
             raise InvalidRequest(f"no worker has the engine {engine}; the workers have {offered}", field="engine")
+
+    def check_hosts(self, hosts: Iterable[str]) -> None:
+        """Raises ``InvalidRequest`` if no host has all the labels that a model requires, unless no worker is known."""
+        wanted = frozenset(hosts)
+        if wanted and self.labels and not any(wanted <= labels for labels in self.labels):
+            offered = "; ".join(", ".join(sorted(labels)) for labels in sorted(self.labels, key=sorted) if labels)
+            raise InvalidRequest(
+                f"no host has the labels {', '.join(sorted(wanted))}; the hosts have {offered or 'none'}: "
+                "start workers there with --label, or set other labels",
+                field="hosts",
+            )
+
+    def check_kv_share(self, share: float, shape: ModelShape) -> None:
+        """Raises ``InvalidRequest`` if the share of the largest pool holds not even a page of the model's KV."""
+        page_bytes = KV_PAGE_TOKENS * shape.kv_bytes_per_token
+        if share < 1.0 and 0 < int(share * self.largest_pool_bytes) < page_bytes:
+            least = math.ceil(100 * page_bytes / self.largest_pool_bytes) / 100
+            raise InvalidRequest(
+                f"a share of {share:g} of the largest KV pool holds not even {KV_PAGE_TOKENS} tokens of the model; "
+                f"set at least {least:g}",
+                field="kv_share",
+            )
 
 
 def _engine_of(worker: reports_pb2.WorkerReport) -> str:
@@ -48,7 +74,12 @@ class SchedulerClient:
         view = await self.cluster(timeout_s)
         if view is None:
             return Slots()
-        return Slots(view.largest_slot_bytes, frozenset(map(_engine_of, view.workers)))
+        return Slots(
+            view.largest_slot_bytes,
+            frozenset(map(_engine_of, view.workers)),
+            frozenset(frozenset(worker.labels) for worker in view.workers),
+            max((worker.kv_pool_bytes for worker in view.workers), default=0),
+        )
 
     async def cluster(self, timeout_s: float = 2.0) -> scheduler_pb2.ClusterView | None:
         """The cluster now, of all tenants; None if the scheduler is unreachable."""

@@ -133,7 +133,7 @@ def _hosts(cluster: scheduler_pb2.ClusterView, names: Mapping[str, list[str]]) -
     packs = {each.pack_id: names.get(each.version_id) or list(each.models) for each in cluster.versions}
     slots: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for worker in cluster.workers:
-        slots[worker.host_id].append(_slot(worker, names))
+        slots[worker.host_id].append(_slot(worker, names, cluster.slot_bytes.get(worker.worker_id, 0)))
     hosts = {store.host_id: _host(store, packs) for store in cluster.stores}
     unknown = {host_id: {"id": host_id} for host_id in slots.keys() - hosts.keys()}  # their stores do not report
     return [host | {"slots": slots[host_id]} for host_id, host in sorted((hosts | unknown).items())]
@@ -161,11 +161,13 @@ def _host(store: reports_pb2.StoreReport, packs: Mapping[str, list[str]]) -> dic
     }
 
 
-def _slot(worker: reports_pb2.WorkerReport, names: Mapping[str, list[str]]) -> dict[str, Any]:
+def _slot(worker: reports_pb2.WorkerReport, names: Mapping[str, list[str]], size_bytes: int) -> dict[str, Any]:
     state = reports_pb2.SlotState.State.Name(worker.slot.state).removeprefix("STATE_").lower()
     return {
         "worker": worker.worker_id,
-        "device": worker.device,
+        "device": worker.device_name or worker.device,
+        "size_bytes": size_bytes,
+        "labels": list(worker.labels),
         "state": "leaving" if worker.is_leaving else state,
         "instance": worker.slot.instance_id,
         "models": names.get(worker.slot.version_id) or [*filter(None, [worker.slot.model])],

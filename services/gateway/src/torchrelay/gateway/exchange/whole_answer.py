@@ -36,6 +36,7 @@ async def read_whole(
     answer's text.
     """
     request, readers = session.request, session.choices()
+    request.is_read_whole = True
     held.take(len(session.echo.encode()) * len(session.texts))
     choices = [ChoiceBuffer([session.echo] if session.echo else []) for _ in readers]
     while not request.is_finished:

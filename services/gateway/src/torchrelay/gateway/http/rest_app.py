@@ -26,6 +26,7 @@ from torchrelay.gateway.http.routes import (
     operators,
     orphans,
     requests,
+    sizing,
     tenants,
     uploads,
     webhooks,
@@ -46,7 +47,7 @@ def routes_app() -> FastAPI:
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
     of_models = (uploads, models, files, batches, orphans)
     of_money = (billing, webhooks)
-    parts = (operators, tenants, keys, audit, *of_models, *of_money, requests, explain, events, cluster)
+    parts = (operators, tenants, keys, audit, *of_models, *of_money, requests, explain, events, cluster, sizing)
     routers = [*(part.router for part in parts), models.versions_router]
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:

@@ -51,6 +51,7 @@ class InferenceMetrics:
         self._labels = labels
         self._num_requests: Counter[tuple[str, str]] = Counter()  # by model and outcome
         self._num_tokens: Counter[tuple[str, str]] = Counter()  # by model and kind
+        self._num_wasted: Counter[tuple[str, str]] = Counter()  # tokens, by model and cause
         self._num_choices: Counter[tuple[str, str]] = Counter()  # by model and cause of the end
         duration, ttft = "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token"
         self._duration = seconds_histogram(meter, duration, "From a request's start to its end.", _DURATION_BUCKETS_S)
@@ -72,6 +73,8 @@ class InferenceMetrics:
         observe_counts(meter, "torchrelay_gateway_requests", requests, ("model", "outcome"), self._num_requests)
         tokens = "Tokens of ended requests by kind: prompt, cached, output."
         observe_counts(meter, "torchrelay_gateway_tokens", tokens, ("model", "kind"), self._num_tokens)
+        wasted = "Tokens computed in vain, by cause: lost, moved (computed again elsewhere), cancelled (not delivered)."
+        observe_counts(meter, "torchrelay_gateway_wasted_tokens", wasted, ("model", "cause"), self._num_wasted)
         choices = "Choices that ended with their request's success, by cause: stop, length."
         observe_counts(meter, "torchrelay_gateway_choices", choices, ("model", "finished_reason"), self._num_choices)
         observe_value(meter, "torchrelay_gateway_requests_running", "Requests being served.", running)
@@ -97,9 +100,13 @@ class InferenceMetrics:
         span.set_attributes(ending)
         if request is not None and request.ttft_s is not None:
             self._used(request, model, request.ttft_s, attributes)
+            for cause, number in request.num_recomputed.items():
+                self._num_wasted[model, cause] += number
             if outcome == "ok":
                 for cause in request.causes:
                     self._num_choices[model, cause] += 1
+            else:
+                self._num_wasted[model, "cancelled"] += request.num_undelivered
             _describe(request, span)
 
     def _used(self, request: RunningRequest, model: str, ttft_s: float, attributes: Mapping[str, str]) -> None:

@@ -135,6 +135,10 @@ models = Table(
     Column("batch_ttft_s", Float, nullable=False, server_default="0"),
     Column("tbt_target_s", Float, nullable=False, server_default="0"),
     Column("engine", String, nullable=False, server_default="auto"),
+    Column("max_concurrency", Integer, nullable=False, server_default="0"),
+    Column("threads", Integer, nullable=False, server_default="0"),
+    Column("kv_share", Float, nullable=False, server_default="1"),
+    Column("hosts", Text, nullable=False, server_default="[]"),  # a JSON array of labels
     Column("created_unix_us", BigInteger, nullable=False),
     Column("updated_unix_us", BigInteger, nullable=False),
     Index("ix_models_version_tenant", "version_id", "tenant_id"),

@@ -22,6 +22,7 @@ Called from a single thread, one input at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import assert_never
 
 from torchrelay.scheduler.policy import inputs
@@ -129,6 +130,8 @@ class Policy:
                 refusals.refuse_if_infeasible(state, admission, now)
                 pools.request_waits(state, model, now)
             if opened is None or opened.placement.cold:
+                if load_notices.waits_for_load(state, model.version_id):
+                    state.stalls.begin(model, now)
                 if not state.strategies.decides_in_turns:
                     scaling.scale(state, now, (model.version_id,))
                 elif scaling.may_act_alone(state, model, now):
@@ -247,6 +250,7 @@ class Policy:
     def _round(self, listening_since: float, now: float) -> None:
         """Handles what is due by time alone: silence, stalls, idle timeouts, grace times, retries."""
         state = self.state
+        state.stalls.review(partial(load_notices.waits_for_load, state), now)
         lost = state.membership.expire(now, state.config.stale_s, listening_since)
         for lost_worker in lost.workers:
             worker, cause = lost_worker.worker, "worker_stalled" if lost_worker.is_stalled else "worker_silent"

@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.cluster.version_endpoints import VersionEndpoints
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.demand.lateness import load_cost
+from torchrelay.scheduler.policy.demand.stalls import Stalls
 from torchrelay.scheduler.policy.demand.usage import Usage
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
@@ -75,6 +76,7 @@ class State:
     attempts: OpenAttempts = field(init=False)
     instances: Instances = field(init=False)
     due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be dispatched
+    stalls: Stalls = field(default_factory=Stalls)
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)
@@ -192,11 +194,17 @@ class State:
         aliases = version.aliases
         timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
         tbt_target_s = model.targets.tbt_target_s or self.config.tbt_target_s
+        caps = aliases.caps_of(model.name)
         if aliases.note(model, timeout_s, tbt_target_s, now, is_new_call=is_new_call):
             self.tenant_slots.changed(model.version_id)
+        if model.caps != caps:
+            version.too_large_for = None  # they may have a share now
+            self.unblock(model.version_id)
         max_instances, slots = aliases.max_instances(now, self.config.max_instances), aliases.slot_class(now)
-        if (model.max_instances, model.slot_class) != (max_instances, slots):
+        threads = aliases.threads(now)
+        if (model.max_instances, model.slot_class, model.threads) != (max_instances, slots, threads):
             model = replace(model, max_instances=max_instances, num_devices=slots.num_devices, engine=slots.engine)
+            model = replace(model, hosts=slots.labels, threads=threads)
         version.model = model
         self.version_of_pack[model.pack_id] = model.version_id
 

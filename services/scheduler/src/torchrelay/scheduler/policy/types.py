@@ -116,10 +116,29 @@ class SlotClass(NamedTuple):
     num_devices: int = 1
     engine: str = ""  # of a model: empty if it runs with any
     weights_bytes: int = 0  # of a slot: that its GPUs hold; 0: it computes in the host's arena
+    labels: frozenset[str] = frozenset()  # of a slot: of its host; of a model: those that the host must have
 
     def fits(self, slot: SlotClass | WorkerStatus) -> bool:
         """Whether instances of a model of this class run in the slot."""
-        return self.num_devices == slot.num_devices and self.engine in ("", slot.engine)
+        is_alike = self.num_devices == slot.num_devices and self.engine in ("", slot.engine)
+        return is_alike and (not self.labels or self.labels <= slot.labels)
+
+
+class Caps(NamedTuple):
+    """Limits of the requests of one model on an instance."""
+
+    max_concurrency: int = 0  # requests at once; 0: no limit
+    kv_share: float = 1.0  # of its KV pool
+
+    def holds(self, kv_bytes: int, pool_bytes: int) -> bool:
+        return kv_bytes <= int(self.kv_share * pool_bytes)
+
+    def most_open(self, most: int) -> int:
+        """The requests that an instance runs at once, where it runs ``most`` of a model without a limit."""
+        return min(self.max_concurrency or most, most)
+
+
+NO_CAPS: Final = Caps()
 
 
 @dataclass(frozen=True)
@@ -139,10 +158,18 @@ class Model:
     scheduled: tuple[ScheduledMinimum, ...] = ()  # in force or coming next
     targets: LatencyTargets = LatencyTargets()
     engine: str = ""  # of its instances; empty: any
+    hosts: frozenset[str] = frozenset()  # labels that the hosts of its instances have
+    threads: int = 0  # of an instance on a CPU; 0: no limit
+    max_concurrency: int = 0  # of ``Caps``, as what follows
+    kv_share: float = 1.0
 
     @cached_property
     def slot_class(self) -> SlotClass:
-        return SlotClass(self.num_devices, self.engine)
+        return SlotClass(self.num_devices, self.engine, labels=self.hosts)
+
+    @cached_property
+    def caps(self) -> Caps:
+        return Caps(self.max_concurrency, self.kv_share)
 
     def fits(self, slot: SlotClass | WorkerStatus) -> bool:
         """Whether instances run in the slot, and its GPUs hold the weights."""
@@ -195,10 +222,11 @@ class WorkerStatus:
     engine: str = OWN_ENGINE
     hands_over: bool = True  # its engine's KV to other workers, and takes theirs; without this it plays both roles
     computes_by_layer: bool = True  # while it loads, and continues prompts that others began
+    labels: frozenset[str] = frozenset()  # of its host
 
     @property
     def slot_class(self) -> SlotClass:
-        return SlotClass(self.num_devices, self.engine, self.weights_bytes)
+        return SlotClass(self.num_devices, self.engine, self.weights_bytes, self.labels)
 
     def roles_for(self, kv_bytes: int) -> Roles:
         """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""

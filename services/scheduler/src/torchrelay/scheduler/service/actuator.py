@@ -16,7 +16,7 @@ from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import error_from_rpc, logged_cause
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.control.v1 import param_store_pb2, worker_pb2
+from torchrelay.control.v1 import param_store_pb2, types_pb2, worker_pb2
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.inputs import CommandEnded, CommandOutcome
@@ -148,9 +148,12 @@ class Actuator:
 
     async def _load(self, command: effects.LoadCommand, order: effects.LoadOrder) -> None:
         with self._outcome(inputs.Load(order.instance_id), f"worker {order.worker_id} cannot load it: "):
+            version = types_pb2.ModelVersion()
+            version.CopyFrom(self._controller.version(command.model.version_id))
+            version.scaling.threads = command.model.threads  # of all its names
             request = worker_pb2.LoadRequest(
                 instance_id=order.instance_id,
-                version=self._controller.version(command.model.version_id),
+                version=version,
                 roles=converters.roles_to_proto(order.roles),
                 traceparent=command.traceparent,
             )

@@ -88,6 +88,7 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.Wor
         engine=can.engine or types.OWN_ENGINE,
         hands_over=can.kv_handover or not knows_engine,
         computes_by_layer=can.layer_spans or not knows_engine,
+        labels=frozenset(report.labels),
     )
 
 
@@ -143,7 +144,9 @@ def model_from_proto(version: types_pb2.ModelVersion) -> types.Model:
         version,
         name=version.model,
         kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
-        **_fields_of(scaling, types.Model) | {"num_devices": scaling.num_devices or 1},
+        **_fields_of(scaling, types.Model)
+        | {"num_devices": scaling.num_devices or 1, "kv_share": scaling.kv_share or 1.0},
+        hosts=frozenset(scaling.hosts),
         scheduled=tuple(
             types.ScheduledMinimum(float(each.begin_unix_s), float(each.end_unix_s), each.num_instances, each.entry)
             for each in scaling.scheduled

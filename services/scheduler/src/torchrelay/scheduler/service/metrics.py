@@ -52,6 +52,10 @@ class SchedulerMetrics:
         self._num_relays = count("torchrelay_scheduler_relay_events", relays, "event")
         self._num_copies = count("torchrelay_scheduler_copies_started", "Copies ordered, by cause.", "cause")
 
+        stalls = "Scaling stall: time in which requests waited for a load, since no instance was loaded."
+        observe_counts(meter, "torchrelay_scheduler_stall_seconds", stalls, "model", state.stalls.seconds)
+        tiers = "Loads by the tier that had the weights: host and peer (their RAM), filling, disk, remote."
+        observe_counts(meter, "torchrelay_scheduler_loads", tiers, "tier", state.load_times.num_begun)
         waiting = "Requests waiting for a placement, by model."
         values("torchrelay_scheduler_requests_waiting", waiting, ("model",), lambda: _num_waiting(state))
         instances = "Instances by model, phase (loading, ready, draining) and roles."

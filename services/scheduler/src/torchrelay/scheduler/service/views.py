@@ -62,6 +62,9 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
             for name in sorted(waiting.keys() | running.keys())
         ],
         largest_slot_bytes=state.membership.sizes.largest_weights_bytes,
+        slot_bytes={
+            report.worker_id: _slot_bytes(state, report) for report in reports if isinstance(report, WorkerReport)
+        },
         relays=relay_views(state, now),
         versions=_version_views(state),
         minimums=_minimum_views(state, now),
@@ -83,6 +86,10 @@ def bottleneck_line(controller: Controller, model: str) -> list[scheduler_pb2.Wo
         if name in ADVICE
     ]
     return [scheduler_pb2.WorthLine(label="bottleneck", text=" ".join(texts))] if texts else []
+
+
+def _slot_bytes(state: State, worker: WorkerReport) -> int:
+    return worker.kv_pool_bytes + (worker.weights_bytes or state.membership.sizes.arena_share(worker.host_id))
 
 
 def relay_views(state: State, now: float) -> list[RelayView]:

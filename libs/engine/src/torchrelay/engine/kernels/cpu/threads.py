@@ -31,7 +31,8 @@ class ThreadBudget:
     """This process's share of the cores, while other processes compute on them.
 
     Until all weights have arrived one core is left to the threads that receive and verify them: a computation on all
-    cores delays the last layer by more than it gains. A model of fewer than ``one_thread_bytes`` gets one thread.
+    cores delays the last layer by more than it gains. A model of fewer than ``one_thread_bytes`` gets one thread, and
+    none gets more than ``max_threads``, if that is not 0; its other cores are left to the other processes.
     """
 
     def __init__(
@@ -39,17 +40,19 @@ class ThreadBudget:
         num_weight_bytes: int,
         active_processes: ActiveProcesses | None = None,
         one_thread_bytes: int = MAX_ONE_THREAD_BYTES,
+        max_threads: int = 0,
     ) -> None:
         self._active_processes = active_processes
         self._num_threads = torch.get_num_threads()
-        self._max_threads = self._num_threads if num_weight_bytes >= one_thread_bytes else 1
+        most = self._num_threads if num_weight_bytes >= one_thread_bytes else 1
+        self._max_threads = min(max_threads or most, most)
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def adjust(self, is_loaded: bool) -> None:
         """Sets the number of threads, before each layer or call of several layers; cheap while nothing changes."""
         wanted = self._max_threads
         if self._active_processes is not None:
-            wanted = min(wanted, max(1, self._num_cores // self._active_processes.count_computing()))
+            wanted = self._active_processes.take_share(self._num_cores, self._max_threads)
         if not is_loaded:
             wanted = max(1, wanted - 1)
         self._set(wanted)

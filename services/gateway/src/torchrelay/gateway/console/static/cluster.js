@@ -24,7 +24,9 @@ const SLOT_COLUMNS = [
   ["Roles", (slot) => slot.roles.join(", ")],
   ["Running", (slot) => slot.num_running, "number"],
   ["KV used", (slot) => percent(slot.kv_used), "number"],
+  ["Size", (slot) => bytes(slot.size_bytes), "number"],
   ["Device", (slot) => slot.device],
+  ["Labels", (slot) => slot.labels.join(", ")],
   ["Held back by", (slot) => slot.bottleneck && html`${slot.bottleneck}<div class="dim">${slot.advice}</div>`],
 ];
 const COPY_COLUMNS = [

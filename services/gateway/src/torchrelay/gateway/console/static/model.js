@@ -14,14 +14,21 @@ import {
   Table,
   useAnswer,
 } from "/console/parts.js";
+import { Sizing } from "/console/sizing.js";
 
 const VERSION_DIGITS = 16;
 export const instancesOf = (last, id) => (last?.instances ?? []).filter((each) => each.models.includes(id));
 
 const ENGINES = ["auto", "torchrelay", "vllm"]; // a model may have another: vllm:2
-const TENANTS_SETTINGS = { idle_timeout_s: "Idle timeout, s", max_instances: "Maximum instances per role" };
+const TENANTS_SETTINGS = {
+  idle_timeout_s: "Idle timeout, s",
+  max_instances: "Maximum instances per role",
+  max_concurrency: "Requests at once per instance",
+};
 const ADMINS_SETTINGS = {
   min_instances: "Minimum instances per role",
+  threads: "Threads per instance, on a CPU",
+  kv_share: "Share of an instance's KV",
   interactive_ttft_s: "TTFT target, interactive, s",
   standard_ttft_s: "TTFT target, standard, s",
   batch_ttft_s: "TTFT target, batch, s",
@@ -40,11 +47,12 @@ function Settings({ model, isAdmin, onChange }) {
       ...Object.fromEntries(Object.keys(fields).map((name) => [name, Number(form.get(name))])),
     };
     if (isAdmin)
-      given.schedule = form
-        .get("schedule")
-        .split("\n")
-        .map((line) => line.trim())
-        .filter(Boolean);
+      for (const name of ["schedule", "hosts"])
+        given[name] = form
+          .get(name)
+          .split("\n")
+          .map((line) => line.trim())
+          .filter(Boolean);
     const body = Object.fromEntries(
       Object.entries(given).filter(([name, value]) => String(value) !== String(model[name])),
     );
@@ -66,10 +74,12 @@ function Settings({ model, isAdmin, onChange }) {
     ${
       isAdmin &&
       html`<label>Scheduled minimum instances, one entry per line
-      <textarea name="schedule" rows="2" placeholder="mon-fri 08:00-18:00 Europe/Berlin = 2" defaultValue=${model.schedule.join("\n")}></textarea></label>`
+      <textarea name="schedule" rows="2" placeholder="mon-fri 08:00-18:00 Europe/Berlin = 2" defaultValue=${model.schedule.join("\n")}></textarea></label>
+      <label>Labels that the hosts of its instances have, one per line
+      <textarea name="hosts" rows="2" placeholder="zone=a" defaultValue=${model.hosts.join("\n")}></textarea></label>`
     }
     <div class="row"><button>Save</button> <span role="status">${note}</span></div>
-    <span class="dim">0 is the platform's default. In force: idle for ${idle}, at most
+    <span class="dim">0 is the platform's default, or no limit. In force: idle for ${idle}, at most
       ${" "}${count(model.effective_max_instances)} instances per role.</span>
     ${error && html`<${Alert}>${error}<//>`}</form>`;
 }
@@ -221,6 +231,7 @@ export function Model({ id, last, isAdmin }) {
     <${Facts} facts=${facts} />
     <h2>Instances</h2><${Table} label="Instances" columns=${columns} rows=${instances}>The model is at zero: its next request loads it.<//>
     ${instances.filter(({ phases }) => phases.length).map((each) => html`<${ColdStart} key=${each.id} instance=${each} />`)}
+    <h2>Size and speed</h2><${Sizing} key=${model.version} id=${id} />
     <h2>Versions</h2><${Versions} key=${model.version} id=${id} onChange=${again} />
     <h2>Settings</h2><${Settings} model=${model} isAdmin=${isAdmin} onChange=${again} />
     <h2>Aliases</h2><${Aliases} model=${model} onChange=${again} />

@@ -7,9 +7,9 @@ const figure = (value) => value.toLocaleString("en", { maximumSignificantDigits:
 const day = (at) => new Date(at * 1000).toLocaleDateString("en", { month: "short", day: "numeric", timeZone: "UTC" });
 const clock = (at) => new Date(at * 1000).toISOString().slice(11, 16);
 
-// A plot of `data`, [places, values], over `range` of places: a line over time, or bars. Bars have `labels` for their
-// places, or are days. Times are UTC.
-export function Plot({ title, data, range, labels, isBars = false, height = 160 }) {
+// A plot of `data`, [places, values], over `range` of places: a line over time, over other figures, or bars. Bars have
+// `labels` for their places, or are days. Times are UTC.
+export function Plot({ title, data, range, labels, isBars = false, isOfFigures = false, height = 160 }) {
   const place = useRef(null);
   const plot = useRef(null);
   const shown = useRef(null);
@@ -30,15 +30,16 @@ export function Plot({ title, data, range, labels, isBars = false, height = 160 
       grid: { show: false },
     };
     const figures = { ...axis, size: 64, values: (_, splits) => splits.map(figure) };
+    const others = { ...axis, size: 30, values: figures.values };
     const size = () => ({ width: place.current.clientWidth, height });
     const scales = {
-      x: { time: !labels, range: () => shown.current.range },
+      x: { time: !labels && !isOfFigures, range: () => shown.current.range },
       y: { range: (_, __, max) => [0, max > 0 ? max * 1.1 : 1] },
     };
     const bars = { fill: accent, paths: uPlot.paths.bars({ size: [0.7, 48] }), points: { show: false } };
     const series = [{}, { stroke: accent, width: 2, ...(isBars && bars) }];
     const tzDate = (at) => uPlot.tzDate(new Date(at * 1000), "Etc/UTC");
-    const axes = [labels ? named : times, figures];
+    const axes = [labels ? named : isOfFigures ? others : times, figures];
     const options = { ...size(), scales, series, axes, legend: { show: false }, tzDate };
     plot.current = new uPlot(options, [[], []], place.current);
     const watcher = new ResizeObserver(() => plot.current.setSize(size()));

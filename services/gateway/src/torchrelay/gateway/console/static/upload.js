@@ -4,6 +4,7 @@ import { bytes, count, percent, seconds, time } from "/console/format.js";
 import { folderOfDropped, folderOfPicked, modelFiles } from "/console/model_folder.js";
 import { ModelUpload } from "/console/model_upload.js";
 import { Alert, Confirm, ModelLink, Select, Table, useAnswer } from "/console/parts.js";
+import { UploadSizing } from "/console/sizing.js";
 
 const NAME = "[a-z0-9][a-z0-9._\\-]{0,63}"; // the gateway's rule
 const STAGES = {
@@ -114,6 +115,7 @@ export function Upload({ models, isAdmin, onPublished }) {
 function Chosen({ upload, models, isAdmin }) {
   const { folder, begun } = upload;
   const { chosen, leftOut, isAdapter, numBytes } = folder;
+  const [isInt8, setIsInt8] = useState(false);
   const [name, setName] = useState(begun || (isAdmin ? "" : nameOf(folder)));
   const submit = (event) => {
     event.preventDefault();
@@ -129,10 +131,11 @@ function Chosen({ upload, models, isAdmin }) {
       ${
         isAdapter
           ? html`<${Select} label="The model that this adapter changes" name="base" required options=${bases.map(({ id }) => id)} />`
-          : html`<${Select} label="Weights of linear layers" name="quantize" options=${WEIGHTS} />`
+          : html`<${Select} label="Weights of linear layers" name="quantize" options=${WEIGHTS} onInput=${({ target }) => setIsInt8(target.value === "int8")} />`
       }
       <button>Upload</button></div>
     <span>${folder.name}: ${count(chosen.length)} files, ${bytes(numBytes)}: ${chosen.map(([path]) => path).join(", ")}</span>
+    <${UploadSizing} chosen=${chosen} isInt8=${isInt8} />
     ${leftOut.length > 0 && html`<span class="dim">Not part of a model, and not sent: ${shown}${numMore > 0 && ` and ${count(numMore)} more`}</span>`}
     ${isKnown && html`<span>${name} exists: this publishes a new version of it.</span>`}</form>`;
 }

@@ -142,7 +142,11 @@ async def change(services: ServicesOf, caller: Changer, name: str, body: ModelSe
         if model.has_adapters and body.engine.partition(":")[0] not in (ANY_ENGINE, served_by):
             message = f"{model.name} has adapters, which need the engine {served_by}; delete them first"
             raise InvalidRequest(message, field="engine")
-        (await services.scheduler.slots()).check_engine(body.engine)
+    if body.engine is not None or body.hosts or body.kv_share is not None:
+        slots = await services.scheduler.slots()
+        slots.check_engine(body.engine or ANY_ENGINE)
+        slots.check_hosts(body.hosts or ())
+        slots.check_kv_share(body.kv_share or 1.0, model.version.shape)
     await services.catalog.change_settings(model, body)
     return shown(services, await services.catalog.resolve(caller, name))
 
@@ -237,6 +241,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "schedule": model.schedule,
         "aliases": model.aliases,
         **msgspec.to_builtins(model.targets),
+        **msgspec.to_builtins(model.resources),
         "effective_idle_timeout_s": model.idle_timeout_s or services.default_idle_timeout_s or None,
         "effective_max_instances": model.max_instances or services.default_max_instances,
     }

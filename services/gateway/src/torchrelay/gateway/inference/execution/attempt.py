@@ -47,6 +47,7 @@ def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
             max_instances=model.max_instances,
             engine=model.needed_engine,
             num_devices=model.num_devices,
+            **msgspec.to_builtins(model.resources),
         ),
         targets=types_pb2.LatencyTargets(**msgspec.to_builtins(model.targets)),
     )

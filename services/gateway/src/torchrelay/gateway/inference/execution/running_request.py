@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import DeadlineExceeded, InvalidRequest, QueueFull, TorchrelayError, Unavailable
@@ -128,6 +129,9 @@ class RunningRequest:
         self._arrived_at = time.monotonic() - max(now_unix_us() - resolved.arrived_unix_us, 0) / 1e6
         self.ttft_s: float | None = None  # from its arrival until the first token was accepted
         self._generated_s: float | None = None  # from its arrival until the last token was accepted
+        self.is_read_whole = False  # its caller gets the answer as a whole, after its last token
+        self._num_returned = 0  # tokens that ``next`` has returned
+        self.num_recomputed: Counter[str] = Counter()  # tokens of failed ("lost") and "moved" attempts
 
     @property
     def is_finished(self) -> bool:
@@ -137,6 +141,16 @@ class RunningRequest:
     @property
     def usage(self) -> Usage:
         return self._generation.usage(len(self.resolved.prompt))
+
+    @property
+    def num_undelivered(self) -> int:
+        """Tokens that were computed for a request that ends now without success, and do not reach its caller; if none
+        of its answer does, its prompt counts, too.
+        """
+        usage, num_reached = self.usage, 0 if self.is_read_whole else self._num_returned
+        if num_reached or self.ttft_s is None:
+            return usage.num_output_tokens - num_reached
+        return usage.num_prompt_tokens - usage.num_cached_prompt_tokens + usage.num_output_tokens
 
     @property
     def tbt_s(self) -> float | None:
@@ -216,6 +230,7 @@ class RunningRequest:
         while True:
             if self._accepted and self._is_opened:
                 deltas, self._accepted = self._accepted, []
+                self._num_returned += sum(len(delta.token_ids) for delta in deltas)
                 return deltas
             if self._failure is not None:
                 raise self._failure
@@ -382,6 +397,9 @@ class RunningRequest:
             self._lost_workers.append(lost_worker)
         attempt.end(is_running=True, goes_on=True, error=error.message)
         for plan in self._generation.resume(number, is_excused=is_excused):
+            if attempt.num_output_tokens:
+                num_tokens = len(self.resolved.prompt) + sum(map(len, plan.forced.values()))
+                self.num_recomputed["moved" if is_excused else "lost"] += num_tokens
             num_attempts = self._generation.num_attempts(plan.attempt)
             if num_attempts > self._max_attempts:
                 raise AttemptsExhausted(error.message) if type(error) is Unavailable else error

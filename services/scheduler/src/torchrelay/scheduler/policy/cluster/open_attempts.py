@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from msgspec import structs
 
 from torchrelay.scheduler.policy.cluster.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.prediction import Prediction
-from torchrelay.scheduler.policy.types import Admission, AttemptKey, Placement
+from torchrelay.scheduler.policy.types import Admission, AttemptKey, Caps, Placement
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +44,22 @@ class OpenAttempt:
         return (prefill_id,) if prefill_id == decode_id else (prefill_id, decode_id)
 
 
+@dataclass(slots=True)
+class ModelWork:
+    """Work of one of the models that share an instance."""
+
+    num_open: int = 0  # attempts that the instance prefills or decodes
+    kv_bytes: int = 0
+
+    def is_within(self, caps: Caps, kv_bytes: int, pool_bytes: int) -> bool:
+        """Whether a further attempt with ``kv_bytes`` of the pool is within the limits of the model."""
+        has_place = not caps.max_concurrency or self.num_open < caps.max_concurrency
+        return has_place and caps.holds(self.kv_bytes + kv_bytes, pool_bytes)
+
+
+NO_WORK: Final = ModelWork()
+
+
 @dataclass(eq=False, slots=True)
 class DispatchedWork:
     """Work that open attempts have dispatched to an instance."""
@@ -50,11 +67,20 @@ class DispatchedWork:
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     prefills: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)  # not computed yet
     decodes: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)
+    of_model: dict[str, ModelWork] = field(default_factory=dict)  # of those with open attempts
     kv_bytes: int = 0
     num_choices: int = 0  # choices that decode, which is the largest batch of a step
     num_attended: int = 0  # positions that such a step attends to
     num_answers: int = 0  # decoding attempts that have their first token
     is_present: bool = False  # the instance is known, so that this is kept without work
+
+    def change(self, model: str, num_open: int, kv_bytes: int = 0) -> None:
+        """Adds to the work of a model, or takes from it."""
+        own = self.of_model.setdefault(model, ModelWork())
+        own.num_open += num_open
+        own.kv_bytes += kv_bytes
+        if not own.num_open:
+            del self.of_model[model]
 
     @property
     def num_open(self) -> int:
@@ -116,12 +142,15 @@ class OpenAttempts:
             prefill = self.work_of(placement.prefill.instance_id)
             prefill.prefills[key] = attempt
             prefill.queue.add(key, placement.predicted.prefill_s, now, placement.predicted.pause_s)
+            if len(attempt.instance_ids) > 1:
+                prefill.change(attempt.admission.model, 1)
         decode = self.work_of(placement.decode.instance_id)
         decode.decodes[key] = attempt
         decode.kv_bytes += attempt.kv_bytes
         decode.num_choices += attempt.admission.num_choices
         decode.num_attended += attempt.num_attended
         decode.num_answers += attempt.is_computed
+        decode.change(attempt.admission.model, 1, attempt.kv_bytes)
         for instance_id in attempt.instance_ids:
             self._on_change(instance_id)
 
@@ -152,6 +181,7 @@ class OpenAttempts:
         decode = self._dispatched[instance_id]
         del decode.decodes[key]
         decode.kv_bytes -= attempt.kv_bytes
+        decode.change(attempt.admission.model, -1, -attempt.kv_bytes)
         decode.num_choices -= attempt.admission.num_choices
         decode.num_attended -= attempt.num_attended
         decode.num_answers -= attempt.is_computed
@@ -173,6 +203,8 @@ class OpenAttempts:
         work = self._dispatched.get(instance_id)
         if work is not None and work.prefills.pop(key, None) is not None:
             work.queue.leave(key, now)
+            if len(attempt.instance_ids) > 1:
+                work.change(attempt.admission.model, -1)
             self._drop_unused(instance_id, work)
 
     def attempts_at(self, instance_ids: Iterable[str]) -> tuple[OpenAttempt, ...]:
@@ -196,6 +228,8 @@ class OpenAttempts:
         for instance_id, work in self._dispatched.items():
             assert work.is_present or not work.is_idle
             assert work.kv_bytes == kv_bytes.get(instance_id, 0)
+            assert work.kv_bytes == sum(own.kv_bytes for own in work.of_model.values())
+            assert work.num_open == sum(own.num_open for own in work.of_model.values())
             assert work.num_choices == num_choices.get(instance_id, 0)
             assert work.num_answers == num_answers.get(instance_id, 0)
             assert len(work.queue) == len(work.prefills)

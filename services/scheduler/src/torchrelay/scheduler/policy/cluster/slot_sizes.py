@@ -54,6 +54,11 @@ class SlotSizes:
         """Workers on the host."""
         return self._on_host.get(host_id, ())
 
+    def arena_share(self, host_id: str) -> int:
+        """Bytes of the host's arena for each of its slots that compute in it."""
+        in_arena = [key for key in self.on_host(host_id) if not self._slots[key].slot_class.weights_bytes]
+        return self._arenas.get(host_id, 0) // max(len(in_arena), 1)
+
     def store(self, store: StoreStatus) -> None:
         self._set_arena(store.host_id, store.arena_target_bytes, store.seen_at)
 

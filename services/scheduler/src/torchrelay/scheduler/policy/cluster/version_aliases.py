@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.types import Model, SlotClass
+from torchrelay.scheduler.policy.types import NO_CAPS, Caps, Model, SlotClass
 
 _MAX_NAMES = 64  # per version
 _IN_USE_S = 600.0  # after its last request, for a model without an idle timeout of its own
@@ -25,6 +25,8 @@ class _AliasUse:
     max_instances: int  # 0: the scheduler's default
     tbt_target_s: float
     slot_class: SlotClass
+    caps: Caps
+    threads: int  # 0: no limit
     at: float  # of the last admission or release
     is_deleted: bool  # no longer in the catalog, and not shown any more
 
@@ -48,7 +50,14 @@ class VersionAliases:
         before = self._uses.get(model.name)
         is_deleted = before is not None and before.is_deleted and not is_new_call
         self._uses[model.name] = _AliasUse(
-            idle_timeout_s, model.max_instances, tbt_target_s, model.slot_class, now, is_deleted
+            idle_timeout_s,
+            model.max_instances,
+            tbt_target_s,
+            model.slot_class,
+            model.caps,
+            model.threads,
+            now,
+            is_deleted,
         )
         if before is not None and before.is_deleted == is_deleted:
             return False
@@ -92,15 +101,31 @@ class VersionAliases:
     def slot_class(self, now: float) -> SlotClass:
         """The slots that the models in use name. Where they differ, one device, and any engine unless all name the
         same: no tenant's setting takes another tenant's slots, and weights that need an engine keep it. A tenant's
-        models that name none leave the choice to its others.
+        models that name none leave the choice to its others. The labels, which are the operator's, are those of all.
         """
-        classes = {use.slot_class for use in self._in_use(now)}
+        in_use = self._in_use(now)
+        labels = frozenset[str]().union(*(use.slot_class.labels for use in in_use))
+        classes = {use.slot_class._replace(labels=labels) for use in in_use}
         if len({tenant_of(name) for name in self.names}) <= 1:
-            classes.discard(SlotClass())
+            classes.discard(SlotClass(labels=labels))
         engines = {each.engine for each in classes}
         if len(classes) == 1:
             return classes.pop()
-        return SlotClass(engine=engines.pop()) if len(engines) == 1 else SlotClass()
+        return SlotClass(engine=engines.pop() if len(engines) == 1 else "", labels=labels)
+
+    def threads(self, now: float) -> int:
+        """The greatest number of threads that a model in use sets; 0: none sets it."""
+        return max((use.threads for use in self._in_use(now)), default=0)
+
+    @property
+    def capped(self) -> dict[str, Caps]:
+        """The models that have limits."""
+        return {name: use.caps for name, use in self._uses.items() if use.caps != NO_CAPS}
+
+    def caps_of(self, name: str) -> Caps:
+        """The limits of the model's requests on an instance."""
+        use = self._uses.get(name)
+        return NO_CAPS if use is None else use.caps
 
     def max_instances(self, now: float, default: int) -> int:
         """The greatest limit of the models in use, so that no tenant's setting reduces another tenant's instances; 0 if

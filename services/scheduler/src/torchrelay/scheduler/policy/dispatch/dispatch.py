@@ -72,6 +72,7 @@ def _place_returning(state: State, model: Model, now: float) -> None:
         if admission is not None and admission.key in state.queues:
             placement = _placement(state, admission, model, able, now)
             if not isinstance(placement, NoPlacement):
+                state.queues.unpark(admission.key)  # it may be held
                 state.queues.take(admission.key, now)
                 start(state, admission, placement, now)
 
@@ -88,16 +89,28 @@ def _place_waiting_of(state: State, version: Version, model: Model, now: float) 
     largest_pool_bytes = max((instance.kv_pool_bytes for instance in able.decodes), default=0)
     tenants: set[str] = set()  # whose late requests were chosen
     passed: list[AttemptKey] = []  # too large for the instances that may take a prompt now
+    at_limit: set[str] = set()  # models whose next request must wait for another of theirs to end
+    for name in state.queues.held_models(version_id):
+        state.queues.release(version_id, name)
     while able.all and (admission := state.queues.next(version_id, now)) is not None:
+        if admission.model in at_limit:
+            state.queues.hold(admission.key)
+            continue
         if state.queues.num_waiting(version_id) > 1 and admission.tenant not in tenants:
             tenants.add(admission.tenant)
             _choose_late(state, admission, model, now)
             continue  # the queue may have another next request now
         placement = _placement(state, admission, model, able, now)
         if isinstance(placement, NoPlacement):
-            if placement.is_own:  # the others need not wait for it
+            if placement.is_capped and _fits_share(version, admission, model, largest_pool_bytes):
+                at_limit.add(admission.model)
+                state.queues.hold(admission.key)
+                if not math.isinf(placement.due):
+                    state.due[version_id] = placement.due
+                continue
+            if placement.is_own or placement.is_capped:  # the others need not wait for it
                 state.queues.park(admission.key)
-                if admission.kv_bytes(model) > largest_pool_bytes:
+                if placement.is_capped or admission.kv_bytes(model) > largest_pool_bytes:
                     version.too_large.add(admission.key)
                     version.too_large_for = able
                 else:
@@ -115,8 +128,14 @@ def _place_waiting_of(state: State, version: Version, model: Model, now: float) 
             continue
         state.queues.take(admission.key, now)
         start(state, admission, placement, now)
+        state.queues.release(version_id, admission.model)
     for key in passed:
         state.queues.unpark(key)
+
+
+def _fits_share(version: Version, admission: Admission, model: Model, pool_bytes: int) -> bool:
+    """Whether a pool of this size, without other requests of its model, has a share for the request."""
+    return version.aliases.caps_of(admission.model).holds(admission.kv_bytes(model), pool_bytes)
 
 
 def _may_be_late(admission: Admission) -> bool:

@@ -71,18 +71,19 @@ def _movable(
     state: State, version_id: str, now: float
 ) -> tuple[Model, Sequence[Instance], list[tuple[OpenAttempt, Instance]]]:
     """The model and its prefill instances, and the prompts that may leave its loading instances, in the order in which
-    they were dispatched.
+    they were dispatched. Prompts of models with limits stay, because a loaded instance may have no place for them.
     """
     model = state.known_model(version_id)
     if state.strategies.loading_prompts is not LoadingPrompts.MOVED:
         return model, (), []
     prefills = endpoints.of_version(state, model, now).prefills
+    capped = state.versions.of(version_id).aliases.capped
     movable = [
         (attempt, instance)
         for instance in prefills
         if instance.is_loading
         for attempt in instance.work.prefills.values()
-        if attempt.may_be_recalled
+        if attempt.may_be_recalled and attempt.admission.model not in capped
     ]
     return model, prefills, sorted(movable, key=lambda pair: (pair[0].placed_at, pair[0].admission.key))
 

@@ -6,7 +6,9 @@ cached part. The decode instance must have unreserved KV bytes up to the last to
 token: its load left, the KV that arrives after the first token, and a step with this attempt in its batch. If such a
 step exceeds the TBT objective, each further token costs the excess. The pair with the lowest sum wins. An instance that
 plays both roles saves the KV transfer, but prompts interrupt its decode steps, so between prompts it gets the pauses
-that its answers need. An instance whose engine hands no KV over answers its own prompts only.
+that its answers need. An instance whose engine hands no KV over answers its own prompts only. An instance where the
+model has its most requests at once, or its share of the KV, is no candidate for it; other models that share it are not
+affected.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import msgspec
 
 from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.cluster.instance import Instance
+from torchrelay.scheduler.policy.cluster.open_attempts import NO_WORK
 from torchrelay.scheduler.policy.prediction import Prediction
 from torchrelay.scheduler.policy.state import State
 
@@ -34,13 +37,15 @@ _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
     """Why the attempt must wait. ``due``: when another prompt may be dispatched, by prediction; infinite if that needs
-    a change. ``is_own``: the reason is this attempt's size, and other attempts may fit. ``is_of_all``: no attempt can
-    be placed before ``due``, unless an instance changes or prompts leave it.
+    a change. ``is_own``: the reason is this attempt's size, and other attempts may fit. ``is_capped``: a limit of the
+    attempt's model excludes instances, which attempts of other models may use. ``is_of_all``: no attempt can be placed
+    before ``due``, unless an instance changes or prompts leave it.
     """
 
     reason: str
     due: float = math.inf
     is_own: bool = False
+    is_capped: bool = False
     is_of_all: bool = False
 
 
@@ -60,6 +65,34 @@ def place(
     now: float,
 ) -> types.Placement | NoPlacement:
     """The best pair of a prefill and a decode instance, or why there is none."""
+    caps = state.versions.of(admission.version_id).aliases.caps_of(admission.model)
+    if caps == types.NO_CAPS:
+        return _best(state, admission, model, prefills, decodes, now)
+    kv_bytes = admission.kv_bytes(model)
+    open_prefills = [each for each in prefills if _is_within(each, admission, caps, 0)]
+    open_decodes = [each for each in decodes if _is_within(each, admission, caps, kv_bytes)]
+    placement = _best(state, admission, model, open_prefills, open_decodes, now)
+    is_limited = len(open_prefills) < len(prefills) or len(open_decodes) < len(decodes)
+    if not is_limited or isinstance(placement, types.Placement):
+        return placement
+    limits = f"{admission.model} has its most requests at once, or its share of KV, on other instances"
+    return NoPlacement(f"{placement.reason}; {limits}", placement.due, is_capped=True)
+
+
+def _is_within(instance: Instance, admission: types.Admission, caps: types.Caps, kv_bytes: int) -> bool:
+    own = instance.work.of_model.get(admission.model, NO_WORK)
+    return own.is_within(caps, kv_bytes, instance.kv_pool_bytes)
+
+
+def _best(
+    state: State,
+    admission: types.Admission,
+    model: types.Model,
+    prefills: Sequence[Instance],
+    decodes: Sequence[Instance],
+    now: float,
+) -> types.Placement | NoPlacement:
+    """The best pair of these instances."""
     ranked = _prefills(state, admission, model, prefills, now)
     if isinstance(ranked, NoPlacement):
         return ranked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class LoadTimes:
     def __init__(self) -> None:
         self._begun: dict[str, _Begun] = {}  # by instance
         self._rates: dict[tuple[Tier, int], float] = {}
+        self.num_begun: Counter[str] = Counter()  # by name of the tier
         self._by_tier: dict[tuple[int, int], Mapping[Tier, float]] = {}  # predicted, by bytes and devices
 
     def begin(self, instance_id: str, model: Model, tier: Tier, links: Set[str] = frozenset()) -> None:
@@ -44,6 +46,7 @@ class LoadTimes:
             if _share_link(begun, other):
                 begun.is_shared = other.is_shared = True
         self._begun[instance_id] = begun
+        self.num_begun[tier.name.lower()] += 1
 
     def end(self, instance_id: str, took_s: float | None = None) -> None:
         """Records the end of a load; ``took_s``: its duration if it succeeded."""

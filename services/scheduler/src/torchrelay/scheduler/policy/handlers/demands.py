@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.policy.autoscaling.least_losses import VALID_S
-from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.cluster.open_attempts import DispatchedWork, OpenAttempt
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.demand.demand import DecodeDemand, Demand, most_in_time
@@ -160,6 +160,7 @@ def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> 
     pool_bytes = sum(instance.kv_pool_bytes for instance in able.decodes) / len(works)
     kv_bytes = sum(work.kv_bytes for work in works) / num_open
     num_most = max(min(int(pool_bytes / kv_bytes), most_open), 1) if kv_bytes else most_open
+    num_most = _most_beside_limits(state, model.version_id, works, pool_bytes, num_open + num_waiting, num_most)
     num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
     return DecodeDemand(
         num_answers=num_open + num_waiting,
@@ -171,6 +172,31 @@ def _answer_demand(state: State, model: Model, num_waiting: int, now: float) -> 
         late_s=state.late_s(model),
         last_full_at=usage.decode_last_full_at,
     )
+
+
+def _most_beside_limits(
+    state: State,
+    version_id: str,
+    works: Sequence[DispatchedWork],
+    pool_bytes: float,
+    num_answers: int,
+    num_most: int,
+) -> int:
+    """The answers per instance with which as many instances are full as the model with the most answers for its limits
+    needs; ``num_most`` if one instance holds them.
+    """
+    capped = state.versions.of(version_id).aliases.capped
+    if not capped:
+        return num_most
+    waiting = Counter(admission.model for admission in state.queues.waiting(version_id))
+    num_needed = 1
+    for name, caps in capped.items():
+        own = [work.of_model[name] for work in works if name in work.of_model]
+        num_open, most = sum(each.num_open for each in own), caps.most_open(num_most)
+        if kv_bytes := sum(each.kv_bytes for each in own):
+            most = min(most, max(int(caps.kv_share * pool_bytes * num_open / kv_bytes), 1))
+        num_needed = max(num_needed, -(-(num_open + waiting[name]) // most))
+    return min(num_most, -(-num_answers // num_needed)) if num_needed > 1 else num_most
 
 
 def _num_held_up(state: State, model: Model, decode: DecodeDemand, now: float) -> int:

@@ -53,6 +53,7 @@ def record(state: State, change: InstanceTransition, now: float) -> None:
             reason = instance.reason
             if instance.phase is InstancePhase.READY:
                 state.versions.of(instance.version_id).failures = LoadFailures()
+                state.stalls.end(instance.version_id, now)
                 state.avoided_workers.succeeded(instance.worker_id)
                 state.attempts.resumed(instance.instance_id, now)
                 state.load_times.end(instance.instance_id, now - instance.created_at)

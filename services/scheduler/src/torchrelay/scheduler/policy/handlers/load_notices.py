@@ -8,8 +8,18 @@ from typing import Final
 from torchrelay.scheduler.policy.dispatch import backlogs, endpoints
 from torchrelay.scheduler.policy.effects import LoadNotice
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.types import InstancePhase
 
 _EVERY_S: Final = 1.0  # between notices about a version
+
+
+def waits_for_load(state: State, version_id: str) -> bool:
+    """Whether requests of the version wait for their first token while none of its instances is loaded."""
+    instances = state.instances.of_version(version_id)
+    if any(instance.phase is InstancePhase.READY for instance in instances):
+        return False
+    placed = state.attempts.attempts_at([instance.instance_id for instance in instances])
+    return state.queues.num_waiting(version_id) > 0 or any(not attempt.is_computed for attempt in placed)
 
 
 def tell(state: State, version_ids: Iterable[str], now: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 from torchrelay.common.quantities import format_count, format_duration
@@ -12,7 +12,7 @@ from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.handlers import pools
 from torchrelay.scheduler.policy.handlers.lifecycle import refuse
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import BOTH, Admission, Model, SlotClass
+from torchrelay.scheduler.policy.types import BOTH, Admission, Caps, Model, SlotClass
 
 _SWEEP_S = 10.0  # waiting requests are checked for this long after a reason to refuse them: ticks may be late
 
@@ -31,8 +31,9 @@ def refuse_infeasible(state: State, now: float) -> None:
     largest_slot = cache(partial(_largest_slot, state, now))  # thousands of requests have few sizes
     for version_id in list(state.queues.versions):
         model = state.known_model(version_id)
+        capped = state.versions.of(version_id).aliases.capped
         for admission in state.queues.waiting(version_id):
-            _refuse_if_infeasible(state, admission, model, largest_slot, now)
+            _refuse_if_infeasible(state, admission, model, capped, largest_slot, now)
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
@@ -41,7 +42,8 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     """
     if _knows_slots(state, now):
         model = state.known_model(admission.version_id)
-        _refuse_if_infeasible(state, admission, model, partial(_largest_slot, state, now), now)
+        capped = state.versions.of(admission.version_id).aliases.capped
+        _refuse_if_infeasible(state, admission, model, capped, partial(_largest_slot, state, now), now)
 
 
 def _knows_slots(state: State, now: float) -> bool:
@@ -58,12 +60,16 @@ def _refuse_if_infeasible(
     state: State,
     admission: Admission,
     model: Model,
+    capped: Mapping[str, Caps],
     largest_slot: Callable[[SlotClass, float], tuple[int, int]],
     now: float,
 ) -> None:
     arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
     needed, reason = admission.kv_bytes(model), effects.RefusalReason.NO_CAPACITY
-    if not arena and model.engine:
+    if not arena and model.hosts:
+        labels, engine = ", ".join(sorted(model.hosts)), f", with the engine {model.engine}" if model.engine else ""
+        message = f"{admission.model} needs a worker on a host with the labels {labels}{engine}; no worker has them"
+    elif not arena and model.engine:
         on = f" on {model.num_devices} devices" if model.num_devices > 1 else ""
         message = f"{admission.model} needs a worker with the engine {model.engine}{on}; no worker has it"
     elif not arena:
@@ -74,6 +80,14 @@ def _refuse_if_infeasible(
     elif needed > pool > 0:
         message = f"the request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}: "
         message += "shorten the prompt or lower max_tokens"
+        reason = effects.RefusalReason.TOO_LONG
+    elif capped and pool and admission.model in capped and not capped[admission.model].holds(needed, pool):
+        share = capped[admission.model].kv_share
+        message = f"the request needs {needed:,} bytes of KV to its last token; the share of {admission.model} in the"
+        message += (
+            f" largest pool (kv_share {share:g}) has {int(share * pool):,}: shorten the prompt, lower max_tokens,"
+        )
+        message += " or have the platform's operator raise kv_share"
         reason = effects.RefusalReason.TOO_LONG
     else:
         return

@@ -158,8 +158,8 @@ def note_model(state: State, model: Model, now: float, *, is_new_call: bool) -> 
 
 
 def leave_other_slots(state: State, version_ids: Iterable[str], now: float) -> None:
-    """Drains instances in slots without the engine or the devices that their model names, if a slot with them is
-    present.
+    """Drains instances in slots without the engine, the devices or the labels that their model names, if a slot with
+    them is present.
     """
     for version_id in version_ids:
         model = state.versions.model(version_id)
@@ -176,7 +176,9 @@ def leave_other_slots(state: State, version_ids: Iterable[str], now: float) -> N
 
 
 def _slot_text(slot: WorkerStatus | Model) -> str:
-    return f"{slot.engine or 'any engine'} on {format_count(slot.num_devices, 'device')}"
+    labels = ", ".join(sorted(slot.hosts if isinstance(slot, Model) else slot.labels))
+    of_host = f" of a host with {labels}" if labels else ""
+    return f"{slot.engine or 'any engine'} on {format_count(slot.num_devices, 'device')}{of_host}"
 
 
 def set_minimums(state: State, models: Sequence[Model], now: float) -> Collection[str]:

@@ -4,7 +4,8 @@ Tenants take turns by start-time fair queueing (``common.fair_queue``), charged 
 from the tenant that was served least, among tenants with requests that are not batch work: its request with the
 earliest deadline that can be met, or without one a late request. Batch work is next only if no other request waits;
 once its own deadline is near, or it is late, it is no longer batch work. A request that cannot be placed now is
-*parked*: it waits like the others and keeps its position, but is not next. A full queue refuses requests of the tenant
+*parked*: it waits like the others and keeps its position, but is not next. Of a model at its limits all requests are
+*held*, which is parked in an order, and the first is released for each try. A full queue refuses requests of the tenant
 that has most of its places.
 """
 
@@ -29,6 +30,7 @@ _MIN_PLACES = 16  # fewer placements are never halved
 _UNKNOWN_S = 60.0  # after this time without a placement, an empty queue has no known rate
 
 _Entry = tuple[float, int, "_Request"]  # deadline, or rank if late; order of arrival
+_HeldEntry = tuple[bool, bool, float, int, "_Request"]  # whether it is batch work; whether it is late; as above
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,7 @@ class _Request:
     queue: _ModelQueue
     turns: _Turns | None = None  # in which it waits; None: it is parked
     late_rank: float | None = None  # None: its deadline can be met
+    held_at: _HeldEntry | None = None  # where it is held
 
     @property
     def is_late(self) -> bool:
@@ -61,7 +64,18 @@ class _Request:
         insort(turns.requests[tenant][self.is_late], self.entry)
         self.turns = turns
 
+    def hold(self) -> None:
+        self.leave()
+        self.held_at = (self.queue.turns_of(self.admission) is self.queue.batch, self.is_late, *self.entry)
+        insort(self.queue.held.setdefault(self.admission.model, []), self.held_at)
+
     def leave(self) -> None:
+        if self.held_at is not None:
+            held = self.queue.held[self.admission.model]
+            del held[bisect_left(held, self.held_at)]
+            self.held_at = None
+            if not held:
+                del self.queue.held[self.admission.model]
         if self.turns is not None:
             own = self.turns.requests[self.admission.tenant]
             del own[self.is_late][bisect_left(own[self.is_late], self.entry)]
@@ -130,6 +144,7 @@ class _ModelQueue:
     num_prefill_tokens: int = 0
     timely: _Turns = field(default_factory=_Turns)
     batch: _Turns = field(default_factory=_Turns)
+    held: dict[str, list[_HeldEntry]] = field(default_factory=dict)  # by model
     rate: _PlaceRate = field(default_factory=_PlaceRate)
     retry_at: float = 0.0  # the last retry time that a refused client was told
     empty_since: float = 0.0
@@ -293,6 +308,19 @@ class ModelQueues:
         if (request := self._requests.get(key)) is not None:
             request.leave()
 
+    def hold(self, key: AttemptKey) -> None:
+        """Parks the request, which waits, until it is the first held request of its model that ``release`` returns."""
+        self._requests[key].hold()
+
+    def held_models(self, version_id: str) -> tuple[str, ...]:
+        """The models of the version that have held requests."""
+        return tuple(self._of(version_id).held)
+
+    def release(self, version_id: str, model: str) -> None:
+        """Returns the model's first held request, if there is one, to its position."""
+        if held := self._of(version_id).held.get(model):
+            held[0][-1].enter()
+
     def unpark(self, key: AttemptKey) -> None:
         """Returns a parked request to its position. No effect if it does not wait or is not parked."""
         if (request := self._requests.get(key)) is not None:
@@ -350,6 +378,9 @@ class ModelQueues:
         assert sum(len(queue.requests) for queue in self._queues.values()) == len(self)
         assert self._num_of == sum((queue.num_of for queue in self._queues.values()), Counter[str]())
         for queue in (*self._queues.values(), *self._known.values()):
+            for held in queue.held.values():
+                assert held and held == sorted(held)
+                assert all(entry[-1].held_at is entry and entry[-1].turns is None for entry in held)
             assert sum(queue.num_of.values()) == len(queue.requests)
             for turns in (queue.timely, queue.batch):
                 for entries in (entries for of_tenant in turns.requests.values() for entries in of_tenant):

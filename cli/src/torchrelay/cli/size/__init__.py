@@ -1,0 +1,1 @@
+"""The resources that a model needs: `torchrelay size`."""
