@@ -16,7 +16,7 @@ from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
 TENANT_KEY = "tr-8x2kq0v3m1c9d7fz-secret"
 ADMIN_KEY = "tra-admin"
-MODEL: dict[str, Any] = {"id": "acme/tiny", "version": "0123456789abcdef", "architecture": "LlamaForCausalLM"}
+MODEL: dict[str, Any] = {"id": "acme/tiny", "root": "acme/tiny", "version": "0123456789abcdef", "architecture": "LlamaForCausalLM"}
 MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "vocab_size": 100, "created": 1_790_000_000}
 MODEL |= {"idle_timeout_s": 0, "effective_idle_timeout_s": None, "max_instances": 2, "effective_max_instances": 2}
 MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": [], "tasks": ["generate"]}

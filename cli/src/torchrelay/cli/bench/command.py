@@ -186,7 +186,8 @@ def _measured(
         _check_zero(load, model, admin)
         raise_descriptor_limit()
         load_client = LoadClient(access, name, Prompts(model["vocab_size"], load.num_shared))
-        watch = DeviceWatch(explainer, model["version"], lambda: load_client.now_s) if admin else None
+        base = client.call("GET", f"/v1/models/{quote(model['root'])}")  # an adapter runs on instances of its base
+        watch = DeviceWatch(explainer, base["version"], lambda: load_client.now_s) if admin else None
         if watch is not None:
             _check_admin(watch)
         measurement = Measurement(load_client, load, arrivals, watch)
