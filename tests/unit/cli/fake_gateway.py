@@ -16,10 +16,11 @@ from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
 TENANT_KEY = "tr-8x2kq0v3m1c9d7fz-secret"
 ADMIN_KEY = "tra-admin"
-MODEL: dict[str, Any] = {"id": "acme/tiny", "root": "acme/tiny", "version": "0123456789abcdef", "architecture": "LlamaForCausalLM"}
-MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "vocab_size": 100, "created": 1_790_000_000}
+MODEL: dict[str, Any] = {"id": "acme/tiny", "root": "acme/tiny", "architecture": "LlamaForCausalLM"}
+MODEL |= {"version": "0123456789abcdef", "tasks": ["generate"], "vocab_size": 100}
+MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "created": 1_790_000_000}
 MODEL |= {"idle_timeout_s": 0, "effective_idle_timeout_s": None, "max_instances": 2, "effective_max_instances": 2}
-MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": [], "tasks": ["generate"]}
+MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": []}
 MODEL |= {"max_concurrency": 0, "threads": 0, "kv_share": 1.0, "hosts": []}
 MODEL |= dict.fromkeys(("interactive_ttft_s", "standard_ttft_s", "batch_ttft_s", "tbt_target_s"), 0.0)
 PRICE: dict[str, Any] = {"model": None, "service": "", "prompt_nano": 100, "cached_nano": 25, "output_nano": 400}

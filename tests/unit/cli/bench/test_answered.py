@@ -19,7 +19,7 @@ def event(*tokens: int, **fields: object) -> bytes:
 def test_tokens_of_one_read_share_its_time() -> None:
     stream = AnswerStream()
     stream.feed(b": waiting\n\n", 0.5)
-    assert stream.first_s is None
+    assert stream.num_tokens == 0
     stream.feed(event(1), 1.0)
     stream.feed(event(2) + event(3)[:10], 1.2)
     stream.feed(event(3)[10:] + event(4), 1.4)

@@ -9,8 +9,13 @@ from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
 def worker(name: str, version: str, num_devices: int, prefilled: int, decoded: int) -> WorkerReport:
     slot = SlotState(instance_id="inst" if version else "", version_id=version)
-    counts = {"num_positions_prefilled": prefilled, "num_positions_decoded": decoded}
-    return WorkerReport(incarnation=name, slot=slot, num_devices=num_devices, **counts)
+    return WorkerReport(
+        incarnation=name,
+        slot=slot,
+        num_devices=num_devices,
+        num_positions_prefilled=prefilled,
+        num_positions_decoded=decoded,
+    )
 
 
 def test_sample_counts_the_devices_of_the_version() -> None:
@@ -21,7 +26,7 @@ def test_sample_counts_the_devices_of_the_version() -> None:
         worker("d", "", 1, 3, 0),
     ]
     sample = sample_of(ClusterView(workers=workers), "v1", 1.5)
-    assert (sample.at_s, sample.num_devices, sample.holders) == (1.5, 3, {"a", "b"})
+    assert (sample.at_s, sample.num_devices, sample.holders) == (1.5, 3, frozenset({"a", "b"}))
     assert sample.num_computed == {"a": 15, "b": 1, "c": 0, "d": 3}
 
 

@@ -1,1 +1,1 @@
-"""`torchrelay bench`: loads on a live platform through its public API, and what they measure."""
+"""Loads on a live platform through its public API, and what they measure: `torchrelay bench`"""

@@ -74,7 +74,7 @@ class AnswerStream:
         return sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
 
     def fault(self, num_wanted: int) -> str:
-        """What the answer lacks; empty if nothing."""
+        """Returns what the answer lacks; empty if nothing."""
         if not self.is_ended:
             return "the stream ended early"
         if self.num_tokens != num_wanted:

@@ -1,4 +1,4 @@
-"""What a load measured. Pure."""
+"""Figures of a load. Pure."""
 
 from __future__ import annotations
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torchrelay.cli.bench.load_client import LoadClient
 from torchrelay.cli.bench.workload import Scenario, Workload
-from torchrelay.sim.traces import Arrival
+
+if TYPE_CHECKING:
+    from torchrelay.sim.traces import Arrival
 
 
 async def run_open(client: LoadClient, arrivals: Sequence[Arrival]) -> None:
