@@ -72,7 +72,7 @@ class Form:
     num_rounds: int
 
 
-FULL, QUICK = Form(64, 3, 5), Form(24, 2, 2)
+FULL, QUICK = Form(64, 3, 5), Form(24, 1, 2)
 
 
 def workload(num_answer: int) -> Workload:

@@ -42,6 +42,7 @@ class Device:
     bandwidth_share: float = BANDWIDTH_SHARE
     compute_share: float = COMPUTE_SHARE
     step_overhead_s: float = STEP_OVERHEAD_S
+    choice_overhead_s: float = 0.0  # of each running choice in a step
     origin: str = "published"  # of the rates: published, the user's file, or measured
 
     def times(self, number: int) -> Device:
@@ -63,8 +64,8 @@ class Device:
 _FIELDS: Final = tuple(
     each.name for each in fields(Device) if each.name not in ("name", "origin", "bandwidth_share", "compute_share")
 )
-_MAY_BE_ZERO: Final = ("link_bytes_per_s", "price", "step_overhead_s")
-_OPTIONAL: Final = ("price", "step_overhead_s")
+_OPTIONAL: Final = ("price", "step_overhead_s", "choice_overhead_s")
+_MAY_BE_ZERO: Final = ("link_bytes_per_s", *_OPTIONAL)
 
 
 @cache

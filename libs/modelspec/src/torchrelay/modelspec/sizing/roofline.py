@@ -39,6 +39,7 @@ class Steps(Protocol):
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """Steps that take the longer of reading the weights and multiplying with them, then attention, then a fixed time.
+    The cores of a CPU do not read while they multiply: there both times count.
 
     The roofline model is of Williams, Waterman and Patterson (Communications of the ACM 52(4), 2009).
     """
@@ -63,14 +64,15 @@ class Roofline:
         num_tokens = num_choices + num_prefilled
         peak = device.flops_8bit if model.has_8bit_activations else device.flops
         bytes_per_s, flops = device.bytes_per_s * device.bandwidth_share, peak * device.compute_share
-        linear_s = max(model.read_bytes(num_tokens) / bytes_per_s, model.flops_per_token * num_tokens / flops)
+        parts = model.read_bytes(num_tokens) / bytes_per_s, model.flops_per_token * num_tokens / flops
+        linear_s = max(parts) if device.link_bytes_per_s else sum(parts)
         attended = num_choices * model.attended(context)
         decode_s = max(
             attended * model.kv_bytes_per_token / bytes_per_s,
             attended * model.flops_per_attended / (device.flops * device.compute_share),
         )
         prefill_s = num_attended * model.flops_per_attended / (device.flops * device.compute_share)
-        return linear_s + decode_s + prefill_s + device.step_overhead_s
+        return linear_s + decode_s + prefill_s + device.step_overhead_s + num_choices * device.choice_overhead_s
 
 
 @dataclass(frozen=True, slots=True)
