@@ -8,14 +8,16 @@ from urllib.parse import quote
 
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.bench.answered import Answered
-from torchrelay.cli.errors import ApiError
+from torchrelay.cli.errors import ApiError, Unreachable
 
 MAX_EXPLAINED: Final = 500  # the slowest: cold requests are among them
 Phases = Sequence[Mapping[str, Any]]
 
 
 def explained(client: GatewayClient, answered: Iterable[Answered]) -> list[Phases]:
-    """The phases of the requests with the latest first tokens; the platform forgets old ones, which are left out."""
+    """The phases of the requests with the latest first tokens. Left out are old ones, which the platform forgets, and
+    all others once it does not answer.
+    """
     slowest = sorted((each for each in answered if each.ttft_s is not None), key=lambda each: -(each.ttft_s or 0.0))
     known = []
     for request in slowest[:MAX_EXPLAINED]:
@@ -23,7 +25,9 @@ def explained(client: GatewayClient, answered: Iterable[Answered]) -> list[Phase
             known.append(client.call("GET", f"/v1/requests/{quote(request.request_id)}/explain")["phases"])
         except ApiError as error:
             if error.status != 404:
-                raise
+                break
+        except Unreachable:
+            break
     return known
 
 

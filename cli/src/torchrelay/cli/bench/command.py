@@ -18,6 +18,7 @@ from torchrelay.cli.api.client import GatewayClient, clean_key
 from torchrelay.cli.bench.targets import Targets, read_targets
 from torchrelay.cli.bench.workload import Scenario, Workload, bounds_of
 from torchrelay.cli.commands.model_details import ModelArgument
+from torchrelay.cli.commands.prices import current_price
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
 
@@ -184,6 +185,7 @@ def _measured(
             raise CliError(f"{model['id']} gives no tokens", "choose a model of text: torchrelay models")
         arrivals = _arrivals(load, model)
         _check_zero(load, model, admin)
+        price = current_price(client.call("GET", "/v1/prices")["data"], model["id"], datetime.now(UTC))
         raise_descriptor_limit()
         load_client = LoadClient(access, name, Prompts(model["vocab_size"], load.num_shared))
         base = client.call("GET", f"/v1/models/{quote(model['root'])}")  # an adapter runs on instances of its base
@@ -192,7 +194,7 @@ def _measured(
             _check_admin(watch)
         measurement = Measurement(load_client, load, arrivals, watch)
         is_complete = measurement.run(has_warm_up)
-        return _result(measurement, is_complete, client, explainer, model, targets, device_price)
+        return _result(measurement, is_complete, explainer, model["id"], price, targets, device_price)
 
 
 def _check_admin(watch: DeviceWatch) -> None:
@@ -235,9 +237,9 @@ def _check_zero(load: Workload, model: dict[str, Any], admin: Access | None) -> 
 def _result(
     measurement: Measurement,
     is_complete: bool,
-    client: GatewayClient,
     explainer: GatewayClient,
-    model: dict[str, Any],
+    model: str,
+    price: dict[str, Any],
     targets: Targets,
     device_price: float | None,
 ) -> Result:
@@ -245,15 +247,13 @@ def _result(
     from torchrelay.cli.bench.figures import bill_dollars, cold_of, figures_of
     from torchrelay.cli.bench.measurement import held_by
     from torchrelay.cli.bench.report import Result
-    from torchrelay.cli.commands.prices import current_price
 
     answered = measurement.client.answered
     if not answered:
         raise CliError("interrupted before a request had ended", "nothing was measured")
     figures = figures_of(answered, targets)
-    price = current_price(client.call("GET", "/v1/prices")["data"], model["id"], datetime.now(UTC))
     return Result(
-        model["id"],
+        model,
         measurement.load,
         targets,
         figures,
