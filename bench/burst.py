@@ -29,12 +29,12 @@ from bench.live_scaling.arrivals import busiest, scaled, zipf_models
 from bench.live_scaling.cluster import DECODE_HOST, STRATEGIES, PaddedCluster, imported_layers, send
 from bench.live_scaling.outcome import Outcome, checks_of
 from bench.report import finish, parser_of, progress
-from bench.streaming.open_load import completion_body
 from tests.lab import Lab
 from tests.lab.cluster import HOSTS, TARGETS
 from tests.lab.operations import Operator, Published
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.bench.bodies import completion_body
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.sim.traces import Arrival, read_trace
 

@@ -27,13 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.calibration.padding import PADDED_WORKER, padding
 from bench.report import Check, finish, progress
-from bench.streaming.open_load import completion_body, open_job
+from bench.streaming.open_load import open_job
 from tests.lab import Lab
 from tests.lab.child import Child
 from tests.lab.cluster import HOSTS, TARGETS, Cluster
 from tests.lab.host import Host
 from tests.lab.operations import Operator, Published
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
+from torchrelay.cli.bench.bodies import completion_body
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.policy import Policy

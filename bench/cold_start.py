@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.report import Check, finish, parser_of, progress
 from tests.support.checkpoints import make_checkpoint
 from tests.support.platform import Platform, running_platform
+from torchrelay.cli.bench.bodies import completion_body
 from torchrelay.cli.up.plan import STORE_ID
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, reports_pb2
 
@@ -54,14 +55,7 @@ class Model:
 
 def first_token_s(platform: Platform, model: Model) -> float:
     """Seconds from the start of a streamed request to its first token."""
-    body = {
-        "model": model.name,
-        "prompt": PROMPT,
-        "max_tokens": 2,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-    }
+    body = completion_body(model.name, PROMPT, 2)
     headers = {"Authorization": f"Bearer {model.key}"}
     begin, first = time.perf_counter(), 0.0
     with httpx.stream("POST", f"{platform.http}/v1/completions", json=body, headers=headers, timeout=120) as response:

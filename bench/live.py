@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.live_scaling.cluster import DECODE_HOST, STRATEGIES, PaddedCluster, imported_layers, send
 from bench.report import Check, finish, parser_of, percentile, progress
-from bench.streaming.open_load import completion_body
 from tests.lab import Lab
 from tests.lab.cluster import HOSTS, TARGETS
 from tests.lab.operations import Operator, Published
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.bench.bodies import completion_body
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.control.v1.reports_pb2 import SlotState
 from torchrelay.control.v1.scheduler_pb2 import ClusterView

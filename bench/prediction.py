@@ -34,9 +34,10 @@ from bench.random_checkpoint import LLAMA_33MB
 from bench.report import Check, finish, parser_of, progress
 from bench.scheduling.record import MeasuredAttempt, Record, read_record, step_of_known_batches_s
 from bench.scheduling.refusals import Refusal, refusals_of
-from bench.streaming.open_load import completion_body, open_job
+from bench.streaming.open_load import open_job
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.platform import Platform, running_platform
+from torchrelay.cli.bench.bodies import completion_body
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.sim.summary import percentile
 

@@ -24,12 +24,12 @@ from bench.live_scaling.cluster import send
 from bench.random_checkpoint import LlamaShape, write_checkpoint
 from bench.report import Check, finish, parser_of, progress
 from bench.serving.models import write_tokenizer
-from bench.streaming.open_load import completion_body
 from tests.lab import Lab
 from tests.lab.child import Child
 from tests.lab.cluster import HOSTS, TARGETS, Cluster
 from tests.lab.host import Host
 from tests.lab.operations import Operator, Published
+from torchrelay.cli.bench.bodies import completion_body
 
 RATE_MBIT = 400
 SHAPE = LlamaShape(vocab_size=15_360, num_layers=8, hidden=1024, intermediate=2816)

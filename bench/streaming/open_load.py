@@ -38,19 +38,6 @@ def open_job(url: str, key: str, requests: Sequence[dict[str, Any]], *, comes_ba
     }
 
 
-def completion_body(model: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-    """A streamed completion of exactly ``num_tokens``, with an event for each."""
-    return {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-
-
 async def answered(job: dict[str, Any], request: dict[str, Any], begin: float) -> list[dict[str, Any]]:
     """All tries of a request."""
     await asyncio.sleep(max(begin + request["at"] - time.time(), 0.0))

@@ -16,7 +16,8 @@ from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
 TENANT_KEY = "tr-8x2kq0v3m1c9d7fz-secret"
 ADMIN_KEY = "tra-admin"
-MODEL: dict[str, Any] = {"id": "acme/tiny", "version": "0123456789abcdef", "architecture": "LlamaForCausalLM"}
+MODEL: dict[str, Any] = {"id": "acme/tiny", "root": "acme/tiny", "architecture": "LlamaForCausalLM"}
+MODEL |= {"version": "0123456789abcdef", "tasks": ["generate"], "vocab_size": 100}
 MODEL |= {"dtype": "F32", "size_bytes": 1_500_000, "context_length": 512, "created": 1_790_000_000}
 MODEL |= {"idle_timeout_s": 0, "effective_idle_timeout_s": None, "max_instances": 2, "effective_max_instances": 2}
 MODEL |= {"min_instances": 0, "engine": "auto", "schedule": [], "aliases": []}
@@ -46,6 +47,7 @@ class FakeGateway:
     received: dict[str, bytearray] = field(default_factory=dict)
     cut_after: int = 0  # once: the connection breaks when so many bytes of a file have come
     refuse_commit: bool = False
+    is_full: bool = False  # refuses completions
     sizing: dict[str, Any] | None = None  # of the model tiny
     notes: tuple[str, ...] = ()  # about the weights of a published model
     pieces: tuple[str, ...] = ("Hel", "lo\u2028", "there")
@@ -178,6 +180,10 @@ class _Answering(BaseHTTPRequestHandler):
                 self._put("/".join(name))
             case "POST", ["uploads", "upl-1", "commit"]:
                 self._commit()
+            case "POST", ["completions"] if self.gateway.is_full:
+                self._error(503, "the queue is full", "overloaded")
+            case "POST", ["completions"]:
+                self._complete(body)
             case "POST", ["chat", "completions"]:
                 self._chat(body)
             case _:
@@ -232,6 +238,18 @@ class _Answering(BaseHTTPRequestHandler):
             self._chunk([{"index": 0, "delta": {}, "finish_reason": "stop"}])
             self._chunk([], {"prompt_tokens": 5, "completion_tokens": 3})
             self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _complete(self, body: Any) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("x-request-id", "req-1")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for token in range(body["max_tokens"]):
+            self._chunk([{"index": 0, "text": "a", "token_ids": [token], "finish_reason": None}])
+        self._chunk([], {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]})
+        self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 
     def _chunk(self, choices: list[Any], usage: dict[str, int] | None = None) -> None:

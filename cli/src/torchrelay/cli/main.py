@@ -12,6 +12,8 @@ from typing import Annotated
 try:
     import typer
 
+    from torchrelay.cli.bench.command import EXAMPLE as BENCH_EXAMPLE
+    from torchrelay.cli.bench.command import bench
     from torchrelay.cli.command_group import CommandGroup
     from torchrelay.cli.commands import (
         audit,
@@ -101,6 +103,7 @@ app.command(rich_help_panel=USE, epilog=SIZE_EXAMPLE)(size)
 app.add_typer(uploads.app, name="uploads", rich_help_panel=USE, epilog=uploads.EXAMPLE)
 app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAMPLE)
 app.command(rich_help_panel=USE, epilog=chat.EXAMPLE)(chat.chat)
+app.command(rich_help_panel=USE, epilog=BENCH_EXAMPLE)(bench)
 app.add_typer(batch.app, name="batch", rich_help_panel=USE, epilog=batch.EXAMPLE)
 app.add_typer(key.app, name="key", rich_help_panel=MONEY)
 app.add_typer(tenant.app, name="tenant", rich_help_panel=MONEY)

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from tests.unit.cli.conftest import CONFIG, Run, refusal
 from tests.unit.cli.fake_gateway import FakeGateway
+from torchrelay.cli.bench.answered import Answered
 from torchrelay.cli.home import Home
-from torchrelay.cli.size.load import Answered, arrivals, figures
+from torchrelay.cli.size.load import arrivals, figures
 from torchrelay.cli.size.report import command, size_report
 from torchrelay.cli.size.subject import Subject, subject_of_reply
 from torchrelay.cli.size.this_machine import this_machine
@@ -117,7 +118,10 @@ def test_the_command_means_the_offer() -> None:
 
 
 def test_figures_are_means_of_the_requests() -> None:
-    answered = [Answered(0.0, 0.1, 0.4, 4), Answered(1.0, 1.3, 2.0, 8)]
+    answered = [
+        Answered(0.0, 0.0, 0.4, first_s=0.1, last_s=0.4, num_output_tokens=4),
+        Answered(1.0, 1.0, 2.0, first_s=1.3, last_s=2.0, num_output_tokens=8),
+    ]
     measured = figures(answered)
     assert measured == pytest.approx({"tokens_per_s": 6.0, "ttft_s": 0.2, "tbt_s": 0.1})
     times = arrivals(5.0)

@@ -55,9 +55,7 @@ class GatewayClient:
                 base_url=url,
                 headers=headers,
                 timeout=timeout,
-                # Plain HTTP needs no CA certificates; to read them takes 35 ms of CPU.
-                verify=False if url.startswith("http:") else httpx.create_ssl_context(),  # heeds SSL_CERT_FILE
-                trust_env=not _is_loopback(httpx.URL(url).host),  # a proxy would get the key, and not find this host
+                **connection_options(url),
             )
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise CliError(f"{url!r} is malformed", "check --url") from error
@@ -143,6 +141,15 @@ class GatewayClient:
             raise Unreachable(f"the connection to {self.url} broke: {what}", "try again") from error
         except UnicodeEncodeError as error:  # surrogates: bytes of the command line or terminal that are not UTF-8
             raise CliError("the input is not valid UTF-8", "check the arguments and the terminal's encoding") from error
+
+
+def connection_options(url: str) -> dict[str, Any]:
+    """Options of an httpx client for a gateway at ``url``."""
+    return {
+        # Plain HTTP needs no CA certificates; to read them takes 35 ms of CPU.
+        "verify": False if url.startswith("http:") else httpx.create_ssl_context(),  # heeds SSL_CERT_FILE
+        "trust_env": not _is_loopback(httpx.URL(url).host),  # a proxy would get the key, and not find this host
+    }
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.restarts import restart_attempts
 from torchrelay.cli.errors import ApiError, Unreachable
+
+if TYPE_CHECKING:
+    from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
 T = TypeVar("T")
 ABSENT_S = 30.0  # a gateway that starts again on a busy machine takes 7 s
@@ -26,6 +29,13 @@ def look(client: GatewayClient, path: str, accept: str = "application/json", **q
             raise
         hint = "is nats-server running?" if "NATS" in error.message else "is the platform up? torchrelay up"
         raise Unreachable(error.message, hint) from error
+
+
+def cluster_view(client: GatewayClient) -> ClusterView:
+    """The scheduler's view of the cluster now. Raises as ``look`` does."""
+    from torchrelay.control.v1.scheduler_pb2 import ClusterView
+
+    return ClusterView.FromString(look(client, "/v1/cluster", "application/x-protobuf"))
 
 
 def looks(

@@ -6,15 +6,11 @@ import contextlib
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from torchrelay.cli.api.access import Access, AdminKeyOption, HomeOption, UrlOption, admin_access
-
-if TYPE_CHECKING:
-    from torchrelay.cli.api.client import GatewayClient
-    from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
 EXAMPLE = "Example:  torchrelay top\n\nOnce:     torchrelay top --once\n\nScripts:  torchrelay top --json"
 REFRESH_PER_S = 4
@@ -38,7 +34,7 @@ def top(
 
 
 def _print_once(access: Access, as_json: bool) -> None:
-    from torchrelay.cli.api.polling import look
+    from torchrelay.cli.api.polling import cluster_view, look
     from torchrelay.cli.views import console
     from torchrelay.cli.views.cluster import cluster_screen
 
@@ -46,26 +42,19 @@ def _print_once(access: Access, as_json: bool) -> None:
         if as_json:
             console.print_json(json.loads(look(client, "/v1/cluster")))
         else:
-            console.out().print(cluster_screen(_view(client), {}, access.url))
-
-
-def _view(client: GatewayClient) -> ClusterView:
-    from torchrelay.cli.api.polling import look
-    from torchrelay.control.v1.scheduler_pb2 import ClusterView
-
-    return ClusterView.FromString(look(client, "/v1/cluster", "application/x-protobuf"))
+            console.out().print(cluster_screen(cluster_view(client), {}, access.url))
 
 
 def follow(access: Access, **limits: Any) -> None:
     """Draws until interrupted; takes the ``limits`` of ``looks``, and raises its errors."""
     from rich.live import Live
 
-    from torchrelay.cli.api.polling import looks
+    from torchrelay.cli.api.polling import cluster_view, looks
     from torchrelay.cli.views import console
     from torchrelay.cli.views.cluster import LiveScreen
 
     screen = LiveScreen(access.url, time.monotonic)
     live = Live(get_renderable=screen.render, console=console.out(), screen=True, refresh_per_second=REFRESH_PER_S)
     with live, access.client(waits=False) as client:
-        for view in looks(lambda: _view(client), access.may_return, screen.lost, **limits):
+        for view in looks(lambda: cluster_view(client), access.may_return, screen.lost, **limits):
             screen.show(view)

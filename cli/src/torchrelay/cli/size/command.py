@@ -8,12 +8,10 @@ from typing import Annotated
 
 import typer
 
-from torchrelay.cli.api.access import HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.commands.upload import Quantization
 from torchrelay.cli.errors import ApiError, CliError, Unreachable
 from torchrelay.cli.home import Home
-from torchrelay.cli.size import load
 from torchrelay.cli.size.report import size_json, size_report, validation_table
 from torchrelay.cli.size.subject import Subject, subject_of, subject_of_reply
 from torchrelay.cli.size.this_machine import NAME as THIS_MACHINE
@@ -87,8 +85,7 @@ def size(
     if validate:
         access = tenant_access(home, url, key, subject.name)
         access.require_tenant("--validate, whose requests are billed,")
-        with access.client() as client:
-            shown["validation"] = _validated(client, subject, work, as_json)
+        shown["validation"] = _validated(access, subject, work, as_json)
     if as_json:
         console.print_json(shown)
 
@@ -137,7 +134,7 @@ def _learned_offers(subject: Subject, work: Workload, device: str | None) -> lis
     return [learned_offer(subject.learned.steps, subject.footprint, unknown, work, kv_tokens)]
 
 
-def _validated(client: GatewayClient, subject: Subject, work: Workload, as_json: bool) -> dict[str, object]:
+def _validated(access: Access, subject: Subject, work: Workload, as_json: bool) -> dict[str, object]:
     """Sends the load; returns predicted and measured figures. The prediction is of before the load."""
     if subject.learned is None:
         raise CliError(
@@ -147,12 +144,16 @@ def _validated(client: GatewayClient, subject: Subject, work: Workload, as_json:
     point = point_at_rate(subject.learned.steps, work, work.requests_per_s)
     if point is None:
         raise CliError(f"--rate {work.requests_per_s:g} is more than an instance is known to attain", "lower --rate")
+    from torchrelay.cli.bench.bodies import Prompts
+    from torchrelay.cli.bench.load_client import LoadClient
+    from torchrelay.cli.size import load
+
     times = load.arrivals(work.requests_per_s)
     # The load lasts until the last request that arrives has its answer.
     predicted_s = times[-1] + point.ttft_s + (work.num_answer - 1) * point.tbt_s
     tokens_per_s = len(times) * work.num_answer / predicted_s
     predicted = {"tokens_per_s": tokens_per_s, "ttft_s": point.ttft_s, "tbt_s": point.tbt_s}
-    answered = load.drive(client, subject.name, subject.vocab_size, work, times)
+    answered = load.drive(LoadClient(access, subject.name, Prompts(subject.vocab_size)), work, times)
     measured = load.figures(answered)
     if not as_json:
         console.out().print(validation_table(predicted, measured, len(answered)))

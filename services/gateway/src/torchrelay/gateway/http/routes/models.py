@@ -229,6 +229,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "parent": model.parent or None,
         "version": version.version_id,
         "context_length": version.shape.max_context_tokens,
+        "vocab_size": version.shape.vocab_size,
         "tasks": tasks_of(version),
         "architecture": version.architecture,
         "dtype": version.dtype,

@@ -1,0 +1,1 @@
+"""Loads on a live platform through its public API, and what they measure: `torchrelay bench`"""
