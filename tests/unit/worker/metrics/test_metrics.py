@@ -18,6 +18,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoi
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.engine.core import StepProfile, StepResult
 from torchrelay.engine.device_counts import CopyTimes
+from torchrelay.modelspec.sizing.footprint import footprint_of_bytes
 from torchrelay.worker.metrics.gpu_metrics import export_gpus
 from torchrelay.worker.metrics.load_metrics import export_load
 from torchrelay.worker.metrics.step_floor import StepFloor
@@ -108,10 +109,14 @@ def test_shares_belong_to_instance_in_slot() -> None:
 
 def test_decode_steps_near_their_floor_count_as_memory() -> None:
     """The steps take 20 ms."""
-    step_metrics, floor = StepMetrics(), StepFloor(bytes_per_s=1e9, weight_bytes=15 << 20)
-    step_metrics.record_step(a_step(), LABELS, floor)
+    step_metrics = StepMetrics()
+
+    def floor_of(weights_bytes: int) -> StepFloor:
+        return StepFloor(footprint_of_bytes(weights_bytes, 2, 0.0, 512), 1e9)
+
+    step_metrics.record_step(a_step(), LABELS, floor_of(15 << 20))
     assert astuple(step_metrics.time_shares_of(LABELS)) == pytest.approx((0, 0.9, 0, 0, 0.1))
-    step_metrics.record_step(a_step(), OTHER, replace(floor, weight_bytes=10 << 20))
+    step_metrics.record_step(a_step(), OTHER, floor_of(10 << 20))
     assert step_metrics.time_shares_of(OTHER).compute == pytest.approx(0.75)
 
 
