@@ -1,0 +1,1 @@
+"""`torchrelay advise`: the changes of settings that would save most."""
