@@ -12,6 +12,8 @@ from typing import Annotated
 try:
     import typer
 
+    from torchrelay.cli.advise.command import EXAMPLE as ADVISE_EXAMPLE
+    from torchrelay.cli.advise.command import advise
     from torchrelay.cli.command_group import CommandGroup
     from torchrelay.cli.commands import (
         audit,
@@ -92,6 +94,7 @@ app.command(rich_help_panel=PLATFORM, epilog=top.EXAMPLE)(top.top)
 app.command(rich_help_panel=PLATFORM, epilog=events.EXAMPLE)(events.events)
 app.command(rich_help_panel=PLATFORM, epilog=explain.EXAMPLE)(explain.explain)
 app.command(rich_help_panel=PLATFORM, epilog=sim.EXAMPLE)(sim.sim)
+app.command(rich_help_panel=PLATFORM, epilog=ADVISE_EXAMPLE)(advise)
 app.add_typer(operator.app, name="operator", rich_help_panel=PLATFORM)
 app.command(rich_help_panel=PLATFORM, epilog=audit.EXAMPLE)(audit.audit)
 app.command(rich_help_panel=USE, epilog=upload.EXAMPLE)(upload.upload)

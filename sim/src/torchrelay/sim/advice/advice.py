@@ -24,7 +24,7 @@ _SETTLE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class DayPrices:
-    """Dollars. ``pays_held``: a device is paid for while an instance holds it; otherwise as long as its host is there."""
+    """Dollars. ``pays_held``: a device costs while an instance holds it; otherwise as long as its host is there."""
 
     device_hour: float = 2.5
     ram_gb_hour: float = 0.005

@@ -101,7 +101,7 @@ def _idle_times(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]
 def _int8(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]:
     """Half the bytes for the largest models."""
     called = {request.model for request in workload.requests}
-    wide = [model for model in workload.models if model.name in called - workload.int8]
+    wide = [model for model in workload.models if model.name in called - workload.quantized]
     for model in sorted(wide, key=lambda model: (-model.pack_bytes, model.name))[:2]:
         decode = replace(model.latency.decode, base_s=model.latency.decode.base_s / 2)
         changed = workload.with_model(

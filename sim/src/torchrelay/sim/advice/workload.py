@@ -18,7 +18,7 @@ _PER_SECOND, _PER_SECOND_AND_NODE, _PER_REQUEST = 150e-6, 30e-6, 4e-3
 @dataclass(frozen=True)
 class Workload:
     """``requests``: in order of arrival, the first at 0. ``span_s``: the time over which they came, at least until the
-    last arrival. ``int8``: models whose weights are in int8.
+    last arrival. ``quantized``: models whose weights cannot be quantized once more.
     """
 
     models: Sequence[ServedModel]
@@ -26,7 +26,7 @@ class Workload:
     requests: Sequence[Request]
     config: PolicyConfig
     span_s: float
-    int8: frozenset[str] = frozenset()
+    quantized: frozenset[str] = frozenset()
 
     @property
     def arrivals_s(self) -> float:
