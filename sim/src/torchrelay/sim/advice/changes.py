@@ -107,7 +107,7 @@ def _int8(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]:
         changed = workload.with_model(
             model.name, pack_bytes=model.pack_bytes // 2, latency=replace(model.latency, decode=decode)
         )
-        estimate = "half the bytes, and half the base time of a decode step; other answers"
+        estimate = "half the bytes and base time of a decode step; answers differ"
         command = f"torchrelay upload DIR --name {model.name.partition('/')[2] or model.name} --quantize int8"
         yield Change(f"{model.name} in int8", command, changed, estimate)
 
