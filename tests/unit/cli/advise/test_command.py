@@ -72,8 +72,8 @@ def test_ledger_gives_advice(run: Run, home: Home, gateway: FakeGateway) -> None
     said = json.loads(shown.stdout)
     assert said["num_requests"] == said["num_simulated"] == 520
     assert said["advice"][0]["change"] == "one slot fewer per host"
-    assert said["advice"][0]["command"] == "torchrelay up --workers 1"
-    assert [check["figure"] for check in said["checks"]] == ["seconds per answer, P50"]
+    assert said["advice"][0]["command"] == "torchrelay up --prefill-workers 0 --decode-workers 0 --both-workers 1"
+    assert [check["figure"] for check in said["checks"]] == ["time of an answer, P50"]
 
 
 def test_wrong_logs_and_keys_are_refused(run: Run, home: Home, tmp_path: Path) -> None:

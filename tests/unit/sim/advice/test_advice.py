@@ -79,7 +79,10 @@ def test_changes_are_those_that_the_workload_allows() -> None:
     assert "t/small in int8" not in titles(replace(one_slot, quantized=frozenset(["t/small"])))
     mixed = replace(one_slot, models=[SMALL, PAIR], fleet=replace(HOST, groups=(2, 1, 1), arena_bytes=20 * 10**9))
     fewer = next(change for change in changes_of(mixed, {}) if change.title == "one slot fewer per host")
-    assert fewer.workload.fleet.groups == (2, 1) and fewer.command == "torchrelay up --workers 2"
+    assert (
+        fewer.workload.fleet.groups == (2, 1)
+        and fewer.command == "torchrelay up --prefill-workers 0 --decode-workers 0 --both-workers 2"
+    )
     assert "one slot fewer per host" not in titles(fewer.workload)
     assert "twice the host memory" in titles(mixed) and "t/pair in int8" not in titles(mixed)  # it is never called
 
@@ -132,7 +135,7 @@ def test_figures_that_are_off_by_more_than_a_quarter_are_weak(base: tuple[Worklo
     checks = {check.name: check for check in checks_of(measured, 0.0, workload, result)}
     assert checks["attained"].measured == 0.5
     assert checks["device seconds"].off == pytest.approx(0.5) and checks["device seconds"].is_weak
-    assert checks["seconds per answer, P50"].measured == 9.0
+    assert checks["time of an answer, P50"].measured == 9.0
     assert not Check("attained", 1.0, 0.8).is_weak
     assert checks_of(Measured(), 0.0, workload, result) == []
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.text import Text
+
 from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_duration
-from torchrelay.sim.advice.advice import Check, Saving
+from torchrelay.sim.advice.advice import ATTAINED, DEVICE_S, DURATION, Check, Saving
 from torchrelay.sim.advice.workload import Workload
 
 _FEW_REQUESTS = 100
+_FORMATS: dict[str, Callable[[float], str]] = {
+    ATTAINED: "{:.1%}".format,
+    DEVICE_S: "{:,.0f}".format,
+    DURATION: format_duration,
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Report:
     @property
     def weaknesses(self) -> list[str]:
         """Why the advice is weak."""
-        off = [f"the simulated {check.name} are off by {check.off:.0%}" for check in self.checks if check.is_weak]
+        off = [f"{check.name} off by {check.off:.0%}" for check in self.checks if check.is_weak]
         few = len(self.stretch.requests) < _FEW_REQUESTS
         return [
             *off,
@@ -81,19 +88,21 @@ class Report:
             out.print("nothing to advise: no change that was tried saves anything")
             return
         out.print(self._table())
-        out.print("Each by itself: savings do not add up, and nothing was changed.", style="dim")
+        for number, each in enumerate(self.savings, 1):
+            out.print(console.printable(f"{number}  {each.change.command}"), soft_wrap=True, markup=False)
+        out.print("\nEach by itself: savings do not add up, and nothing was changed.", style="dim")
 
     def _table(self) -> console.ResultTable:
-        right = ("saved a day", "attained")
-        table = console.ResultTable("change", "command", *right, "rests on", right=right, is_narrow=True)
-        for each in self.savings:
+        right = ("", "saved a day", "attained")
+        columns = ("", "change", "saved a day", "attained", "rests on")
+        table = console.ResultTable(*columns, right=right, is_narrow=True)
+        for number, each in enumerate(self.savings, 1):
             attained = f"{each.attained_before:.1%} → {each.attained:.1%}"
-            texts = console.printable(each.change.title), console.printable(each.change.command)
-            table.add_line(*texts, f"${each.saved:,.2f}", attained, self.basis(each))
+            title = Text(console.printable(each.change.title))
+            table.add_line(str(number), title, f"${each.saved:,.2f}", attained, self.basis(each))
         return table
 
 
 def _comparison(check: Check) -> str:
-    style = "{:.1%}" if check.name == "attained" else "{:,.1f}"
-    figures = [style.format(value) for value in (check.measured, check.simulated)]
-    return f"{check.name}: {figures[0]} measured, {figures[1]} simulated ({check.off:.0%} off)"
+    measured, simulated = map(_FORMATS[check.name], (check.measured, check.simulated))
+    return f"{check.name}: {measured} measured, {simulated} simulated ({check.off:.0%} off)"

@@ -16,6 +16,7 @@ from torchrelay.sim.setup import one_copy_each
 from torchrelay.sim.summary import Summary, percentile, summarize
 
 MOST_LOST: Final = 0.005  # of the attained share, that a change may lower
+ATTAINED, DEVICE_S, DURATION = "attained", "device seconds", "time of an answer, P50"  # figures that are compared
 _MOST_OFF = 0.25  # of a measured figure, above which advice is weak
 _LEAST_SAVED = 0.01  # dollars a day
 _NUM_SHOWN = 3
@@ -99,12 +100,12 @@ def checks_of(measured: Measured, begin: float, workload: Workload, simulated: R
     """The figures of a stretch that were measured. ``begin``: of the stretch in the day."""
     names, checks = [request.request_id for request in workload.requests], []
     if attained := [measured.attained[name] for name in names if name in measured.attained]:
-        checks.append(Check("attained", sum(attained) / len(attained), simulated.summary.attainment))
+        checks.append(Check(ATTAINED, sum(attained) / len(attained), simulated.summary.attainment))
     if measured.held:
         held_s = measured.held_s(begin, begin + workload.requests[-1].arrives_at)
-        checks.append(Check("device seconds", held_s, simulated.summary.device_s))
+        checks.append(Check(DEVICE_S, held_s, simulated.summary.device_s))
     if durations := [measured.durations_s[name] for name in names if name in measured.durations_s]:
-        checks.append(Check("seconds per answer, P50", percentile(durations, 50), simulated.duration_p50_s))
+        checks.append(Check(DURATION, percentile(durations, 50), simulated.duration_p50_s))
     return checks
 
 

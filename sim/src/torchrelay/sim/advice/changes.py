@@ -49,7 +49,8 @@ def _hosts(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]:
 
 def _slots(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]:
     groups = workload.fleet.groups
-    command = "torchrelay {} --workers {}".format("up" if workload.fleet.num_hosts == 1 else "join join.toml", "{}")
+    up = "torchrelay up --prefill-workers 0 --decode-workers 0 --both-workers"
+    command = up if workload.fleet.num_hosts == 1 else "torchrelay join join.toml --workers"
     needed = {model.num_devices for model in workload.models}
     spare = [size for size, number in Counter(groups).items() if number > 1 or size not in needed]
     if spare and len(groups) > 1:
@@ -57,13 +58,13 @@ def _slots(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]:
         fewer.remove(min(spare))
         yield Change(
             "one slot fewer per host",
-            command.format(len(fewer)),
+            f"{command} {len(fewer)}",
             _with_fleet(workload, groups=tuple(fewer)),
         )
     added = Counter(groups).most_common(1)[0][0]
     yield Change(
         "one more slot per host",
-        command.format(len(groups) + 1),
+        f"{command} {len(groups) + 1}",
         _with_fleet(workload, groups=(*groups, added)),
         "devices as the others are",
     )
@@ -93,7 +94,7 @@ def _idle_times(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]
             command, changed = f"torchrelay up --idle-timeout-s {idle_s:g}", replace(config, idle_timeout_s=idle_s)
         else:
             late_cost_s = config.late_cost_s * factor
-            command = f"TORCHRELAY_LATE_COST_S={late_cost_s:g}, setting of the scheduler"
+            command = f"TORCHRELAY_LATE_COST_S={late_cost_s:g} torchrelay up"
             changed = replace(config, late_cost_s=late_cost_s)
         yield Change(f"{how} idle timeouts", command, replace(workload, config=changed))
 
