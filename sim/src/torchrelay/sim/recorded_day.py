@@ -217,7 +217,7 @@ def equal_hosts(
     device_bytes_per_s: float,
     disk_bytes_per_s: float,
 ) -> Fleet:
-    """As many hosts as there were, each with the slots of most of them."""
+    """A cluster of as many hosts as there were, each with the slots of most of them."""
     groups_of: dict[str, list[int]] = {}
     for worker in workers:
         groups_of.setdefault(worker.host_id, []).append(worker.num_devices)

@@ -1,1 +1,1 @@
-"""`torchrelay advise`: the changes of settings that would save most."""
+"""Advice to the operator: the day that the platform recorded, its simulations, and the report."""

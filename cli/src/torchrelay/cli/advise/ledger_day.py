@@ -27,7 +27,7 @@ _ENDED = ("ok", "cancelled")  # other requests say nothing of how long they woul
 
 
 def read_ledger_day(client: GatewayClient, hours: float) -> Day:
-    """What the platform recorded in the last ``hours``. Raises ``CliError`` if that is nothing to simulate."""
+    """Reads what the platform recorded in the last ``hours``. Raises ``CliError`` if that is nothing to simulate."""
     from torchrelay.cli.api.polling import look
     from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
@@ -93,7 +93,7 @@ def ledger_day(
 
 
 def _latencies(workers: Sequence[WorkerStatus]) -> dict[str, LatencyModel]:
-    """By pack, learned from most steps."""
+    """The latency model of each pack that was learned from most steps."""
     known = [
         (worker.latency.decode.num_steps, worker.slot.pack_id, worker.latency)
         for worker in workers

@@ -1,4 +1,4 @@
-"""What a change would save: its simulation beside that of the settings as they are, and how far the latter is off."""
+"""Savings of changes by simulation, and how far the simulation of the settings as they are is off."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of the requests, by request id, as far as it is known. ``held``: arrival times, rising, and the device
+    """Outcomes by request id, as far as they are known. ``held``: arrival times, rising, and the device
     seconds that instances had held until then.
     """
 
