@@ -28,7 +28,7 @@ class SimulatedScheduler:
         policy: SimulatedPolicy,
         events: EventQueue,
         carry_out: Callable[[effects.Effects], None],
-        rest_s: Callable[[], float],
+        rest_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._policy, self._events, self._carry_out, self._rest_s = policy, events, carry_out, rest_s
         self._due_at, self._rests_from = math.inf, -math.inf

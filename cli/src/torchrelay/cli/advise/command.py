@@ -30,7 +30,7 @@ HoursOption = Annotated[float, typer.Option(min=0.1, max=24 * 31, help="Recorded
 DevicePriceOption = Annotated[float, typer.Option(min=0.0, help="Dollars per device and hour.")]
 RamPriceOption = Annotated[float, typer.Option(min=0.0, help="Dollars per GB of RAM that holds weights, and hour.")]
 LatePriceOption = Annotated[
-    float, typer.Option(min=0.0, help="Dollars that a request which misses its latency targets is worth to avoid.")
+    float, typer.Option(min=0.0, help="Dollars lost with each request that misses a latency target.")
 ]
 PaysHeldOption = Annotated[
     bool,
@@ -54,7 +54,8 @@ def advise(
 ) -> None:
     """Advise the three changes of settings that would save most; nothing is changed.
 
-    Simulates the scheduler with the requests of the ledger, or of a log, and with changed settings.
+    Simulates the scheduler with the requests of the ledger, or of a log, and with changed settings. What counts is
+    dollars a day: devices, RAM and late requests. No change is advised that makes many more requests late.
     """
     from torchrelay.cli.advise.report import Report
     from torchrelay.cli.advise.simulations import simulations_of
