@@ -40,6 +40,8 @@ class FakeGateway:
     owners: dict[str, str] = field(default_factory=lambda: {TENANT_KEY.split("-")[1]: "acme"})  # of keys, by their ids
     lists_keys: bool = True
     events: list[dict[str, Any]] = field(default_factory=list)
+    view: ClusterView = field(default_factory=lambda: ClusterView(epoch=1))
+    requests: list[dict[str, Any]] = field(default_factory=list)  # of the ledger
     outage: str = ""  # why the gateway answers nothing about the cluster
     tenants: set[str] = field(default_factory=set)
     published: set[str] = field(default_factory=set)  # models, without their tenant
@@ -131,9 +133,15 @@ class _Answering(BaseHTTPRequestHandler):
             case "GET", ["cluster" | "events"] if self.gateway.outage:
                 self._error(503, self.gateway.outage, "unavailable")
             case "GET", ["cluster"] if self.headers["Accept"] == "application/x-protobuf":
-                self._send(200, ClusterView(epoch=1).SerializeToString(), self.headers["Accept"])
+                self._send(200, self.gateway.view.SerializeToString(), self.headers["Accept"])
             case "GET", ["cluster"]:
                 self._json({"epoch": "1", "instances": []})
+            case "GET", ["requests"]:
+                query, listed = parse_qs(urlsplit(self.path).query), self.gateway.requests
+                after = query.get("after_id", [""])[0]
+                begin = next((number for number, each in enumerate(listed, 1) if each["id"] == after), 0)
+                page = listed[begin : begin + int(query["limit"][0])]
+                self._json({"data": page, "has_more": begin + len(page) < len(listed)})
             case "GET", ["events"]:
                 after, limit = (int(parse_qs(urlsplit(self.path).query)[name][0]) for name in ("after", "limit"))
                 self._json({"data": [each for each in self.gateway.events if each["sequence"] > after][:limit]})

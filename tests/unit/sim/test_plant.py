@@ -299,3 +299,18 @@ def test_minimum_is_loaded_without_request_and_stays() -> None:
     plant = Plant(new_policy(Policy, None, idle_timeout_s=2.0), FLEET, [kept, LARGE])
     plant.run(requests("t/large", 2, 20.0))
     assert [worker.slot.model for worker in plant.workers.values() if worker.slot.model == kept.name] == [kept.name]
+
+
+def test_coarse_clock_gives_almost_the_same_figures() -> None:
+    arrivals = requests("t/small", 40, 7.0)
+
+    def run_with(is_coarse: bool) -> tuple[int, list[float], float]:
+        policy = new_policy(RecordedPolicy)
+        plant = Plant(policy, FLEET, [SMALL], is_coarse=is_coarse)
+        outcomes = plant.run(arrivals)
+        num_ticks = sum(isinstance(each, Tick) for _, each in policy.inputs)
+        return num_ticks, [outcome.ttft_s for outcome in outcomes], plant.at_last_arrival.device_s
+
+    (num_fine, fine, fine_s), (num_coarse, coarse, coarse_s) = run_with(False), run_with(True)
+    assert num_coarse < num_fine / 4
+    assert coarse == pytest.approx(fine, abs=0.05) and coarse_s == pytest.approx(fine_s, rel=0.02)

@@ -12,6 +12,8 @@ from typing import Annotated
 try:
     import typer
 
+    from torchrelay.cli.advise.command import EXAMPLE as ADVISE_EXAMPLE
+    from torchrelay.cli.advise.command import advise
     from torchrelay.cli.bench.command import EXAMPLE as BENCH_EXAMPLE
     from torchrelay.cli.bench.command import bench
     from torchrelay.cli.command_group import CommandGroup
@@ -96,6 +98,7 @@ app.command(rich_help_panel=PLATFORM, epilog=top.EXAMPLE)(top.top)
 app.command(rich_help_panel=PLATFORM, epilog=events.EXAMPLE)(events.events)
 app.command(rich_help_panel=PLATFORM, epilog=explain.EXAMPLE)(explain.explain)
 app.command(rich_help_panel=PLATFORM, epilog=sim.EXAMPLE)(sim.sim)
+app.command(rich_help_panel=PLATFORM, epilog=ADVISE_EXAMPLE)(advise)
 app.add_typer(operator.app, name="operator", rich_help_panel=PLATFORM)
 app.command(rich_help_panel=PLATFORM, epilog=audit.EXAMPLE)(audit.audit)
 app.command(rich_help_panel=USE, epilog=upload.EXAMPLE)(upload.upload)

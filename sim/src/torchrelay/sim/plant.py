@@ -22,12 +22,15 @@ from torchrelay.sim.workers import SimulatedWorkers
 
 START_S = 1000.0  # when a simulation begins
 _REPORT_EVERY_S = 1.0
+_BUSY_REST_S, _IDLE_REST_S = 0.25, 1.0  # of a coarse simulation between ticks, while no request waits
 GIVEN_UP_S = 3600.0  # after the last arrival
 
 
 class Plant:
     """Owner of the simulated cluster. ``held``: packs in a host's RAM at the start, by the host's number. ``slowness``:
     how many times longer than predicted the steps of a worker take. ``preferred_roles``: of workers that are set apart.
+    ``is_coarse``: the policy ticks at its own times only while requests wait, and rarely otherwise, which takes a
+    fraction of the time.
     """
 
     def __init__(
@@ -38,13 +41,15 @@ class Plant:
         held: Mapping[int, Sequence[str]] | None = None,
         slowness: Mapping[str, float] | None = None,
         preferred_roles: Mapping[str, Role] | None = None,
+        *,
+        is_coarse: bool = False,
     ) -> None:
         self.events = EventQueue(now=START_S)
-        self.policy, self.fleet = policy, fleet
+        self.policy, self.fleet, self._is_coarse = policy, fleet, is_coarse
         self.served = {model.name: model for model in models}
         self.models = {model.name: policy_model(model) for model in self.served.values()}
         self._meter = Meter(self.events)
-        self._scheduler = SimulatedScheduler(policy, self.events, self._carry_out)
+        self._scheduler = SimulatedScheduler(policy, self.events, self._carry_out, self._rest_s)
         self._stores = SimulatedStores(self.events, fleet, self.served, self._meter, self._scheduler)
         self._workers = SimulatedWorkers(
             self.events,
@@ -110,6 +115,11 @@ class Plant:
         """Spending until now, with slots that are still held."""
         return self._meter.until_now(self._workers.held_device_s)
 
+    def _rest_s(self) -> float:
+        if not self._is_coarse or self._gateway.num_waiting:
+            return 0.0
+        return _BUSY_REST_S if self._gateway.is_busy else _IDLE_REST_S
+
     def _carry_out(self, caused: effects.Effects) -> None:
         for command in caused.commands:
             match command:
@@ -158,5 +168,7 @@ def policy_model(served: ServedModel) -> Model:
         kv_bytes_per_token=served.kv_bytes_per_token,
         num_devices=served.num_devices,
         min_instances=served.min_instances,
+        idle_timeout_s=served.idle_timeout_s,
+        max_instances=served.max_instances,
         routing_block_tokens=BLOCK_TOKENS,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.storage_tiers import Tier
-from torchrelay.scheduler.policy.types import Admission, Model, WorkerStatus
+from torchrelay.scheduler.policy.types import Admission, Model, StoreStatus, WorkerStatus
 from torchrelay.scheduler.service.input_log import Step, steps
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome, ServedModel
 from torchrelay.sim.spent import Spent
@@ -25,7 +25,8 @@ from torchrelay.sim.summary import Summary, summarize
 @dataclass(frozen=True)
 class RecordedDay:
     """``measured``: what came of the requests on the recorded cluster. ``without_latency``: models that were left out
-    with their requests, as no worker had learned how long their steps take.
+    with their requests, as no worker had learned how long their steps take. ``held``: times of arrivals, and the device
+    seconds that instances had held until then.
     """
 
     models: Sequence[ServedModel]
@@ -34,6 +35,8 @@ class RecordedDay:
     config: PolicyConfig
     measured: Summary
     without_latency: Sequence[str]
+    outcomes: Sequence[RequestOutcome]
+    held: Sequence[tuple[float, float]]
 
 
 @dataclass
@@ -57,6 +60,8 @@ class _Day:
     workers: dict[str, WorkerStatus] = field(default_factory=dict)
     spent: Spent = field(default_factory=Spent)
     instance_ids: set[str] = field(default_factory=set)
+    held: list[tuple[float, float]] = field(default_factory=list)  # time and device seconds until then
+    min_instances: dict[str, int] = field(default_factory=dict)  # by version, as last set
     at: float = 0.0
 
     def note(self, step: Step) -> None:
@@ -65,6 +70,9 @@ class _Day:
             case inputs.Admit(admission=admission, model=model):
                 self.models.setdefault(model.version_id, model)
                 self.seen.setdefault(admission.key.request_id, _Seen(admission))
+                self.held.append((step.now, self.spent.device_s))
+            case inputs.MinimumsSet(models=models):
+                self.min_instances = {model.version_id: model.min_instances for model in models}
             case inputs.FirstToken(key=key) if seen := self.seen.get(key.request_id):
                 seen.first_token_at = seen.first_token_at or step.now
             case inputs.Release(key=key, outcome=outcome) if seen := self.seen.get(key.request_id):
@@ -111,7 +119,10 @@ def read_recorded_day(path: Path) -> RecordedDay:
         raise ValueError(f"{path} has no request")
     state = step.policy.state
     models = {
-        version_id: _served(model, day.latencies[model.pack_id], day.num_layers.get(model.pack_id, 1), state.config)
+        version_id: replace(
+            _served(model, day.latencies[model.pack_id], day.num_layers.get(model.pack_id, 1), state.config),
+            min_instances=day.min_instances.get(version_id, 0),
+        )
         for version_id, model in day.models.items()
         if model.pack_id in day.latencies
     }
@@ -128,7 +139,8 @@ def read_recorded_day(path: Path) -> RecordedDay:
     measured = summarize(outcomes, {model.name: model for model in models.values()}, day.spent)
     ordered = sorted(requests.values(), key=lambda request: (request.arrives_at, request.request_id))
     fleet = _fleet(day, state, list(models.values()))
-    return RecordedDay(list(models.values()), fleet, ordered, state.config, measured, without)
+    held = [(at - begin, device_s) for at, device_s in day.held]
+    return RecordedDay(list(models.values()), fleet, ordered, state.config, measured, without, outcomes, held)
 
 
 def _served(model: Model, latency: LatencyModel, num_layers: int, config: PolicyConfig) -> ServedModel:
@@ -143,6 +155,8 @@ def _served(model: Model, latency: LatencyModel, num_layers: int, config: Policy
         prefill_tokens_per_s=1 / max(latency.prefill.per_position_s, 1e-9),
         tpot_target_s=model.targets.tbt_target_s or config.tbt_target_s,
         ttft_prompt_factor=0.0,
+        idle_timeout_s=model.idle_timeout_s,
+        max_instances=model.max_instances,
     )
 
 
@@ -179,23 +193,42 @@ def _outcome(seen: _Seen, request: Request) -> RequestOutcome:
 
 
 def _fleet(day: _Day, state: State, models: Sequence[ServedModel]) -> Fleet:
-    """Equal hosts: as many as there were, each with the slots of most of them, and the rates at which packs loaded."""
-    groups_of: dict[str, list[int]] = {}
-    for worker in day.workers.values():
-        groups_of.setdefault(worker.host_id, []).append(worker.num_devices)
-    groups = Counter(tuple(sorted(sizes, reverse=True)) for sizes in groups_of.values()).most_common(1)[0][0]
+    """The cluster with the rates at which packs loaded."""
     example = max(models, key=lambda model: model.pack_bytes)
     model = next(model for model in day.models.values() if model.name == example.name)
     load_s = state.load_times.by_tier(model, state.config)
     rate = {tier: model.pack_bytes / max(load_s[tier], 1e-6) for tier in Tier}
-    pool_bytes = max(worker.kv_pool_bytes / worker.num_devices for worker in day.workers.values())
-    stores = state.membership.stores_by_host.values()
-    return Fleet(
-        num_hosts=len(groups_of),
-        groups=groups,
+    return equal_hosts(
+        list(day.workers.values()),
+        list(state.membership.stores_by_host.values()),
+        example,
         nic_bytes_per_s=state.links.usual_bytes_per_s,
         device_bytes_per_s=rate[Tier.HOST] / model.num_devices,
         disk_bytes_per_s=rate[Tier.REMOTE],
-        arena_bytes=max((store.arena_target_bytes for store in stores), default=4 * example.pack_bytes),
-        device_memory_bytes=math.ceil((pool_bytes + example.pack_bytes / example.num_devices) / 0.9),
+    )
+
+
+def equal_hosts(
+    workers: Sequence[WorkerStatus],
+    stores: Sequence[StoreStatus],
+    largest: ServedModel,
+    *,
+    nic_bytes_per_s: float,
+    device_bytes_per_s: float,
+    disk_bytes_per_s: float,
+) -> Fleet:
+    """A cluster of as many hosts as there were, each with the slots of most of them."""
+    groups_of: dict[str, list[int]] = {}
+    for worker in workers:
+        groups_of.setdefault(worker.host_id, []).append(worker.num_devices)
+    groups = Counter(tuple(sorted(sizes, reverse=True)) for sizes in groups_of.values()).most_common(1)[0][0]
+    pool_bytes = max(worker.kv_pool_bytes / worker.num_devices for worker in workers)
+    return Fleet(
+        num_hosts=len(groups_of),
+        groups=groups,
+        nic_bytes_per_s=nic_bytes_per_s,
+        device_bytes_per_s=device_bytes_per_s,
+        disk_bytes_per_s=disk_bytes_per_s,
+        arena_bytes=max((store.arena_target_bytes for store in stores), default=4 * largest.pack_bytes),
+        device_memory_bytes=math.ceil((pool_bytes + largest.pack_bytes / largest.num_devices) / 0.9),
     )

@@ -23,6 +23,8 @@ class ServedModel:
     tpot_target_s: float
     ttft_prompt_factor: float = 1.2
     min_instances: int = 0  # that stay loaded without demand
+    idle_timeout_s: float = 0.0  # 0, also of the others: the scheduler's default
+    max_instances: int = 0
 
     def ttft_target_s(self, num_prompt_tokens: int) -> float:
         """Objective for the first token: a base, and a multiple of the time to compute the prompt alone."""

@@ -19,23 +19,24 @@ class SimulatedPolicy(Protocol):
 
 
 class SimulatedScheduler:
-    """The policy and its clock; ``carry_out`` receives all effects."""
+    """The policy and its clock; ``carry_out`` receives all effects. ``rest_s``: how long it waits with the next tick
+    when all that was due is done.
+    """
 
     def __init__(
-        self, policy: SimulatedPolicy, events: EventQueue, carry_out: Callable[[effects.Effects], None]
+        self,
+        policy: SimulatedPolicy,
+        events: EventQueue,
+        carry_out: Callable[[effects.Effects], None],
+        rest_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._policy, self._events, self._carry_out = policy, events, carry_out
-        self._due_at = math.inf
+        self._policy, self._events, self._carry_out, self._rest_s = policy, events, carry_out, rest_s
+        self._due_at, self._rests_from = math.inf, -math.inf
         self._due_event: Event | None = None
 
     def apply(self, input_: inputs.Input) -> None:
         self._carry_out(self._policy.apply(input_, self._events.now))
-        due = self._policy.next_due()
-        if due < self._due_at:
-            if self._due_event is not None:
-                self._due_event.cancel()
-            self._due_at = due
-            self._due_event = self._events.at(due, self._tick)
+        self._plan_tick()
 
     def soon(self, input_: inputs.Input) -> None:
         """Applies the input after the delay of one call."""
@@ -43,4 +44,15 @@ class SimulatedScheduler:
 
     def _tick(self) -> None:
         self._due_at = math.inf
-        self.apply(inputs.Tick())
+        self._carry_out(self._policy.apply(inputs.Tick(), self._events.now))
+        if self._policy.next_due() > self._events.now:  # all that was due is done
+            self._rests_from = self._events.now
+        self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        due = max(self._policy.next_due(), self._rests_from + self._rest_s())
+        if due < self._due_at:
+            if self._due_event is not None:
+                self._due_event.cancel()
+            self._due_at = due
+            self._due_event = self._events.at(due, self._tick)

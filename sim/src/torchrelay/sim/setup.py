@@ -37,10 +37,10 @@ class Setup:
     strategies: Strategies = field(default_factory=Strategies)
     held: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
-    def plant(self, models: Sequence[ServedModel]) -> Plant:
+    def plant(self, models: Sequence[ServedModel], *, is_coarse: bool = False) -> Plant:
         ids = count()
         policy = Policy(self.config, lambda: f"instance-{next(ids)}", START_S, self.strategies)
-        return Plant(policy, self.fleet, models, held=self.held)
+        return Plant(policy, self.fleet, models, held=self.held, is_coarse=is_coarse)
 
 
 # From the cluster, the models, the tuned parameters and the requests that the system is tuned on.

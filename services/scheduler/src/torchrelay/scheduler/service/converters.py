@@ -82,7 +82,7 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> types.Wor
                 for phase in slot.load_phases
             ),
         ),
-        latency=_latency_from_proto(report.latency) if report.HasField("latency") else None,
+        latency=latency_from_proto(report.latency) if report.HasField("latency") else None,
         progress=progress_from_proto(report.engine),
         num_devices=report.num_devices or 1,
         engine=can.engine or types.OWN_ENGINE,
@@ -114,7 +114,7 @@ def latency_to_proto(model: LatencyModel | None) -> reports_pb2.LatencyModel | N
     return reports_pb2.LatencyModel(prefill=prefill, decode=decode, token_budget=model.token_budget)
 
 
-def _latency_from_proto(learned: reports_pb2.LatencyModel) -> LatencyModel:
+def latency_from_proto(learned: reports_pb2.LatencyModel) -> LatencyModel:
     prefill, decode = _from_message(StepCost, learned.prefill), _from_message(StepCost, learned.decode)
     return LatencyModel(prefill, decode, max(learned.token_budget, 1))
 

@@ -1,0 +1,1 @@
+"""Advice to the operator: the day that the platform recorded, its simulations, and the report."""

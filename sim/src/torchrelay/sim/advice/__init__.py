@@ -1,0 +1,1 @@
+"""Advice on settings: a day is simulated again with changes, and what each would save."""
