@@ -153,7 +153,26 @@ def test_request_for_absent_labels_is_refused_with_them() -> None:
     scene.admit(replace(BASE, hosts=frozenset(("zone=c", "gpu=l4"))), "r1")
     refusal = scene.refused("r1")
     assert refusal.reason is RefusalReason.NO_CAPACITY
-    assert refusal.message == ("acme/base needs a worker on a host with the labels gpu=l4, zone=c; no worker has them")
+    assert refusal.message == ("acme/base needs a worker on a host with the labels gpu=l4, zone=c; no worker is there")
+
+
+def test_labels_of_a_tenant_are_unknown_to_others() -> None:
+    scene = one_host(a_worker("w-a", labels=frozenset(("zone=a",))), unserved_s=2.0)
+    for model in (
+        replace(BASE, hosts=frozenset(("gpu=l4",))),
+        replace(NEIGHBOUR, hosts=frozenset(("gpu=l4", "rack=1"))),
+    ):
+        scene.admit(model, model.name)
+    scene.admit(replace(BASE, name="cedar/base"), "cedar/base")
+    scene.pass_time(5.0)
+    told = [
+        scene.refused(name).message.partition("on a host ")[2] for name in (BASE.name, NEIGHBOUR.name, "cedar/base")
+    ]
+    assert told == [
+        "with the labels gpu=l4; no worker is there",
+        "with the labels gpu=l4, rack=1; no worker is there",
+        "that the platform's operator chose; no worker is there",
+    ]
 
 
 def test_limits_count_what_is_open() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
+from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.handlers import pools
 from torchrelay.scheduler.policy.handlers.lifecycle import refuse
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import BOTH, Admission, Caps, Model, SlotClass
+from torchrelay.scheduler.policy.types import BOTH, Admission, Model, SlotClass
 
 _SWEEP_S = 10.0  # waiting requests are checked for this long after a reason to refuse them: ticks may be late
 
@@ -31,9 +32,9 @@ def refuse_infeasible(state: State, now: float) -> None:
     largest_slot = cache(partial(_largest_slot, state, now))  # thousands of requests have few sizes
     for version_id in list(state.queues.versions):
         model = state.known_model(version_id)
-        capped = state.versions.of(version_id).aliases.capped
+        aliases = state.versions.of(version_id).aliases
         for admission in state.queues.waiting(version_id):
-            _refuse_if_infeasible(state, admission, model, capped, largest_slot, now)
+            _refuse_if_infeasible(state, admission, model, aliases, largest_slot, now)
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
@@ -42,8 +43,8 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     """
     if _knows_slots(state, now):
         model = state.known_model(admission.version_id)
-        capped = state.versions.of(admission.version_id).aliases.capped
-        _refuse_if_infeasible(state, admission, model, capped, partial(_largest_slot, state, now), now)
+        aliases = state.versions.of(admission.version_id).aliases
+        _refuse_if_infeasible(state, admission, model, aliases, partial(_largest_slot, state, now), now)
 
 
 def _knows_slots(state: State, now: float) -> bool:
@@ -60,15 +61,17 @@ def _refuse_if_infeasible(
     state: State,
     admission: Admission,
     model: Model,
-    capped: Mapping[str, Caps],
+    aliases: VersionAliases,
     largest_slot: Callable[[SlotClass, float], tuple[int, int]],
     now: float,
 ) -> None:
     arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
     needed, reason = admission.kv_bytes(model), effects.RefusalReason.NO_CAPACITY
     if not arena and model.hosts:
-        labels, engine = ", ".join(sorted(model.hosts)), f", with the engine {model.engine}" if model.engine else ""
-        message = f"{admission.model} needs a worker on a host with the labels {labels}{engine}; no worker has them"
+        own = ", ".join(sorted(model.hosts & aliases.labels_of(admission.model)))  # not those of other tenants
+        host = f"a host with the labels {own}" if own else "a host that the platform's operator chose"
+        engine = f", with the engine {model.engine}" if model.engine else ""
+        message = f"{admission.model} needs a worker on {host}{engine}; no worker is there"
     elif not arena and model.engine:
         on = f" on {model.num_devices} devices" if model.num_devices > 1 else ""
         message = f"{admission.model} needs a worker with the engine {model.engine}{on}; no worker has it"
@@ -81,8 +84,8 @@ def _refuse_if_infeasible(
         message = f"the request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}: "
         message += "shorten the prompt or lower max_tokens"
         reason = effects.RefusalReason.TOO_LONG
-    elif capped and pool and admission.model in capped and not capped[admission.model].holds(needed, pool):
-        share = capped[admission.model].kv_share
+    elif pool and not (caps := aliases.caps_of(admission.model)).holds(needed, pool):
+        share = caps.kv_share
         message = f"the request needs {needed:,} bytes of KV to its last token; the share of {admission.model} in the"
         message += (
             f" largest pool (kv_share {share:g}) has {int(share * pool):,}: shorten the prompt, lower max_tokens,"
