@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.cluster.open_attempts import ModelWork
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.types import AttemptKey, Caps, Model
+from torchrelay.scheduler.policy.types import AttemptKey, Caps, Model, ServiceClass
 
 BASE = a_model("acme/base")
 ADAPTER = replace(BASE, name="acme/adapter")  # shares the instances
@@ -89,6 +89,39 @@ def test_withdrawn_and_urgent_requests_of_a_full_model() -> None:
     begin(scene, "first")
     scene.release("first")
     assert placed_of(scene, "slow", "gone", "soon") == ["soon"], "the earliest deadline first"
+    scene.check()
+
+
+def test_timely_requests_of_a_full_model_go_before_late_ones() -> None:
+    capped = replace(BASE, max_concurrency=1)
+    scene = one_worker(capped)
+    targets_s = {"first": 60.0, "expired": 2.0, "overdue": 2.1, "timely": 60.0}
+    for request_id, ttft_s in targets_s.items():
+        scene.admit(capped, request_id, num_prompt_tokens=16, ttft_target_s=ttft_s)
+    begin(scene, "first")
+    scene.now += 2.0
+    scene.release("first")
+    assert placed_of(scene, *targets_s) == ["first", "timely"]
+    begin(scene, "timely")
+    scene.release("timely")
+    assert len(placed_of(scene, *targets_s)) == 3
+    scene.check()
+
+
+def test_batch_work_of_a_full_model_is_served_before_its_deadline() -> None:
+    capped = replace(BASE, max_concurrency=1)
+    scene = one_worker(capped)
+    scene.admit(capped, "first", num_prompt_tokens=16)
+    scene.admit(capped, "batch", num_prompt_tokens=16, service_class=ServiceClass.BATCH, ttft_target_s=40.0)
+    for number in range(3):
+        scene.admit(capped, f"chat{number}", num_prompt_tokens=16, ttft_target_s=100.0)
+    begin(scene, "first")
+    scene.release("first")
+    assert placed_of(scene, "chat0", "batch") == ["chat0"]
+    begin(scene, "chat0")
+    scene.pass_time(15.0)
+    scene.release("chat0")
+    assert placed_of(scene, "chat1", "batch") == ["batch"]
     scene.check()
 
 

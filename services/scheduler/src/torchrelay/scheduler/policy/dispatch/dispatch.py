@@ -144,8 +144,11 @@ def _may_be_late(admission: Admission) -> bool:
 
 
 def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
-    """Marks the request as late; False if it was late already."""
-    return state.queues.fall_late(admission.key, state.strategies.late_rank(admission, prompt_s))
+    """Marks the request as late; False if it was late already. Held requests of its model may now come before it."""
+    if not state.queues.fall_late(admission.key, state.strategies.late_rank(admission, prompt_s)):
+        return False
+    state.queues.release(admission.version_id, admission.model)
+    return True
 
 
 def _choose_late(state: State, admission: Admission, model: Model, now: float) -> None:
