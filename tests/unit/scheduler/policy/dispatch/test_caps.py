@@ -15,7 +15,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.scheduler.policy.cluster.open_attempts import ModelWork
 from torchrelay.scheduler.policy.effects import RefusalReason
-from torchrelay.scheduler.policy.inputs import FirstToken
+from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.types import AttemptKey, Caps, Model, ServiceClass
 
@@ -148,6 +148,65 @@ def test_request_beyond_the_share_is_refused_with_the_setting() -> None:
     assert refusal.reason is RefusalReason.TOO_LONG and "(kv_share 0.1) has 104,857" in refusal.message
     scene.admit(NEIGHBOUR, "other")
     assert scene.placement("other") is not None
+
+
+def test_lowered_share_refuses_waiting_requests_that_it_never_holds() -> None:
+    scene = one_worker(BASE, kv_pool_mb=1)
+    scene.pass_time(30.0, step_s=1.0)  # the time after the start in which all requests are compared with the slots
+    for number in range(7):  # the last does not fit beside the others
+        scene.admit(BASE, f"r{number}")
+        begin(scene, f"r{number}")
+    assert scene.placement("r6") is None
+    scene.admit(replace(BASE, kv_share=0.1), "small", num_prompt_tokens=16, max_tokens=16)
+    scene.pass_time(1.0)
+    assert "(kv_share 0.1)" in scene.refused("r6").message
+    assert scene.refusal("small") is None
+
+
+def test_request_beyond_the_share_of_small_pools_gets_a_larger_slot() -> None:
+    capped = replace(BASE, kv_share=0.5)
+    scene = one_host(a_worker("w-small", kv_pool_bytes=MB), max_instances=2)
+    scene.serve(capped, "small", num_prompt_tokens=16)
+    scene.settle(a_worker("w-large", kv_pool_bytes=2 * MB))
+    placement = scene.serve(capped, "large", num_prompt_tokens=700)  # 752 kB: half of the larger pool
+    assert placement.decode.worker_id == "w-large"
+
+
+def two_workers(**kv_pools_mb: int) -> PaperCluster:
+    workers = [a_worker(f"w-{name}", kv_pool_bytes=size * MB) for name, size in kv_pools_mb.items()]
+    scene = one_host(*workers, max_instances=2)
+    scene.apply(MinimumsSet((replace(BASE, min_instances=2),)))
+    scene.finish_loads()
+    return scene
+
+
+def test_large_request_of_a_full_model_does_not_hold_up_small_ones() -> None:
+    capped = replace(BASE, max_concurrency=1)
+    scene = two_workers(a=1, b=2)
+    scene.admit(capped, "first", num_prompt_tokens=1100)
+    begin(scene, "first")
+    assert scene.placed("first").decode.worker_id == "w-b"
+    scene.admit(capped, "large", num_prompt_tokens=1100, ttft_target_s=5.0)
+    scene.admit(capped, "small", num_prompt_tokens=16, ttft_target_s=60.0)
+    scene.admit(capped, "last", num_prompt_tokens=16, ttft_target_s=60.0)
+    assert placed_of(scene, "large", "small", "last") == ["small"]
+    begin(scene, "small")
+    scene.release("first")
+    assert placed_of(scene, "large", "small", "last") == ["large", "small"]
+    scene.check()
+
+
+def test_earliest_due_time_of_full_models_counts() -> None:
+    first, second = (replace(BASE, name=name, max_concurrency=1) for name in ("acme/a", "acme/b"))
+    scene = two_workers(a=64, b=64)
+    scene.admit(first, "f1", num_prompt_tokens=20_000, ttft_target_s=600.0)
+    scene.admit(second, "s1", num_prompt_tokens=10_000, ttft_target_s=600.0)
+    assert scene.placed("f1").prefill.worker_id != scene.placed("s1").prefill.worker_id
+    state = scene.policy.state
+    scene.admit(first, "f2", num_prompt_tokens=16, ttft_target_s=600.0)
+    due = state.due[BASE.version_id]
+    scene.admit(second, "s2", num_prompt_tokens=16, ttft_target_s=600.0)
+    assert state.due[BASE.version_id] == due
 
 
 def test_full_model_gets_further_instances() -> None:

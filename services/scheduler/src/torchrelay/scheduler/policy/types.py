@@ -130,8 +130,12 @@ class Caps(NamedTuple):
     max_concurrency: int = 0  # requests at once; 0: no limit
     kv_share: float = 1.0  # of its KV pool
 
+    def least_pool_bytes(self, kv_bytes: int) -> int:
+        """The size of the smallest pool whose share holds this."""
+        return math.ceil(kv_bytes / self.kv_share)
+
     def holds(self, kv_bytes: int, pool_bytes: int) -> bool:
-        return kv_bytes <= int(self.kv_share * pool_bytes)
+        return self.least_pool_bytes(kv_bytes) <= pool_bytes
 
     def most_open(self, most: int) -> int:
         """The requests that an instance runs at once, where it runs ``most`` of a model without a limit."""

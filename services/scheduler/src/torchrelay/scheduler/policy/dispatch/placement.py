@@ -75,8 +75,11 @@ def place(
     is_limited = len(open_prefills) < len(prefills) or len(open_decodes) < len(decodes)
     if not is_limited or isinstance(placement, types.Placement):
         return placement
+    is_own = not open_decodes and any(
+        _is_within(each, admission, caps, 0) and not caps.holds(kv_bytes, each.kv_pool_bytes) for each in decodes
+    )
     limits = f"{admission.model} has its most requests at once, or its share of KV, on other instances"
-    return NoPlacement(f"{placement.reason}; {limits}", placement.due, is_capped=True)
+    return NoPlacement(f"{placement.reason}; {limits}", placement.due, is_own, is_capped=True)
 
 
 def _is_within(instance: Instance, admission: types.Admission, caps: types.Caps, kv_bytes: int) -> bool:

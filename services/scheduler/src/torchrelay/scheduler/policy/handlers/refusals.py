@@ -25,16 +25,18 @@ def refuse_infeasible(state: State, now: float) -> None:
     config = state.config
     since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
     is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S
-    if not _knows_slots(state, now) or not (
-        is_settling or state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S)
-    ):
+    if not _knows_slots(state, now):
         return
+    are_slots_new = is_settling or state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S)
     largest_slot = cache(partial(_largest_slot, state, now))  # thousands of requests have few sizes
     for version_id in list(state.queues.versions):
         model = state.known_model(version_id)
-        aliases = state.versions.of(version_id).aliases
+        version = state.versions.of(version_id)
+        if not (are_slots_new or version.has_new_caps):
+            continue
+        version.has_new_caps = False
         for admission in state.queues.waiting(version_id):
-            _refuse_if_infeasible(state, admission, model, aliases, largest_slot, now)
+            _refuse_if_infeasible(state, admission, model, version.aliases, largest_slot, now)
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
