@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.handlers import pools
 from torchrelay.scheduler.policy.handlers.lifecycle import refuse
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.types import BOTH, Admission, Model, SlotClass
+from torchrelay.scheduler.policy.types import BOTH, Admission, Caps, Model, SlotClass
 
 _SWEEP_S = 10.0  # waiting requests are checked for this long after a reason to refuse them: ticks may be late
 
@@ -34,9 +33,9 @@ def refuse_infeasible(state: State, now: float) -> None:
         version = state.versions.of(version_id)
         if not (are_slots_new or version.has_new_caps):
             continue
-        version.has_new_caps = False
+        version.has_new_caps, capped = False, version.aliases.capped
         for admission in state.queues.waiting(version_id):
-            _refuse_if_infeasible(state, admission, model, version.aliases, largest_slot, now)
+            _refuse_if_infeasible(state, admission, model, capped, largest_slot, now)
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
@@ -45,8 +44,8 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     """
     if _knows_slots(state, now):
         model = state.known_model(admission.version_id)
-        aliases = state.versions.of(admission.version_id).aliases
-        _refuse_if_infeasible(state, admission, model, aliases, partial(_largest_slot, state, now), now)
+        capped = state.versions.of(admission.version_id).aliases.capped
+        _refuse_if_infeasible(state, admission, model, capped, partial(_largest_slot, state, now), now)
 
 
 def _knows_slots(state: State, now: float) -> bool:
@@ -63,17 +62,16 @@ def _refuse_if_infeasible(
     state: State,
     admission: Admission,
     model: Model,
-    aliases: VersionAliases,
+    capped: Mapping[str, Caps],
     largest_slot: Callable[[SlotClass, float], tuple[int, int]],
     now: float,
 ) -> None:
     arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
     needed, reason = admission.kv_bytes(model), effects.RefusalReason.NO_CAPACITY
     if not arena and model.hosts:
-        own = ", ".join(sorted(model.hosts & aliases.labels_of(admission.model)))  # not those of other tenants
-        host = f"a host with the labels {own}" if own else "a host that the platform's operator chose"
         engine = f", with the engine {model.engine}" if model.engine else ""
-        message = f"{admission.model} needs a worker on {host}{engine}; no worker is there"
+        message = f"{admission.model} needs a worker on {_host_text(state, admission, model)}{engine}"
+        message += "; no worker is there"
     elif not arena and model.engine:
         on = f" on {model.num_devices} devices" if model.num_devices > 1 else ""
         message = f"{admission.model} needs a worker with the engine {model.engine}{on}; no worker has it"
@@ -86,8 +84,8 @@ def _refuse_if_infeasible(
         message = f"the request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}: "
         message += "shorten the prompt or lower max_tokens"
         reason = effects.RefusalReason.TOO_LONG
-    elif pool and not (caps := aliases.caps_of(admission.model)).holds(needed, pool):
-        share = caps.kv_share
+    elif capped and pool and admission.model in capped and not capped[admission.model].holds(needed, pool):
+        share = capped[admission.model].kv_share
         message = f"the request needs {needed:,} bytes of KV to its last token; the share of {admission.model} in the"
         message += (
             f" largest pool (kv_share {share:g}) has {int(share * pool):,}: shorten the prompt, lower max_tokens,"
@@ -97,6 +95,12 @@ def _refuse_if_infeasible(
     else:
         return
     refuse(state, admission, reason, message, now)
+
+
+def _host_text(state: State, admission: Admission, model: Model) -> str:
+    """The labels that the request's own model sets, and not those of other tenants that share the version."""
+    own = model.hosts & state.versions.of(model.version_id).aliases.labels_of(admission.model)
+    return f"a host with the labels {', '.join(sorted(own))}" if own else "a host that the platform's operator chose"
 
 
 def absence_limit_s(state: State, admission: Admission) -> float:

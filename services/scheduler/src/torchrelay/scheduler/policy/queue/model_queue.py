@@ -5,8 +5,8 @@ from the tenant that was served least, among tenants with requests that are not 
 earliest deadline that can be met, or without one a late request. Batch work is next only if no other request waits;
 once its own deadline is near, or it is late, it is no longer batch work. A request that cannot be placed now is
 *parked*: it waits like the others and keeps its position, but is not next. Of a model at its limits all requests are
-*held*, which is parked in an order, and the first is released for each try, with the first of its batch work. A full queue refuses requests of the tenant
-that has most of its places.
+*held*, which is parked in an order, and the first is released for each try, with the first of its batch work. A full
+queue refuses requests of the tenant that has most of its places.
 """
 
 from __future__ import annotations
