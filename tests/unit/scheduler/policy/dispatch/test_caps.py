@@ -80,6 +80,23 @@ def test_raised_limit_is_in_force_with_the_next_request() -> None:
     assert placed_of(scene, *own, "more", "last") == [*own, "more", "last"]
 
 
+def test_limits_of_waiting_requests_outlive_their_models_name() -> None:
+    """A version knows the names of its last callers."""
+    capped = replace(BASE, max_concurrency=1)
+    scene = one_worker(capped)
+    for request_id in ("first", "second"):
+        scene.admit(capped, request_id, num_prompt_tokens=16)
+        begin(scene, request_id)
+    for number in range(70):
+        scene.admit(replace(BASE, name=f"acme/adapter{number}"), f"r{number}", num_prompt_tokens=16)
+        begin(scene, f"r{number}")
+        scene.release(f"r{number}")
+    assert placed_of(scene, "first", "second", "r69") == ["first", "r69"]
+    assert BASE.name not in scene.policy.state.names_of(BASE.version_id)
+    scene.release("first")
+    assert placed_of(scene, "second") == ["second"]
+
+
 def test_withdrawn_and_urgent_requests_of_a_full_model() -> None:
     capped = replace(BASE, max_concurrency=1)
     scene = one_worker(capped)

@@ -408,6 +408,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     was_recalled: bool = False  # it had been placed, and keeps its arrival time
     prompt_source: PromptSource | None = None  # it was recalled from a loading instance
     returns_to: str = ""  # the instance for which it was recalled
+    caps: Caps = NO_CAPS  # of its model when it was admitted
 
     @property
     def tenant(self) -> str:

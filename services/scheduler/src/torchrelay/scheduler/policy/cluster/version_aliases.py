@@ -131,10 +131,10 @@ class VersionAliases:
         """The models that have limits."""
         return {name: use.caps for name, use in self._uses.items() if use.caps != NO_CAPS}
 
-    def caps_of(self, name: str) -> Caps:
-        """The limits of the model's requests on an instance."""
+    def caps_of(self, name: str, forgotten: Caps = NO_CAPS) -> Caps:
+        """The limits of the model's requests on an instance; ``forgotten``: those of a name that is not known here."""
         use = self._uses.get(name)
-        return NO_CAPS if use is None else use.caps
+        return forgotten if use is None else use.caps
 
     def labels_of(self, name: str) -> frozenset[str]:
         """The labels that the model itself sets."""

@@ -133,7 +133,7 @@ def _place_waiting_of(state: State, version: Version, model: Model, now: float) 
 
 def _fits_share(version: Version, admission: Admission, model: Model, pool_bytes: int) -> bool:
     """Whether a pool of this size, without other requests of its model, has a share for the request."""
-    return version.aliases.caps_of(admission.model).holds(admission.kv_bytes(model), pool_bytes)
+    return version.aliases.caps_of(admission.model, admission.caps).holds(admission.kv_bytes(model), pool_bytes)
 
 
 def _may_be_late(admission: Admission) -> bool:

@@ -62,7 +62,7 @@ def take_over(state: State, version_id: str, now: float) -> None:
 def _has_place(state: State, target: Instance, attempt: OpenAttempt) -> bool:
     """Whether the limits of the attempt's model allow its prompt there."""
     admission = attempt.admission
-    caps = state.versions.of(admission.version_id).aliases.caps_of(admission.model)
+    caps = state.versions.of(admission.version_id).aliases.caps_of(admission.model, admission.caps)
     return target.instance_id in attempt.instance_ids or is_within(target, admission, caps, 0)
 
 

@@ -115,7 +115,7 @@ def waiting_of(state: State, model: Model, now: float) -> Waiting:
     largest = largest_pool(sizes.present(model.slot_class))
     waiting = state.queues.waiting(version_id)
     caps_of = state.versions.of(version_id).aliases.caps_of
-    needs = {each.key: caps_of(each.model).least_pool_bytes(each.kv_bytes(model)) for each in waiting}
+    needs = {each.key: caps_of(each.model, each.caps).least_pool_bytes(each.kv_bytes(model)) for each in waiting}
     fitting = [admission for admission in waiting if needs[admission.key] <= largest]
     num_left_out = sum(admission.num_prefill_tokens for admission in waiting if needs[admission.key] > largest)
     if not fitting:
