@@ -9,7 +9,7 @@ from anthropic.types import ModelInfo
 from tests.support.gateway_ports import published_model
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
-from torchrelay.control.v1 import types_pb2
+from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.catalog.model_settings import ModelSettings
 from torchrelay.gateway.core import EmbeddingSpec
@@ -238,6 +238,20 @@ async def test_resources_are_set_by_those_who_may(rig: RestRig) -> None:
     assert (await rig.admin.patch("/v1/models/acme/glossary", json=free)).json() == model
     absent = (await rig.admin.patch("/v1/models/acme/glossary", json={"hosts": ["zone=b"]})).json()["error"]
     assert absent["message"].startswith("no host has the labels zone=b; ") and absent["param"] == "hosts"
+
+
+async def test_engine_and_labels_are_checked_together(rig: RestRig) -> None:
+    await published(rig.acme)
+    capabilities = reports_pb2.EngineCapabilities(engine="vllm")
+    rig.scheduler.workers.append(reports_pb2.WorkerReport(worker_id="w2", labels=["zone=b"], capabilities=capabilities))
+    assert (await rig.admin.patch("/v1/models/acme/glossary", json={"hosts": ["zone=b"]})).status_code == 200
+    refused = (await rig.acme.patch("/v1/models/glossary", json={"engine": "torchrelay"})).json()["error"]
+    assert refused["message"] == "no host with the engine torchrelay has the labels zone=b: set another engine"
+    assert (await rig.admin.patch("/v1/models/acme/glossary", json={"engine": "vllm"})).status_code == 200
+    refused = (await rig.admin.patch("/v1/models/acme/glossary", json={"hosts": ["zone=a"]})).json()["error"]
+    assert refused["message"].startswith("no host with the engine vllm has the labels zone=a; ")
+    both = {"hosts": ["zone=a"], "engine": "torchrelay"}
+    assert (await rig.admin.patch("/v1/models/acme/glossary", json=both)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
 
 
 def _knows_slots(state: State, now: float) -> bool:
-    return now - state.started_at >= state.config.refusal_settle_s and state.membership.sizes.largest_weights_bytes > 0
+    return now - state.started_at >= state.config.refusal_settle_s and state.membership.sizes.has_weights
 
 
 def _largest_slot(state: State, now: float, wanted: SlotClass, absent_s: float) -> tuple[int, int]:
