@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,7 @@ async def test_client_gets_slots_and_explanations() -> None:
         client = SchedulerClient(channel, "127.0.0.1:1")
         slots = await client.slots()
         assert slots == Slots(
-            12345, frozenset(("torchrelay",)), frozenset((frozenset(("gpu=l4", "zone=a")),)), largest_pool_bytes=1 << 30
+            12345, frozenset({("torchrelay", frozenset(("gpu=l4", "zone=a")))}), largest_pool_bytes=1 << 30
         )
         for hosts in ((), ("zone=a",), ("zone=a", "gpu=l4")):
             slots.check_hosts(hosts)
@@ -263,10 +264,21 @@ async def test_client_gets_slots_and_explanations() -> None:
             InvalidRequest, match=r"^no host has the labels zone=b; the hosts have gpu=l4, zone=a: start"
         ):
             slots.check_hosts(["zone=b"])
+        mixed = replace(slots, kinds=slots.kinds | {("vllm", frozenset(("zone=b",)))})
+        mixed.check_hosts(["zone=b"], "vllm")
+        with pytest.raises(
+            InvalidRequest,
+            match=r"^no host with the engine vllm has the labels zone=a; the hosts with the engine vllm have zone=b: ",
+        ):
+            mixed.check_hosts(["zone=a"], "vllm")
         shape = ModelShape(32, 8, 128, 2, 4096, 1000)
         slots.check_kv_share(0.002, shape)
         with pytest.raises(InvalidRequest, match=r"^a share of 0.001 .* holds not even 16 tokens .* at least 0.01$"):
             slots.check_kv_share(0.001, shape)
+        with pytest.raises(
+            InvalidRequest, match=r"16 tokens of the model; give the workers more than its 1,000 bytes$"
+        ):
+            replace(slots, largest_pool_bytes=1000).check_kv_share(0.0005, shape)
         for engine in ("auto", "torchrelay"):
             slots.check_engine(engine)
         with pytest.raises(InvalidRequest, match=r"^no worker has the engine vllm; the workers have torchrelay$"):

@@ -65,6 +65,7 @@ class RestRig:
     port: int
     events: list[tuple[str, str]]
     router: AsgiRouter
+    scheduler: ScriptedScheduler
 
     async def client_of(self, tenant: str, storage_quota_bytes: int | None = None) -> httpx.AsyncClient:
         """A client with a key of another, new tenant; the caller closes it."""
@@ -101,8 +102,8 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     )
     shares = connection_shares(settings)
     async with AsyncExitStack() as stack:
-        store = ScriptedStore()  # type: ignore[abstract]
-        channel = await stack.enter_async_context(serving(store, ScriptedScheduler()))  # type: ignore[abstract]
+        store, scripted = ScriptedStore(), ScriptedScheduler()  # type: ignore[abstract]
+        channel = await stack.enter_async_context(serving(store, scripted))
         store_client, scheduler = StoreClient(channel, "store:1"), SchedulerClient(channel, "scheduler:1")
         operators = Operators(parts.database, parts.table_versions, PEPPER)
         services = Services(
@@ -140,4 +141,4 @@ async def rig(parts: AccountingRig, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
         _, token = await parts.keys.create(parts.acme.tenant_id, name="first")
         admin = await stack.enter_async_context(client(url, "tra-test"))
         acme = await stack.enter_async_context(client(url, token))
-        yield RestRig(url, parts, store, services, admin, acme, settings, shares, http.port, events, app)
+        yield RestRig(url, parts, store, services, admin, acme, settings, shares, http.port, events, app, scripted)

@@ -218,6 +218,18 @@ def test_size_is_present_until_its_last_slot_goes() -> None:
     assert sizes.since(30.0, SlotClass(1)) == [SMALL]
 
 
+def test_labels_do_not_multiply_sizes() -> None:
+    """Each waiting request looked at as many sizes as there were hosts."""
+    sizes = SlotSizes()
+    for number in range(50):
+        sizes.store(a_store(f"s{number}", f"host-{number}", arena_bytes=100 * MB))
+        sizes.worker(a_worker(f"w{number}", f"host-{number}", labels=frozenset((f"host={number}",))))
+    own = SlotClass(1, labels=frozenset(("host=7",)))
+    assert sizes.present(SlotClass(1)) == sizes.present(own) == [SMALL] and sizes.has_weights
+    sizes.worker_gone("w7", now=20.0)
+    assert sizes.present(own) == [] and sizes.present(SlotClass(1)) == [SMALL]
+
+
 def test_arena_counts_for_slots_of_its_host() -> None:
     sizes = SlotSizes()
     sizes.worker(a_worker("a"))

@@ -38,7 +38,7 @@ IdleTimeoutOption = Annotated[
 ]
 MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum instances per role; 0: default.")]
 MaxConcurrencyOption = Annotated[
-    int | None, typer.Option(min=0, max=10_000, help="Requests that an instance runs at once; 0: no limit.")
+    int | None, typer.Option(min=0, max=10_000, help="Requests that an instance runs at once; 0: no limit; admin.")
 ]
 ThreadsOption = Annotated[
     int | None, typer.Option(min=0, max=4096, help="Threads of an instance on a CPU; 0: no limit; admin.")

@@ -137,8 +137,8 @@ def set_model(
     name: NameArgument,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
-    max_concurrency: MaxConcurrencyOption = None,
     engine: EngineOption = None,
+    max_concurrency: MaxConcurrencyOption = None,
     threads: ThreadsOption = None,
     kv_share: KvShareOption = None,
     hosts: HostsOption = None,
@@ -160,10 +160,9 @@ def set_model(
 
     For options marked admin the local platform's admin key is found automatically; NAME is then TENANT/MODEL.
     """
-    own = given(
-        idle_timeout_s=idle_timeout_s, max_instances=max_instances, max_concurrency=max_concurrency, engine=engine
-    )
+    own = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, engine=engine)
     operators = given(
+        max_concurrency=max_concurrency,
         threads=threads,
         kv_share=kv_share,
         hosts=_entries(hosts, "hosts"),

@@ -9,7 +9,7 @@ from anthropic.types import ModelInfo
 from tests.support.gateway_ports import published_model
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
-from torchrelay.control.v1 import types_pb2
+from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.catalog.model_settings import ModelSettings
 from torchrelay.gateway.core import EmbeddingSpec
@@ -225,14 +225,12 @@ async def test_resources_are_set_by_those_who_may(rig: RestRig) -> None:
     model = await published(rig.acme)
     free = {"max_concurrency": 0, "threads": 0, "kv_share": 1.0, "hosts": []}
     assert {name: model[name] for name in free} == free
-    own = await rig.acme.patch("/v1/models/glossary", json={"max_concurrency": 4})
-    assert own.json() == model | {"max_concurrency": 4}
-    wanted = {"threads": 2, "kv_share": 0.5, "hosts": ["zone=a", "gpu=l4"]}
+    wanted = {"max_concurrency": 4, "threads": 2, "kv_share": 0.5, "hosts": ["zone=a", "gpu=l4"]}
     for field, value in wanted.items():
         refused = await rig.acme.patch("/v1/models/glossary", json={field: value})
         assert (refused.status_code, refused.json()["error"]["message"]) == (403, f"{field} requires the admin key")
     changed = (await rig.admin.patch("/v1/models/acme/glossary", json=wanted)).json()
-    assert changed == model | wanted | {"max_concurrency": 4, "hosts": ["gpu=l4", "zone=a"]}
+    assert changed == model | wanted | {"hosts": ["gpu=l4", "zone=a"]}
     resolved = await rig.services.catalog.resolve(ADMIN, "acme/glossary")
     scaling = model_version(resolved).scaling
     assert (scaling.max_concurrency, scaling.threads, scaling.kv_share) == (4, 2, 0.5)
@@ -240,6 +238,20 @@ async def test_resources_are_set_by_those_who_may(rig: RestRig) -> None:
     assert (await rig.admin.patch("/v1/models/acme/glossary", json=free)).json() == model
     absent = (await rig.admin.patch("/v1/models/acme/glossary", json={"hosts": ["zone=b"]})).json()["error"]
     assert absent["message"].startswith("no host has the labels zone=b; ") and absent["param"] == "hosts"
+
+
+async def test_engine_and_labels_are_checked_together(rig: RestRig) -> None:
+    await published(rig.acme)
+    capabilities = reports_pb2.EngineCapabilities(engine="vllm")
+    rig.scheduler.workers.append(reports_pb2.WorkerReport(worker_id="w2", labels=["zone=b"], capabilities=capabilities))
+    assert (await rig.admin.patch("/v1/models/acme/glossary", json={"hosts": ["zone=b"]})).status_code == 200
+    refused = (await rig.acme.patch("/v1/models/glossary", json={"engine": "torchrelay"})).json()["error"]
+    assert refused["message"] == "no host with the engine torchrelay has the labels zone=b: set another engine"
+    assert (await rig.admin.patch("/v1/models/acme/glossary", json={"engine": "vllm"})).status_code == 200
+    refused = (await rig.admin.patch("/v1/models/acme/glossary", json={"hosts": ["zone=a"]})).json()["error"]
+    assert refused["message"].startswith("no host with the engine vllm has the labels zone=a; ")
+    both = {"hosts": ["zone=a"], "engine": "torchrelay"}
+    assert (await rig.admin.patch("/v1/models/acme/glossary", json=both)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,7 @@ def test_versions_are_bounded() -> None:
 
 
 IN_A, IN_B = SlotClass(labels=frozenset(("zone=a",))), SlotClass(labels=frozenset(("gpu=l4",)))
+IN_C = SlotClass(labels=frozenset(("zone=c", "gpu=l4")))
 ANY, OWN, VLLM, PAIR = SlotClass(), SlotClass(1, "torchrelay"), SlotClass(1, "vllm"), SlotClass(2, "vllm")
 
 
@@ -288,6 +289,7 @@ ANY, OWN, VLLM, PAIR = SlotClass(), SlotClass(1, "torchrelay"), SlotClass(1, "vl
         ({"acme/m": ANY, "birch/m": PAIR}, ANY),
         ({"acme/m": PAIR, "acme/n": IN_A, "birch/m": IN_B}, SlotClass(labels=IN_A.labels | IN_B.labels)),
         ({"acme/m": VLLM, "acme/adapter": IN_A}, VLLM._replace(labels=IN_A.labels)),
+        ({"acme/m": IN_A, "birch/m": IN_C}, IN_B),  # no host was in both zones, and neither was served
     ],
 )
 def test_slots_of_a_tenant_restrict_no_other_tenant(classes: dict[str, SlotClass], expected: SlotClass) -> None:
@@ -296,3 +298,11 @@ def test_slots_of_a_tenant_restrict_no_other_tenant(classes: dict[str, SlotClass
         model = replace(a_model(name), version_id="v", num_devices=num_devices, engine=engine, hosts=labels)
         aliases.note(model, 60.0, 0.1, now=1.0)
     assert aliases.slot_class(now=2.0) == expected
+
+
+def test_limit_of_threads_does_not_slow_a_model_without() -> None:
+    aliases = VersionAliases()
+    assert aliases.threads(now=1.0) == 0
+    for number, (name, threads, expected) in enumerate([("acme/m", 2, 2), ("birch/m", 4, 4), ("cedar/m", 0, 0)]):
+        aliases.note(replace(a_model(name), version_id="v", threads=threads), 60.0, 0.1, now=float(number))
+        assert aliases.threads(now=float(number)) == expected

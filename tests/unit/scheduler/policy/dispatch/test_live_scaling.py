@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ class Cluster:
         self.scene = PaperCluster(PolicyConfig(max_instances=len(loaded) + len(loading)))
         self.scene.policy.state.strategies = Strategies(loading_prompts=mode)
         self.scene.settle(*(a_store(f"s of {worker_id}", f"h of {worker_id}") for worker_id in (*loaded, *loading)))
-        self.begun_at, self._loading = self.scene.now, loading
+        self.begun_at, self._loading, self.model = self.scene.now, loading, MODEL
         for worker_id in loaded:
             self._report(worker_id, InstancePhase.READY, NUM_LAYERS)
         for worker_id in loading:
@@ -63,7 +64,7 @@ class Cluster:
     def admit(self, number: int, service_class: ServiceClass = ServiceClass.STANDARD) -> None:
         for _ in range(number):
             name = f"r{len(self.scene.opened) + len(self.waiting())}"
-            self.scene.admit(MODEL, name, num_prompt_tokens=512, max_tokens=1, service_class=service_class)
+            self.scene.admit(self.model, name, num_prompt_tokens=512, max_tokens=1, service_class=service_class)
 
     def waiting(self) -> list[str]:
         return [admission.key.request_id for admission in self.scene.policy.state.queues]
@@ -78,7 +79,7 @@ class Cluster:
         """Lets the gateway ask again for a recalled prompt."""
         key = self.recalls()[number]
         self.scene.apply(Release(key, delivered=False, is_recalled=True))
-        self.scene.admit(MODEL, key.request_id, attempt=2, num_prompt_tokens=512, max_tokens=1)
+        self.scene.admit(self.model, key.request_id, attempt=2, num_prompt_tokens=512, max_tokens=1)
 
 
 def test_loading_instance_begins_prompts_that_loaded_one_takes_over_in_order() -> None:
@@ -107,6 +108,22 @@ def test_loading_instance_begins_prompts_that_loaded_one_takes_over_in_order() -
     (loaded,) = [event for event in scene.events if event.topic == "instance.ready" and event.subject == "i of w2"]
     assert loaded.reason.startswith("all 24 layers loaded in ") and "; w1 took over 2 prompts with " in loaded.reason
     assert loaded.fields["num_moved"] == 2
+
+
+@pytest.mark.parametrize(
+    ("caps", "num_recalled"), [({"kv_share": 0.9}, 2), ({"max_concurrency": 8}, 2), ({"max_concurrency": 1}, 1)]
+)
+def test_loaded_instance_takes_over_prompts_within_the_limits_of_their_model(
+    caps: dict[str, Any], num_recalled: int
+) -> None:
+    cluster = Cluster()
+    cluster.model = replace(MODEL, **caps)
+    cluster.admit(12)
+    cluster.answer_first("w1")
+    assert len(cluster.recalls()) == num_recalled and not cluster.at("w1"), "it keeps the places for them"
+    cluster.return_recalled()
+    assert cluster.at("w1") == ["r1"]
+    cluster.scene.check()
 
 
 def test_source_computes_on_until_next_worker_is_almost_free() -> None:

@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.cluster.instance import Instance
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
-from torchrelay.scheduler.policy.handlers.lifecycle import with_targets
+from torchrelay.scheduler.policy.handlers.lifecycle import with_settings
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.types import (
@@ -39,7 +39,7 @@ NOW = 1000.0
 
 
 def an_admission(model: Model, request_id: str, **changes: object) -> Admission:
-    return with_targets(structs.replace(an_untargeted_admission(model, request_id), **changes), model, RULES)
+    return with_settings(structs.replace(an_untargeted_admission(model, request_id), **changes), model, RULES)
 
 
 def a_candidate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -196,10 +197,19 @@ def test_advice_changes_no_decision() -> None:
     assert advised == plain and num_advised > 0 and num_plain == 0
 
 
-def test_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() -> None:
+@pytest.mark.parametrize(
+    ("asked", "offered"),
+    [
+        ({"engine": "vllm"}, {"engine": "vllm"}),
+        ({"hosts": frozenset(("zone=a",))}, {"labels": frozenset(("zone=a", "gpu=l4"))}),
+    ],
+)
+def test_model_whose_engine_or_labels_the_pool_lacks_wants_no_slot_of_it(
+    asked: dict[str, Any], offered: dict[str, Any]
+) -> None:
     """A launcher started slots of its own engine for it, which could not serve it, and never enough."""
     scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_worker("w-a"))  # its store is away
-    other = a_model("acme/other", engine="vllm")
+    other = a_model("acme/other", **asked)
     scene.pass_time(2.0)
     scene.admit(other, "r1")
     assert targets(scene) == {1: (1, 0)}
@@ -209,9 +219,9 @@ def test_model_whose_engine_the_pool_lacks_wants_no_slot_of_it() -> None:
     scene.apply(MinimumsSet((replace(other, min_instances=3),)))
     scene.pass_time(2.0)
     assert targets(scene) == {1: (1, 1)}
-    scene.settle(replace(a_worker("w-b"), engine="vllm"))
+    scene.settle(a_worker("w-b", **offered))
     scene.pass_time(2.0)
-    assert targets(scene) == {1: (2, 4)}, "a slot of the pool has the engine now"
+    assert targets(scene) == {1: (2, 4)}, "a slot of the pool suits it now"
 
 
 MODEL = a_model()

@@ -25,7 +25,6 @@ class TenantSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
     max_instances: WholeNumber | None = Field(default=None, ge=0, le=10_000)
-    max_concurrency: WholeNumber | None = Field(default=None, ge=0, le=10_000)  # see ``core.Resources``
     engine: Engine | None = None
 
     def columns(self) -> dict[str, Any]:
@@ -41,7 +40,8 @@ class TenantSettings(BaseModel):
 
 class ModelSettings(TenantSettings):
     """All settings. Only the operator may change those that ``TenantSettings`` lacks: a minimum holds slots that no
-    request pays for, models compete for slots by their targets, and what one takes of a host its neighbours lack.
+    request pays for, models compete for slots by their targets, and what one takes of a host its neighbours lack,
+    and few requests at once on an instance need many instances.
     """
 
     min_instances: WholeNumber | None = Field(default=None, ge=0, le=MAX_INSTANCES)
@@ -50,9 +50,8 @@ class ModelSettings(TenantSettings):
     standard_ttft_s: TargetS | None = None
     batch_ttft_s: TargetS | None = None
     tbt_target_s: TargetS | None = None
-    threads: WholeNumber | None = Field(
-        default=None, ge=0, le=MOST_THREADS
-    )  # this and what follows: ``core.Resources``
+    max_concurrency: WholeNumber | None = Field(default=None, ge=0, le=10_000)  # from here on: see ``core.Resources``
+    threads: WholeNumber | None = Field(default=None, ge=0, le=MOST_THREADS)
     kv_share: float | None = Field(default=None, gt=0, le=1)
     hosts: Labels | None = None
 

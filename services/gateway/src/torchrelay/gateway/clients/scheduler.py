@@ -25,9 +25,12 @@ class Slots:
     """The slots of the present workers."""
 
     largest_bytes: int = 0  # of weights that the largest known slot can hold; 0: none is known
-    engines: frozenset[str] = frozenset()  # empty: none is known
-    labels: frozenset[frozenset[str]] = frozenset()  # of each host
+    kinds: frozenset[tuple[str, frozenset[str]]] = frozenset()  # engine, labels of the host; empty: none is known
     largest_pool_bytes: int = 0  # of KV
+
+    @property
+    def engines(self) -> frozenset[str]:
+        return frozenset(engine for engine, _ in self.kinds)
 
     def check_engine(self, engine: str) -> None:
         """Raises ``InvalidRequest`` if no worker has the engine that a model names, unless no worker is known."""
@@ -35,25 +38,29 @@ class Slots:
             offered = " and ".join(sorted(self.engines))
             raise InvalidRequest(f"no worker has the engine {engine}; the workers have {offered}", field="engine")
 
-    def check_hosts(self, hosts: Iterable[str]) -> None:
-        """Raises ``InvalidRequest`` if no host has all the labels that a model requires, unless no worker is known."""
+    def check_hosts(self, hosts: Iterable[str], engine: str = ANY_ENGINE, field: str = "hosts") -> None:
+        """Raises ``InvalidRequest`` if no host with the engine has all the labels that a model requires, unless no
+        worker is known. ``field``: what is set; a tenant, who may set the engine, does not read all hosts' labels.
+        """
         wanted = frozenset(hosts)
-        if wanted and self.labels and not any(wanted <= labels for labels in self.labels):
-            offered = "; ".join(", ".join(sorted(labels)) for labels in sorted(self.labels, key=sorted) if labels)
-            raise InvalidRequest(
-                f"no host has the labels {', '.join(sorted(wanted))}; the hosts have {offered or 'none'}: "
-                "start workers there with --label, or set other labels",
-                field="hosts",
-            )
+        present = {labels for of_slot, labels in self.kinds if engine in (ANY_ENGINE, of_slot)}
+        if wanted and self.kinds and not any(wanted <= labels for labels in present):
+            offered = "; ".join(", ".join(sorted(labels)) for labels in sorted(present, key=sorted) if labels)
+            which = "" if engine == ANY_ENGINE else f" with the engine {engine}"
+            fix = f"; the hosts{which} have {offered or 'none'}: start workers there with --label, or set other labels"
+            message = f"no host{which} has the labels {', '.join(sorted(wanted))}"
+            raise InvalidRequest(message + (fix if field == "hosts" else ": set another engine"), field=field)
 
     def check_kv_share(self, share: float, shape: ModelShape) -> None:
         """Raises ``InvalidRequest`` if the share of the largest pool holds not even a page of the model's KV."""
         page_bytes = KV_PAGE_TOKENS * shape.kv_bytes_per_token
-        if share < 1.0 and 0 < int(share * self.largest_pool_bytes) < page_bytes:
-            least = math.ceil(100 * page_bytes / self.largest_pool_bytes) / 100
+        pool_bytes = self.largest_pool_bytes
+        if share < 1.0 and pool_bytes and int(share * pool_bytes) < page_bytes:
+            least = math.ceil(100 * page_bytes / pool_bytes) / 100
+            fix = f"set at least {least:g}" if least <= 1 else f"give the workers more than its {pool_bytes:,} bytes"
             raise InvalidRequest(
                 f"a share of {share:g} of the largest KV pool holds not even {KV_PAGE_TOKENS} tokens of the model; "
-                f"set at least {least:g}",
+                f"{fix}",
                 field="kv_share",
             )
 
@@ -76,8 +83,7 @@ class SchedulerClient:
             return Slots()
         return Slots(
             view.largest_slot_bytes,
-            frozenset(map(_engine_of, view.workers)),
-            frozenset(frozenset(worker.labels) for worker in view.workers),
+            frozenset((_engine_of(worker), frozenset(worker.labels)) for worker in view.workers),
             max((worker.kv_pool_bytes for worker in view.workers), default=0),
         )
 

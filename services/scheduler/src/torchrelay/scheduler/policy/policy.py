@@ -121,7 +121,7 @@ class Policy:
 
     def _admit(self, input_: inputs.Admit, now: float) -> None:
         state, model = self.state, input_.model
-        admission = lifecycle.with_targets(input_.admission, model, state.config)
+        admission = lifecycle.with_settings(input_.admission, model, state.config)
         state.copies.use(model, now)
         if lifecycle.admit(state, admission, model, input_.current, input_.is_computed, now):
             dispatch.place_waiting(state, now, (model.version_id,))

@@ -198,7 +198,7 @@ class State:
         if aliases.note(model, timeout_s, tbt_target_s, now, is_new_call=is_new_call):
             self.tenant_slots.changed(model.version_id)
         if model.caps != caps:
-            version.too_large_for = None  # they may have a share now
+            version.too_large_for, version.has_new_caps = None, True  # a share may be large enough now, or too small
             self.unblock(model.version_id)
         max_instances, slots = aliases.max_instances(now, self.config.max_instances), aliases.slot_class(now)
         threads = aliases.threads(now)

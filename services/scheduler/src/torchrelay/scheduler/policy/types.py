@@ -130,8 +130,12 @@ class Caps(NamedTuple):
     max_concurrency: int = 0  # requests at once; 0: no limit
     kv_share: float = 1.0  # of its KV pool
 
+    def least_pool_bytes(self, kv_bytes: int) -> int:
+        """The size of the smallest pool whose share holds this."""
+        return math.ceil(kv_bytes / self.kv_share)
+
     def holds(self, kv_bytes: int, pool_bytes: int) -> bool:
-        return kv_bytes <= int(self.kv_share * pool_bytes)
+        return self.least_pool_bytes(kv_bytes) <= pool_bytes
 
     def most_open(self, most: int) -> int:
         """The requests that an instance runs at once, where it runs ``most`` of a model without a limit."""
@@ -404,6 +408,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     was_recalled: bool = False  # it had been placed, and keeps its arrival time
     prompt_source: PromptSource | None = None  # it was recalled from a loading instance
     returns_to: str = ""  # the instance for which it was recalled
+    caps: Caps = NO_CAPS  # of its model when it was admitted
 
     @property
     def tenant(self) -> str:

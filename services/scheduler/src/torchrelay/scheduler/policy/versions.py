@@ -27,6 +27,7 @@ class Version:
     endpoints: VersionEndpoints | None = None  # None: to be built; see ``dispatch/endpoints.py``
     too_large: set[AttemptKey] = field(default_factory=set)  # parked requests with more KV than ``too_large_for`` has
     too_large_for: VersionEndpoints | None = None
+    has_new_caps: bool = False  # limits that are not yet compared with the waiting requests
     slot_lost_at: float = -math.inf  # the last time that it lost an instance while requests waited
     told_at: float = -math.inf  # when gateways were last told about its load; see ``load_notices``
     had_slot_when_told: bool = False

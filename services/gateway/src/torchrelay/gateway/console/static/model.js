@@ -23,10 +23,10 @@ const ENGINES = ["auto", "torchrelay", "vllm"]; // a model may have another: vll
 const TENANTS_SETTINGS = {
   idle_timeout_s: "Idle timeout, s",
   max_instances: "Maximum instances per role",
-  max_concurrency: "Requests at once per instance",
 };
 const ADMINS_SETTINGS = {
   min_instances: "Minimum instances per role",
+  max_concurrency: "Requests at once per instance",
   threads: "Threads per instance, on a CPU",
   kv_share: "Share of an instance's KV",
   interactive_ttft_s: "TTFT target, interactive, s",

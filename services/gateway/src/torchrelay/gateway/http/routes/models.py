@@ -145,7 +145,13 @@ async def change(services: ServicesOf, caller: Changer, name: str, body: ModelSe
     if body.engine is not None or body.hosts or body.kv_share is not None:
         slots = await services.scheduler.slots()
         slots.check_engine(body.engine or ANY_ENGINE)
-        slots.check_hosts(body.hosts or ())
+        engine = body.engine or model.engine
+        if engine == ANY_ENGINE:
+            engine = model.version.needed_engine or (OWN_ENGINE if model.has_adapters else ANY_ENGINE)
+        if body.hosts:
+            slots.check_hosts(body.hosts, engine)
+        elif body.engine is not None and body.hosts is None:
+            slots.check_hosts(model.resources.hosts, engine, field="engine")
         slots.check_kv_share(body.kv_share or 1.0, model.version.shape)
     await services.catalog.change_settings(model, body)
     return shown(services, await services.catalog.resolve(caller, name))

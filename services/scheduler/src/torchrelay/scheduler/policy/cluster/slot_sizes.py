@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.types import Role, SlotClass, StoreStatus, WorkerStatus
@@ -15,6 +15,10 @@ class SlotSize(NamedTuple):
     slot_class: SlotClass
     weights_bytes: int = 0  # the host's arena, or less if the slot's GPUs hold less; 0: no store on the host answers
     kv_pool_bytes: int = 0  # 0: the slot does not decode
+
+    @property
+    def unlabelled(self) -> SlotSize:
+        return self._replace(slot_class=self.slot_class._replace(labels=frozenset()))
 
 
 class _Slot(NamedTuple):
@@ -31,6 +35,7 @@ class SlotSizes:
         self._on_host = defaultdict[str, set[str]](set)
         self._arenas: dict[str, int] = {}  # by host
         self._present: Counter[SlotSize] = Counter()
+        self._fitting: dict[SlotClass, list[SlotSize]] = {}  # present sizes by the class wanted, once it was
         self._gone: dict[SlotSize, float] = {}  # sizes without a slot -> when the last slot went
 
     def worker(self, worker: WorkerStatus) -> None:
@@ -83,18 +88,26 @@ class SlotSizes:
 
     def _add(self, size: SlotSize) -> None:
         self._present[size] += 1
+        if self._present[size] == 1:
+            self._fitting.clear()
         self._gone.pop(size, None)
 
     def _remove(self, size: SlotSize, now: float) -> None:
         self._present[size] -= 1
         if not self._present[size]:
             del self._present[size]
+            self._fitting.clear()
             self._gone = {key: until for key, until in self._gone.items() if until >= now - _REMEMBERED_S}
             self._gone[size] = now
 
-    def present(self, wanted: SlotClass) -> list[SlotSize]:
-        """Sizes of the present slots in which a model of this class runs."""
-        return [size for size in self._present if wanted.fits(size.slot_class)]
+    def present(self, wanted: SlotClass) -> Sequence[SlotSize]:
+        """Sizes of the present slots in which a model of this class runs, without labels, which each host may have of
+        its own.
+        """
+        if (sizes := self._fitting.get(wanted)) is None:
+            fitting = (size for size in self._present if wanted.fits(size.slot_class))
+            sizes = self._fitting[wanted] = list(dict.fromkeys(size.unlabelled for size in fitting))
+        return sizes
 
     def since(self, begin: float, wanted: SlotClass) -> list[SlotSize]:
         """Sizes of such slots that were present at any time after ``begin``."""
@@ -104,6 +117,11 @@ class SlotSizes:
     def has_lost_any(self, begin: float) -> bool:
         """Whether any size had slots after ``begin`` and has none now."""
         return any(until >= begin for until in self._gone.values())
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether any present slot holds weights."""
+        return any(size.weights_bytes for size in self._present)
 
     @property
     def largest_weights_bytes(self) -> int:

@@ -5,6 +5,7 @@ A tenant must not learn about other tenants, so texts for tenants use the name i
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torchrelay.common.recent import Recent
@@ -17,6 +18,10 @@ _IN_USE_S = 600.0  # after its last request, for a model without an idle timeout
 def tenant_of(model: str) -> str:
     """``acme`` of ``acme/glossary``."""
     return model.partition("/")[0]
+
+
+def _key_of(label: str) -> str:
+    return label.partition("=")[0]
 
 
 @dataclass(slots=True)
@@ -101,10 +106,13 @@ class VersionAliases:
     def slot_class(self, now: float) -> SlotClass:
         """The slots that the models in use name. Where they differ, one device, and any engine unless all name the
         same: no tenant's setting takes another tenant's slots, and weights that need an engine keep it. A tenant's
-        models that name none leave the choice to its others. The labels, which are the operator's, are those of all.
+        models that name none leave the choice to its others. The labels, which are the operator's, are those of all,
+        without those that exclude each other: of a key with several values.
         """
         in_use = self._in_use(now)
         labels = frozenset[str]().union(*(use.slot_class.labels for use in in_use))
+        num_values = Counter(_key_of(label) for label in labels)
+        labels = frozenset(label for label in labels if num_values[_key_of(label)] == 1)
         classes = {use.slot_class._replace(labels=labels) for use in in_use}
         if len({tenant_of(name) for name in self.names}) <= 1:
             classes.discard(SlotClass(labels=labels))
@@ -114,18 +122,24 @@ class VersionAliases:
         return SlotClass(engine=engines.pop() if len(engines) == 1 else "", labels=labels)
 
     def threads(self, now: float) -> int:
-        """The greatest number of threads that a model in use sets; 0: none sets it."""
-        return max((use.threads for use in self._in_use(now)), default=0)
+        """The greatest limit of threads of the models in use; 0 if any of them has none."""
+        limits = [use.threads for use in self._in_use(now)]
+        return max(limits, default=0) if all(limits) else 0
 
     @property
     def capped(self) -> dict[str, Caps]:
         """The models that have limits."""
         return {name: use.caps for name, use in self._uses.items() if use.caps != NO_CAPS}
 
-    def caps_of(self, name: str) -> Caps:
-        """The limits of the model's requests on an instance."""
+    def caps_of(self, name: str, forgotten: Caps = NO_CAPS) -> Caps:
+        """The limits of the model's requests on an instance; ``forgotten``: those of a name that is not known here."""
         use = self._uses.get(name)
-        return NO_CAPS if use is None else use.caps
+        return forgotten if use is None else use.caps
+
+    def labels_of(self, name: str) -> frozenset[str]:
+        """The labels that the model itself sets."""
+        use = self._uses.get(name)
+        return frozenset() if use is None else use.slot_class.labels
 
     def max_instances(self, now: float, default: int) -> int:
         """The greatest limit of the models in use, so that no tenant's setting reduces another tenant's instances; 0 if

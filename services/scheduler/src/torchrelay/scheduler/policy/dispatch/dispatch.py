@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterable, Sequence
 from heapq import nlargest, nsmallest
 from operator import itemgetter
@@ -102,22 +101,21 @@ def _place_waiting_of(state: State, version: Version, model: Model, now: float) 
             continue  # the queue may have another next request now
         placement = _placement(state, admission, model, able, now)
         if isinstance(placement, NoPlacement):
-            if placement.is_capped and _fits_share(version, admission, model, largest_pool_bytes):
-                at_limit.add(admission.model)
-                state.queues.hold(admission.key)
-                if not math.isinf(placement.due):
-                    state.due[version_id] = placement.due
-                continue
+            state.due.note(version_id, placement.due)
             if placement.is_own or placement.is_capped:  # the others need not wait for it
+                fits = _fits_share(version, admission, model, largest_pool_bytes)
+                if fits and not placement.is_own:
+                    at_limit.add(admission.model)
+                    state.queues.hold(admission.key)
+                    continue
                 state.queues.park(admission.key)
-                if placement.is_capped or admission.kv_bytes(model) > largest_pool_bytes:
+                if fits:
+                    passed.append(admission.key)
+                else:
                     version.too_large.add(admission.key)
                     version.too_large_for = able
-                else:
-                    passed.append(admission.key)
+                state.queues.release(version_id, admission.model)
                 continue
-            if not math.isinf(placement.due):
-                state.due[version_id] = placement.due
             # A loading instance may take a prompt although no instance is free for all.
             is_blocked = placement.is_of_all and not live_scaling.is_live(state, version_id)
             if is_blocked and not version.usage.callers.are_several(now):
@@ -135,7 +133,7 @@ def _place_waiting_of(state: State, version: Version, model: Model, now: float) 
 
 def _fits_share(version: Version, admission: Admission, model: Model, pool_bytes: int) -> bool:
     """Whether a pool of this size, without other requests of its model, has a share for the request."""
-    return version.aliases.caps_of(admission.model).holds(admission.kv_bytes(model), pool_bytes)
+    return version.aliases.caps_of(admission.model, admission.caps).holds(admission.kv_bytes(model), pool_bytes)
 
 
 def _may_be_late(admission: Admission) -> bool:
@@ -144,8 +142,11 @@ def _may_be_late(admission: Admission) -> bool:
 
 
 def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
-    """Marks the request as late; False if it was late already."""
-    return state.queues.fall_late(admission.key, state.strategies.late_rank(admission, prompt_s))
+    """Marks the request as late; False if it was late already. Held requests of its model may now come before it."""
+    if not state.queues.fall_late(admission.key, state.strategies.late_rank(admission, prompt_s)):
+        return False
+    state.queues.release(admission.version_id, admission.model)
+    return True
 
 
 def _choose_late(state: State, admission: Admission, model: Model, now: float) -> None:

@@ -14,7 +14,7 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.cluster.instance import Instance, ReturningPrompt
 from torchrelay.scheduler.policy.cluster.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch import endpoints, recalls
-from torchrelay.scheduler.policy.dispatch.placement import MOVE_S
+from torchrelay.scheduler.policy.dispatch.placement import MOVE_S, is_within
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import LoadingPrompts
 from torchrelay.scheduler.policy.types import Admission, Model, ServiceClass
@@ -42,7 +42,10 @@ def take_over(state: State, version_id: str, now: float) -> None:
         if is_shared and len(work.queue) >= target.max_prompts_ahead:
             continue
         while movable and ahead_s < target.full_step_s and _free_at(target, now) <= now:
-            attempt, source = movable[0]
+            pair = next((pair for pair in movable if _has_place(state, target, pair[0])), None)
+            if pair is None:
+                break
+            attempt, source = pair
             if waiting is not None and goes_before(waiting, attempt.admission, now):
                 return
             left_s = _left_s(attempt, source, now + ahead_s)
@@ -50,10 +53,17 @@ def take_over(state: State, version_id: str, now: float) -> None:
             if source.computed_s(_left_s(attempt, source, now), now) <= ahead_s + left_s + MOVE_S + move_s:
                 break
             ahead_s += left_s + MOVE_S
-            movable.pop(0)
+            movable.remove(pair)
             _recall(state, attempt, source, target, left_s, now)
             if takes_one:
                 break
+
+
+def _has_place(state: State, target: Instance, attempt: OpenAttempt) -> bool:
+    """Whether the limits of the attempt's model allow its prompt there."""
+    admission = attempt.admission
+    caps = state.versions.of(admission.version_id).aliases.caps_of(admission.model, admission.caps)
+    return target.instance_id in attempt.instance_ids or is_within(target, admission, caps, 0)
 
 
 def next_take_over(state: State, version_id: str, now: float) -> float:
@@ -71,19 +81,18 @@ def _movable(
     state: State, version_id: str, now: float
 ) -> tuple[Model, Sequence[Instance], list[tuple[OpenAttempt, Instance]]]:
     """The model and its prefill instances, and the prompts that may leave its loading instances, in the order in which
-    they were dispatched. Prompts of models with limits stay, because a loaded instance may have no place for them.
+    they were dispatched.
     """
     model = state.known_model(version_id)
     if state.strategies.loading_prompts is not LoadingPrompts.MOVED:
         return model, (), []
     prefills = endpoints.of_version(state, model, now).prefills
-    capped = state.versions.of(version_id).aliases.capped
     movable = [
         (attempt, instance)
         for instance in prefills
         if instance.is_loading
         for attempt in instance.work.prefills.values()
-        if attempt.may_be_recalled and attempt.admission.model not in capped
+        if attempt.may_be_recalled
     ]
     return model, prefills, sorted(movable, key=lambda pair: (pair[0].placed_at, pair[0].admission.key))
 

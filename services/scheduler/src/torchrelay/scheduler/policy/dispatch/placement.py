@@ -22,7 +22,7 @@ import msgspec
 
 from torchrelay.scheduler.policy import types
 from torchrelay.scheduler.policy.cluster.instance import Instance
-from torchrelay.scheduler.policy.cluster.open_attempts import NO_WORK
+from torchrelay.scheduler.policy.cluster.open_attempts import NO_WORK, ModelWork
 from torchrelay.scheduler.policy.prediction import Prediction
 from torchrelay.scheduler.policy.state import State
 
@@ -65,22 +65,30 @@ def place(
     now: float,
 ) -> types.Placement | NoPlacement:
     """The best pair of a prefill and a decode instance, or why there is none."""
-    caps = state.versions.of(admission.version_id).aliases.caps_of(admission.model)
+    caps = state.versions.of(admission.version_id).aliases.caps_of(admission.model, admission.caps)
     if caps == types.NO_CAPS:
         return _best(state, admission, model, prefills, decodes, now)
     kv_bytes = admission.kv_bytes(model)
-    open_prefills = [each for each in prefills if _is_within(each, admission, caps, 0)]
-    open_decodes = [each for each in decodes if _is_within(each, admission, caps, kv_bytes)]
+    limits = f"{admission.model} has its most requests at once, or its share of KV, on"
+    open_decodes = [each for each in decodes if is_within(each, admission, caps, kv_bytes)]
+    if decodes and not open_decodes:
+        is_own = any(
+            is_within(each, admission, caps, 0) and not caps.holds(kv_bytes, each.kv_pool_bytes) for each in decodes
+        )
+        return NoPlacement(f"{limits} each instance", is_own=is_own, is_capped=True)
+    open_prefills = [each for each in prefills if is_within(each, admission, caps, 0)]
     placement = _best(state, admission, model, open_prefills, open_decodes, now)
     is_limited = len(open_prefills) < len(prefills) or len(open_decodes) < len(decodes)
     if not is_limited or isinstance(placement, types.Placement):
         return placement
-    limits = f"{admission.model} has its most requests at once, or its share of KV, on other instances"
-    return NoPlacement(f"{placement.reason}; {limits}", placement.due, is_capped=True)
+    return NoPlacement(f"{placement.reason}; {limits} other instances", placement.due, is_capped=True)
 
 
-def _is_within(instance: Instance, admission: types.Admission, caps: types.Caps, kv_bytes: int) -> bool:
+def is_within(instance: Instance, admission: types.Admission, caps: types.Caps, kv_bytes: int) -> bool:
+    """Whether the limits of the request's model allow it there, beside recalled prompts that return first."""
     own = instance.work.of_model.get(admission.model, NO_WORK)
+    if instance.returning and admission.key.request_id not in instance.returning:
+        own = ModelWork(own.num_open + len(instance.returning), own.kv_bytes)
     return own.is_within(caps, kv_bytes, instance.kv_pool_bytes)
 
 

@@ -98,7 +98,7 @@ class Waiting:
 
     number: int = 0
     oldest_s: float = 0.0
-    most_kv_bytes: int = 0
+    most_kv_bytes: int = 0  # of a pool, whose part for the request's model holds the request
     least_kv_bytes: int = 0
     num_too_large_tokens: int = 0  # of the prompts left out
 
@@ -114,7 +114,8 @@ def waiting_of(state: State, model: Model, now: float) -> Waiting:
         return Waiting(state.queues.num_waiting(version_id), state.queues.oldest_wait_s(version_id, now))
     largest = largest_pool(sizes.present(model.slot_class))
     waiting = state.queues.waiting(version_id)
-    needs = {admission.key: admission.kv_bytes(model) for admission in waiting}
+    caps_of = state.versions.of(version_id).aliases.caps_of
+    needs = {each.key: caps_of(each.model, each.caps).least_pool_bytes(each.kv_bytes(model)) for each in waiting}
     fitting = [admission for admission in waiting if needs[admission.key] <= largest]
     num_left_out = sum(admission.num_prefill_tokens for admission in waiting if needs[admission.key] > largest)
     if not fitting:

@@ -103,12 +103,13 @@ def _note_arrival(state: State, admission: Admission, now: float) -> None:
     state.forecasts.pop(version_id, None)
 
 
-def with_targets(admission: Admission, model: Model, config: PolicyConfig) -> Admission:
-    """The admission with its latency targets filled in: its own, else its model's, else the scheduler's."""
+def with_settings(admission: Admission, model: Model, config: PolicyConfig) -> Admission:
+    """The admission with its model's limits, and latency targets: its own, else its model's, else the scheduler's."""
     service_class, of_model = admission.service_class, model.targets
     return structs.replace(
         admission,
         ttft_target_s=admission.ttft_target_s or _ttft_s(of_model, service_class) or _ttft_s(config, service_class),
+        caps=model.caps,
         tbt_target_s=admission.tbt_target_s or of_model.tbt_target_s or config.tbt_target_s,
     )
 

@@ -73,9 +73,12 @@ def _is_on(state: State, now: float) -> bool:
 
 
 def _suits_slots(state: State, model: Model, now: float) -> bool:
-    """Whether slots of the model's pool have its engine and memory for it, as far as any were seen lately."""
-    seen = state.membership.sizes.since(now - _SEEN_S, SlotClass(model.num_devices))
-    return not seen or any(model.fits(size.slot_class) for size in seen)
+    """Whether slots of the model's pool have its engine and labels, and memory for it, if any were seen lately."""
+    sizes, begin = state.membership.sizes, now - _SEEN_S
+    if not sizes.since(begin, SlotClass(model.num_devices)):
+        return True
+    fitting = (size.slot_class.weights_bytes for size in sizes.since(begin, model.slot_class))
+    return any(not 0 < weights_bytes < model.pack_bytes for weights_bytes in fitting)
 
 
 def _record(state: State, pool: Pool, now: float) -> None:

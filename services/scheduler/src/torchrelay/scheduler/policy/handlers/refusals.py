@@ -24,14 +24,16 @@ def refuse_infeasible(state: State, now: float) -> None:
     config = state.config
     since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
     is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S
-    if not _knows_slots(state, now) or not (
-        is_settling or state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S)
-    ):
+    if not _knows_slots(state, now):
         return
+    are_slots_new = is_settling or state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S)
     largest_slot = cache(partial(_largest_slot, state, now))  # thousands of requests have few sizes
     for version_id in list(state.queues.versions):
         model = state.known_model(version_id)
-        capped = state.versions.of(version_id).aliases.capped
+        version = state.versions.of(version_id)
+        if not (are_slots_new or version.has_new_caps):
+            continue
+        version.has_new_caps, capped = False, version.aliases.capped
         for admission in state.queues.waiting(version_id):
             _refuse_if_infeasible(state, admission, model, capped, largest_slot, now)
 
@@ -47,7 +49,7 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
 
 
 def _knows_slots(state: State, now: float) -> bool:
-    return now - state.started_at >= state.config.refusal_settle_s and state.membership.sizes.largest_weights_bytes > 0
+    return now - state.started_at >= state.config.refusal_settle_s and state.membership.sizes.has_weights
 
 
 def _largest_slot(state: State, now: float, wanted: SlotClass, absent_s: float) -> tuple[int, int]:
@@ -67,8 +69,9 @@ def _refuse_if_infeasible(
     arena, pool = largest_slot(model.slot_class, absence_limit_s(state, admission))
     needed, reason = admission.kv_bytes(model), effects.RefusalReason.NO_CAPACITY
     if not arena and model.hosts:
-        labels, engine = ", ".join(sorted(model.hosts)), f", with the engine {model.engine}" if model.engine else ""
-        message = f"{admission.model} needs a worker on a host with the labels {labels}{engine}; no worker has them"
+        engine = f", with the engine {model.engine}" if model.engine else ""
+        message = f"{admission.model} needs a worker on {_host_text(state, admission, model)}{engine}"
+        message += "; no worker is there"
     elif not arena and model.engine:
         on = f" on {model.num_devices} devices" if model.num_devices > 1 else ""
         message = f"{admission.model} needs a worker with the engine {model.engine}{on}; no worker has it"
@@ -92,6 +95,12 @@ def _refuse_if_infeasible(
     else:
         return
     refuse(state, admission, reason, message, now)
+
+
+def _host_text(state: State, admission: Admission, model: Model) -> str:
+    """The labels that the request's own model sets, and not those of other tenants that share the version."""
+    own = model.hosts & state.versions.of(model.version_id).aliases.labels_of(admission.model)
+    return f"a host with the labels {', '.join(sorted(own))}" if own else "a host that the platform's operator chose"
 
 
 def absence_limit_s(state: State, admission: Admission) -> float:

@@ -172,13 +172,13 @@ def leave_other_slots(state: State, version_ids: Iterable[str], now: float) -> N
             if not state.membership.sizes.present(model.slot_class):
                 break
             text = f"it runs with {_slot_text(worker)}, and its model needs {_slot_text(model)} now"
+            if model.slot_class._replace(labels=frozenset()).fits(worker):  # tenants do not read each other's labels
+                text = "its host lacks labels that its model needs now"
             drain(state, instance, Reason("other_engine", text), now)
 
 
 def _slot_text(slot: WorkerStatus | Model) -> str:
-    labels = ", ".join(sorted(slot.hosts if isinstance(slot, Model) else slot.labels))
-    of_host = f" of a host with {labels}" if labels else ""
-    return f"{slot.engine or 'any engine'} on {format_count(slot.num_devices, 'device')}{of_host}"
+    return f"{slot.engine or 'any engine'} on {format_count(slot.num_devices, 'device')}"
 
 
 def set_minimums(state: State, models: Sequence[Model], now: float) -> Collection[str]:

@@ -5,8 +5,8 @@ from the tenant that was served least, among tenants with requests that are not 
 earliest deadline that can be met, or without one a late request. Batch work is next only if no other request waits;
 once its own deadline is near, or it is late, it is no longer batch work. A request that cannot be placed now is
 *parked*: it waits like the others and keeps its position, but is not next. Of a model at its limits all requests are
-*held*, which is parked in an order, and the first is released for each try. A full queue refuses requests of the tenant
-that has most of its places.
+*held*, which is parked in an order, and the first is released for each try, with the first of its batch work. A full
+queue refuses requests of the tenant that has most of its places.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class _Request:
         self.turns = turns
 
     def hold(self) -> None:
+        is_batch = self.turns is self.queue.batch
         self.leave()
-        self.held_at = (self.queue.turns_of(self.admission) is self.queue.batch, self.is_late, *self.entry)
+        self.held_at = (is_batch, self.is_late, *self.entry)
         insort(self.queue.held.setdefault(self.admission.model, []), self.held_at)
 
     def leave(self) -> None:
@@ -317,9 +318,11 @@ class ModelQueues:
         return tuple(self._of(version_id).held)
 
     def release(self, version_id: str, model: str) -> None:
-        """Returns the model's first held request, if there is one, to its position."""
-        if held := self._of(version_id).held.get(model):
-            held[0][-1].enter()
+        """Returns the model's first held request, and the first that is batch work, to their positions."""
+        held = self._of(version_id).held.get(model, [])
+        first_batch = bisect_left(held, (True,))
+        for entry in (*held[:1], *held[first_batch : first_batch + 1]):
+            entry[-1].enter()
 
     def unpark(self, key: AttemptKey) -> None:
         """Returns a parked request to its position. No effect if it does not wait or is not parked."""
