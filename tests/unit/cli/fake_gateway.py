@@ -138,8 +138,8 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json({"epoch": "1", "instances": []})
             case "GET", ["requests"]:
                 query, listed = parse_qs(urlsplit(self.path).query), self.gateway.requests
-                after = query.get("after_id", [""])[0]
-                begin = next((number for number, each in enumerate(listed, 1) if each["id"] == after), 0)
+                after_id = query.get("after_id", [""])[0]
+                begin = next((number for number, each in enumerate(listed, 1) if each["id"] == after_id), 0)
                 page = listed[begin : begin + int(query["limit"][0])]
                 self._json({"data": page, "has_more": begin + len(page) < len(listed)})
             case "GET", ["events"]:
