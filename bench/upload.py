@@ -46,7 +46,9 @@ class Stages:
 
     def __str__(self) -> str:
         begin = min(first for first, _ in self.spans_s.values())
-        return ", ".join(f"{name} {first - begin:.2f}-{last - begin:.2f} s" for name, (first, last) in self.spans_s.items())
+        return ", ".join(
+            f"{name} {first - begin:.2f}-{last - begin:.2f} s" for name, (first, last) in self.spans_s.items()
+        )
 
 
 def disk_s(paths: list[Path]) -> float:
