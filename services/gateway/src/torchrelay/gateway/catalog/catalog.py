@@ -259,8 +259,9 @@ class Catalog:
     ) -> None:
         """Within the caller's transaction: makes this the model's version and retires the previous one.
 
-        ``source`` is what the version was packed from; empty: not known. The caller calls ``published()`` after the commit. Raises ``Conflict`` if adapters need the previous version, or
-        if the base of an adapter is no longer a model of the tenant.
+        ``source`` is what the version was packed from; empty: not known. The caller calls ``published()`` after the
+        commit. Raises ``Conflict`` if adapters need the previous version, or if the base of an adapter is no longer a
+        model of the tenant.
         """
         # First, because it locks a row: changes to the catalog are serialized, so that each sees the versions that
         # the others reference or retire.

@@ -1,4 +1,4 @@
-"""What a version is packed from: a digest of the declared files, of this release, and how the weights are published.
+"""The source of a version: a digest of the declared files, of this release, and how the weights are published.
 
 The packer is deterministic, so within a release the same source is packed to the same version.
 """

@@ -90,8 +90,8 @@ class Uploads:
     async def begin(
         self, tenant: Tenant, model: str, files: Sequence[param_store_pb2.DeclaredFile], quantize: str = ""
     ) -> tuple[Upload, Files]:
-        """Opens an upload, whose weights become ``quantize``: "int8", or empty. Raises ``QuotaExceeded`` if the declared sizes do not fit, ``Overloaded`` if the tenant has
-        too much open, and the store's errors.
+        """Opens an upload, whose weights become ``quantize``: "int8", or empty. Raises ``QuotaExceeded`` if the sizes
+        do not fit, ``Overloaded`` if the tenant has too much open, and the store's errors.
         """
         declared_bytes = sum(file.num_bytes for file in files)
         upload_id, source = new_id("upl"), source_of(files, quantize)
