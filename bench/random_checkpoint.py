@@ -86,13 +86,21 @@ def llama_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return tensors if config.get("tie_word_embeddings") else {**tensors, HEAD: (vocab_size, hidden)}
 
 
-def write_checkpoint(folder: Path, shape: LlamaShape, tokenizer_json: bytes) -> Path:
-    """Writes the folder of a chat model and returns it."""
+def write_checkpoint(folder: Path, shape: LlamaShape, tokenizer_json: bytes, num_shards: int = 1) -> Path:
+    """Writes the folder of a chat model, whose layers are in several files or one, and returns it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape.config()))
     (folder / "tokenizer.json").write_bytes(tokenizer_json)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-    _write_weights(folder / "model.safetensors", llama_tensors(shape.config()))
+    tensors = llama_tensors(shape.config())
+    if num_shards == 1:
+        _write_weights(folder / "model.safetensors", tensors)
+        return folder
+    names = list(tensors)
+    weight_map = {name: f"model-{index * num_shards // len(names)}.safetensors" for index, name in enumerate(names)}
+    for file in dict.fromkeys(weight_map.values()):
+        _write_weights(folder / file, {name: tensors[name] for name in names if weight_map[name] == file})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 

@@ -49,6 +49,7 @@ class FakeGateway:
     received: dict[str, bytearray] = field(default_factory=dict)
     cut_after: int = 0  # once: the connection breaks when so many bytes of a file have come
     refuse_commit: bool = False
+    loses_known_files: bool = False  # an upload begins as if all files were known, and they are not any more
     is_full: bool = False  # refuses completions
     sizing: dict[str, Any] | None = None  # of the model tiny
     notes: tuple[str, ...] = ()  # about the weights of a published model
@@ -174,7 +175,10 @@ class _Answering(BaseHTTPRequestHandler):
             case "POST", ["uploads"]:
                 self.gateway.declared = {file["path"]: file for file in body["files"]}
                 self.gateway.received = {path: bytearray() for path in self.gateway.declared}
-                self._json({"id": "upl-1", "model": body["model"], "files": self.gateway.file_states()}, 201)
+                states = self.gateway.file_states()
+                if self.gateway.loses_known_files:
+                    states = [state | {"received": state["size"], "complete": True} for state in states]
+                self._json({"id": "upl-1", "model": body["model"], "files": states}, 201)
             case "GET", ["uploads", "upl-1"] if self.gateway.declared:
                 self._json({"id": "upl-1", "files": self.gateway.file_states()})
             case "GET", ["uploads"]:
@@ -225,12 +229,15 @@ class _Answering(BaseHTTPRequestHandler):
         return self._json(state)
 
     def _commit(self) -> None:
+        if not all(state["complete"] for state in self.gateway.file_states()):
+            return self._error(409, "config.json: the file is not complete", "conflict")
         last: Any = {"model": MODEL | ({"notes": self.gateway.notes} if self.gateway.notes else {})}
         if self.gateway.refuse_commit:
             message, self.gateway.declared = "config.json: no such architecture", {}  # the upload has ended
             last = {"error": {"message": message, "param": "config.json", "code": "upload_refused"}}
         lines = [{"stage": "validate", "done": 1, "total": 1}, {"stage": "pack", "done": 5, "total": 10}, last]
         self._send(200, b"".join(json.dumps(line).encode() + b"\n" for line in lines), "application/x-ndjson")
+        return None
 
     def _chat(self, body: Any) -> None:
         self.send_response(200)

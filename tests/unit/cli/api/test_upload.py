@@ -135,7 +135,8 @@ def test_upload_sends_model_files_only(gateway: FakeGateway, model_folder: Path)
     assert set(gateway.received) == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert all(bytes(sent) == (model_folder / path).read_bytes() for path, sent in gateway.received.items())
     assert gateway.asked[-1][2] == {"max_instances": 2}
-    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["hash", *sorted(gateway.received), "validate", "pack"]
+    first, *sent_files, validate, pack = dict.fromkeys(stage for stage, _, _ in seen)
+    assert (first, sorted(sent_files), validate, pack) == ("hash", sorted(gateway.received), "validate", "pack")
     for path, sent in gateway.received.items():
         assert [step for step in seen if step[0] == path][-1] == (path, len(sent), len(sent))
 
@@ -146,6 +147,18 @@ def test_upload_resumes_after_broken_connection(gateway: FakeGateway, model_fold
         ModelUpload(client, Folder(model_folder), "tiny", lambda *_: None).run({})
     puts = [path for method, path, _ in gateway.asked if method == "PUT" and path.endswith("model.safetensors")]
     assert len(puts) == 2
+    assert bytes(gateway.received["model.safetensors"]) == (model_folder / "model.safetensors").read_bytes()
+
+
+def test_files_that_the_platform_has_lost_are_sent_before_a_second_commit(
+    gateway: FakeGateway, model_folder: Path
+) -> None:
+    gateway.loses_known_files = True
+    with GatewayClient(gateway.url, TENANT_KEY) as client:
+        ModelUpload(client, Folder(model_folder), "tiny", lambda *_: None).run({"quantize": "int8"})
+    methods = [method for method, _, _ in gateway.asked]
+    assert (methods[:3], set(methods[3:-1]), methods[-1]) == (["POST", "POST", "GET"], {"PUT"}, "POST")
+    assert gateway.asked[0][2]["quantize"] == "int8"
     assert bytes(gateway.received["model.safetensors"]) == (model_folder / "model.safetensors").read_bytes()
 
 

@@ -116,7 +116,7 @@ def test_model_is_read_at_one_commit_and_sent(run: Run, gateway: FakeGateway, hu
         assert gateway.received == {name: hub.repos[REPO][commit][name] for name in FILES}
         assert all(f"/resolve/{commit}/" in path for _, path, _ in hub.asked if "/resolve/" in path)
         lines = [line.split()[0] for line in shown.stderr.splitlines()]
-        assert [line for line in lines if line in FILES] == [file["path"] for file in begun["files"]]
+        assert sorted(line for line in lines if line in FILES) == sorted(file["path"] for file in begun["files"])
 
 
 def test_token_is_told_to_the_hub_alone(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchrelay.cli.api.model_source import ModelSource, ProgressCallback
+from torchrelay.cli.api.parallel import in_parallel
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.left_out import left_out_note
 
@@ -45,20 +48,23 @@ def model_files(source: ModelSource, progress: ProgressCallback, *, is_adapter: 
     """The files of the model, or of the adapter, with their digests. Raises ``CliError`` when the source is none."""
     paths, sizes = adapter_paths(source) if is_adapter else model_paths(source), source.sizes
     known = {path: source.sha256(path) for path in paths}
-    total, done = sum(sizes[path] for path in paths if known[path] is None), 0
-    files = []
-    for path in paths:
+    total, done, lock = sum(sizes[path] for path in paths if known[path] is None), 0, threading.Lock()
+
+    def file_of(path: str, check: Callable[[], None]) -> ModelFile:
+        nonlocal done
         if sha256 := known[path]:
-            files.append(ModelFile(path, sizes[path], sha256))
-            continue
+            return ModelFile(path, sizes[path], sha256)
         digest, size = hashlib.sha256(), 0
         for block in source.blocks(path):
+            check()
             digest.update(block)
             size += len(block)
-            done += len(block)
-            progress("hash", done, total)
-        files.append(ModelFile(path, size, digest.hexdigest()))
-    return files
+            with lock:
+                done += len(block)
+                progress("hash", done, total)
+        return ModelFile(path, size, digest.hexdigest())
+
+    return in_parallel(file_of, paths)
 
 
 def adapter_paths(source: ModelSource) -> list[str]:

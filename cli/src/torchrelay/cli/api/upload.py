@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.client import GatewayClient, given
 from torchrelay.cli.api.model_files import ModelFile, model_files
 from torchrelay.cli.api.model_source import ModelSource, ProgressCallback
+from torchrelay.cli.api.parallel import in_parallel
 from torchrelay.cli.errors import ApiError, CliError, Unreachable, api_error
 
 MAX_FAILED_TRIES = 5
@@ -65,7 +67,7 @@ class ModelUpload:
         journal: UploadJournal | None = None,
     ) -> None:
         self._client, self._source, self._model = client, source, model
-        self._progress, self._journal = progress, journal
+        self._journal, self._lock, self._tell = journal, threading.Lock(), progress
 
     def run(self, settings: dict[str, Any], needed_engine: str = "") -> dict[str, Any]:
         """Hashes, sends and commits; returns the published model. Raises ``CliError``, also for Ctrl-C.
@@ -77,22 +79,41 @@ class ModelUpload:
         files = model_files(self._source, self._progress, is_adapter="base" in settings)
         fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
         chosen = settings.get("engine")
-        upload = self._begin(fingerprint, files, needed_engine if chosen in (None, "auto") else str(chosen))
-        states = {str(state["path"]): state for state in upload["files"]}
-        upload_id = str(upload["id"])
+        engine = needed_engine if chosen in (None, "auto") else str(chosen)
+        upload = self._begin(fingerprint, files, engine, str(settings.get("quantize", "")))
+        upload_id, knew_all = str(upload["id"]), all(state["complete"] for state in upload["files"])
         try:
-            for file in files:
-                self._send(upload_id, file, states[file.path])
+            self._send_all(upload, files)
+            try:
+                return self._commit(upload_id, settings, fingerprint)
+            except ApiError as error:
+                if not knew_all or error.status != 409:
+                    raise
+            # The platform knew the files of another model, which has been deleted since.
+            self._send_all(self._client.call("GET", f"/v1/uploads/{upload_id}"), files)
             return self._commit(upload_id, settings, fingerprint)
         except KeyboardInterrupt:
             hint = f"run the same command again to resume, or free what was sent: torchrelay uploads abort {upload_id}"
             raise CliError("interrupted", hint) from None
 
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        with self._lock:
+            self._tell(stage, done, total)
+
+    def _send_all(self, upload: dict[str, Any], files: list[ModelFile]) -> None:
+        """Sends what is missing, several files at once, each over a connection of its own."""
+        states = {str(state["path"]): state for state in upload["files"]}
+
+        def send(file: ModelFile, check: Callable[[], None]) -> None:
+            self._send(str(upload["id"]), file, states[file.path], check)
+
+        in_parallel(send, files)
+
     def _forget(self, fingerprint: str) -> None:
         if self._journal is not None:
             self._journal.forget(fingerprint)
 
-    def _begin(self, fingerprint: str, files: list[ModelFile], engine: str) -> dict[str, Any]:
+    def _begin(self, fingerprint: str, files: list[ModelFile], engine: str, quantize: str) -> dict[str, Any]:
         if self._journal is not None and (known := self._journal.find(fingerprint)):
             try:
                 return self._client.call("GET", f"/v1/uploads/{known}")
@@ -101,19 +122,20 @@ class ModelUpload:
                     raise
                 self._journal.forget(fingerprint)
         body = {"model": self._model, "files": [asdict(file) for file in files]}
-        upload = self._client.call("POST", "/v1/uploads", json=body | ({"engine": engine} if engine else {}))
+        body |= given(engine=engine or None, quantize=quantize or None)
+        upload = self._client.call("POST", "/v1/uploads", json=body)
         if self._journal is not None:
             self._journal.record(fingerprint, str(upload["id"]))
         return upload
 
-    def _send(self, upload_id: str, file: ModelFile, state: dict[str, Any]) -> None:
+    def _send(self, upload_id: str, file: ModelFile, state: dict[str, Any], check: Callable[[], None]) -> None:
         """Sends until the gateway has the whole file; after an interruption asks how much arrived."""
         self._progress(file.path, int(state["received"]), file.size)
         num_failures = 0
         while not state["complete"]:
             offset = int(state["received"])
             try:
-                state = self._put(upload_id, file, offset)
+                state = self._put(upload_id, file, offset, check)
             except (Unreachable, ApiError) as error:
                 if num_failures == MAX_FAILED_TRIES or (isinstance(error, ApiError) and error.status != 409):
                     raise
@@ -130,10 +152,11 @@ class ModelUpload:
             return known
         return next((state for state in upload["files"] if state["path"] == file.path), known)
 
-    def _put(self, upload_id: str, file: ModelFile, offset: int) -> dict[str, Any]:
+    def _put(self, upload_id: str, file: ModelFile, offset: int, check: Callable[[], None]) -> dict[str, Any]:
         def body() -> Iterator[bytes]:
             sent = offset
             for block in self._source.blocks(file.path, offset):
+                check()
                 if sent == file.size:  # the file has grown since
                     return
                 yield block[: file.size - sent]

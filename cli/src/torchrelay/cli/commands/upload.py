@@ -60,22 +60,33 @@ class Quantization(StrEnum):
 
 
 class ProgressLines:
-    """A line for each stage and each file: the last line moves, and the lines before it stay as they ended."""
+    """A line for each stage and each file: those of files that are being sent move, and the lines before them stay as
+    they ended.
+    """
 
     def __init__(self, progress: rich.progress.Progress) -> None:
-        self._progress, self._stage = progress, ""
+        self._progress = progress
+        self._running: dict[str, rich.progress.TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            for task in self._progress.tasks:
-                self._progress.stop_task(task.id)
-                self._progress.console.print(self._progress.make_tasks_table([task]))
-                self._progress.remove_task(task.id)
-            self._stage = stage
+        if stage not in self._running:
+            self._end(all_of=stage in _STAGES)
             # A resumed file starts at what is already there, so that the rate is right.
             begin = 0 if stage in _STAGES else done
-            self._progress.add_task(_STAGES.get(stage, stage), total=max(total, 1), completed=begin)
-        self._progress.update(self._progress.task_ids[0], completed=done if total else 1, total=max(total, 1))
+            self._running[stage] = self._progress.add_task(
+                _STAGES.get(stage, stage), total=max(total, 1), completed=begin
+            )
+        self._progress.update(self._running[stage], completed=done if total else 1, total=max(total, 1))
+
+    def _end(self, *, all_of: bool) -> None:
+        """Ends the lines of stages and of complete files, or all."""
+        for stage, task_id in list(self._running.items()):
+            task = next(task for task in self._progress.tasks if task.id == task_id)
+            if all_of or stage in _STAGES or task.finished:
+                self._progress.stop_task(task_id)
+                self._progress.console.print(self._progress.make_tasks_table([task]))
+                self._progress.remove_task(task_id)
+                del self._running[stage]
 
 
 class RateColumn(rich.progress.TransferSpeedColumn):

@@ -33,9 +33,11 @@ async def begun(client: httpx.AsyncClient, model: str = "glossary", files: Files
     return described
 
 
-async def published(client: httpx.AsyncClient, model: str = "glossary", **settings: float) -> dict[str, Any]:
-    upload = await begun(client, model)
-    await client.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+async def published(
+    client: httpx.AsyncClient, model: str = "glossary", data: bytes = WEIGHTS, **settings: Any
+) -> dict[str, Any]:
+    upload = await begun(client, model, {"w": data})
+    await client.put(f"/v1/uploads/{upload['id']}/files/w", content=data)
     reply = await client.post(f"/v1/uploads/{upload['id']}/commit", json=settings)
     assert reply.status_code == 200, reply.text
     described: dict[str, Any] = reply.json()
@@ -106,7 +108,7 @@ async def test_the_store_hears_which_engines_may_compute_the_model(rig: RestRig)
     await published(rig.acme)
     assert rig.store.engines == ["torchrelay"]  # those of the workers
     rig.store.needed_engine, rig.store.content = "vllm", "two"
-    await published(rig.acme, "packed")
+    await published(rig.acme, "packed", b"two")
     assert rig.store.engines == ["torchrelay"]
     change = await rig.acme.patch("/v1/models/acme/packed", json={"engine": "torchrelay"})
     assert (change.status_code, change.json()["error"]["param"]) == (400, "engine")
@@ -115,7 +117,7 @@ async def test_the_store_hears_which_engines_may_compute_the_model(rig: RestRig)
     packed = await rig.services.catalog.resolve(ADMIN, "acme/packed")
     await rig.services.catalog.change_settings(packed, ModelSettings(engine="vllm:2"))
     rig.store.content = "three"
-    await published(rig.acme, "packed")
+    await published(rig.acme, "packed", b"three")
     assert rig.store.engines == ["vllm"]  # of the model's settings, which a new version keeps
     upload = await begun(rig.acme, "adapter")
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"base": "packed"})
@@ -196,7 +198,7 @@ async def test_commit_streams_its_steps_as_lines(rig: RestRig, notes: tuple[str,
     assert steps == [{"stage": "validate", "done": 5, "total": 10}, {"stage": "publish", "done": 10, "total": 10}]
     model = (await rig.acme.get("/v1/models/glossary")).json()
     assert last["model"] == model | ({"notes": list(notes)} if notes else {})
-    assert (await published(rig.acme)).get("notes", []) == list(notes)
+    assert (await published(rig.acme, data=b"w")).get("notes", []) == list(notes)
 
 
 @pytest.mark.parametrize("as_lines", [False, True])
@@ -352,3 +354,89 @@ async def test_recently_published_version_is_no_orphan(rig: RestRig) -> None:
     rig.store.publish("v-young")
     rig.store.published["v-young"] = 4_000_000_000_000_000  # by the store's clock
     assert (await rig.admin.get("/v1/orphans")).json()["data"] == []
+
+
+async def completes(client: httpx.AsyncClient, upload: dict[str, Any]) -> list[bool]:
+    return [file["complete"] for file in (await client.get(f"/v1/uploads/{upload['id']}")).json()["files"]]
+
+
+async def test_files_of_a_model_are_not_sent_again(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    upload = await begun(rig.acme, "again")
+    assert [(file["received"], file["complete"]) for file in upload["files"]] == [(len(WEIGHTS), True)]
+    assert await completes(rig.acme, upload) == [True]
+    rig.store.refusal = Unavailable("the store is not asked")
+    headers = {"accept": "application/x-ndjson"}
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"max_instances": 2}, headers=headers)
+    *steps, last = [json.loads(line) for line in reply.text.splitlines()]
+    assert steps == [{"stage": "publish", "done": len(WEIGHTS), "total": len(WEIGHTS)}]
+    again = last["model"]
+    assert (again["id"], again["version"], again["max_instances"]) == ("acme/again", model["version"], 2)
+    assert rig.store.aborted[-1] == upload["id"]
+    assert (await rig.acme.get("/v1/uploads")).json()["data"] == []
+    assert (await rig.acme.delete("/v1/models/glossary")).status_code == 200
+    assert await free_retired_versions(rig.parts.database, rig.services.store, retired_for_s=0) == 0
+    assert await completes(rig.acme, await begun(rig.acme, "third")) == [True]  # those of the second model
+
+
+async def test_another_tenant_sends_all_files(rig: RestRig) -> None:
+    await published(rig.acme)
+    async with await rig.client_of("zoo") as zoo:
+        upload = await begun(zoo)
+        assert [(file["received"], file["complete"]) for file in upload["files"]] == [(0, False)]
+        assert await completes(zoo, upload) == [False]
+
+
+async def test_files_of_a_model_deleted_before_the_commit_are_asked_for(rig: RestRig) -> None:
+    await published(rig.acme)
+    upload = await begun(rig.acme, "again")
+    assert (await rig.acme.delete("/v1/models/glossary")).status_code == 200
+    rig.store.refusal = Conflict("w: the file is not complete", field="w")
+    commit = f"/v1/uploads/{upload['id']}/commit"
+    assert (await rig.acme.post(commit)).status_code == 409
+    assert await completes(rig.acme, upload) == [False]
+    rig.store.refusal = None
+    await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+    assert (await rig.acme.post(commit)).json()["id"] == "acme/again"
+
+
+async def test_other_files_names_or_weights_are_another_source(rig: RestRig) -> None:
+    await published(rig.acme)
+    for files in ({"w": b"x"}, {"v": WEIGHTS}, {"w": WEIGHTS, "config.json": b"{}"}):
+        assert not any(file["complete"] for file in (await begun(rig.acme, "other", files))["files"])
+    body = {"model": "small", "files": declared({"w": WEIGHTS}), "quantize": "int8"}
+    upload = (await rig.acme.post("/v1/uploads", json=body)).json()
+    assert await completes(rig.acme, upload) == [False]
+    await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+    rig.store.content = "two"
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"quantize": "int8"})
+    assert reply.json()["version"] == "version-two"
+    assert (await rig.acme.post("/v1/uploads", json=body)).json()["files"][0]["complete"] is True
+
+
+async def test_a_commit_with_another_quantize_asks_for_the_files(rig: RestRig) -> None:
+    await published(rig.acme)
+    upload = await begun(rig.acme, "small")
+    rig.store.refusal = Conflict("w: the file is not complete", field="w")
+    commit = f"/v1/uploads/{upload['id']}/commit"
+    assert (await rig.acme.post(commit, json={"quantize": "int8"})).status_code == 409
+    assert await completes(rig.acme, upload) == [False]
+
+
+async def test_a_version_rolled_back_to_has_no_known_source(rig: RestRig) -> None:
+    await published(rig.acme)
+    rig.store.content = "two"
+    await published(rig.acme, data=b"two")
+    assert await completes(rig.acme, await begun(rig.acme, "first")) == [False]
+    assert (await rig.acme.post("/v1/models/glossary/rollback")).status_code == 200
+    for data in (WEIGHTS, b"two"):
+        assert await completes(rig.acme, await begun(rig.acme, "other", {"w": data})) == [False]
+
+
+async def test_known_weights_for_an_engine_that_no_worker_has_are_refused(rig: RestRig) -> None:
+    rig.store.needed_engine = "vllm"
+    await published(rig.acme)
+    upload = await begun(rig.acme, "again")
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine")
+    assert "only the engine vllm computes these weights" in reply.json()["error"]["message"]

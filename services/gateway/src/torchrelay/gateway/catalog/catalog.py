@@ -249,12 +249,19 @@ class Catalog:
         return True
 
     async def publish_in(
-        self, connection: SqlConnection, tenant_id: str, name: str, version: Version, settings: TenantSettings
+        self,
+        connection: SqlConnection,
+        tenant_id: str,
+        name: str,
+        version: Version,
+        settings: TenantSettings,
+        source: str = "",
     ) -> None:
         """Within the caller's transaction: makes this the model's version and retires the previous one.
 
-        The caller calls ``published()`` after the commit. Raises ``Conflict`` if adapters need the previous version, or
-        if the base of an adapter is no longer a model of the tenant.
+        ``source`` is what the version was packed from; empty: not known. The caller calls ``published()`` after the
+        commit. Raises ``Conflict`` if adapters need the previous version, or if the base of an adapter is no longer a
+        model of the tenant.
         """
         # First, because it locks a row: changes to the catalog are serialized, so that each sees the versions that
         # the others reference or retire.
@@ -266,7 +273,7 @@ class Catalog:
         await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
         same_model = (models.c.tenant_id == tenant_id, models.c.name == name)
         previous = (await connection.execute(select(models.c.version_id).where(*same_model))).scalar_one_or_none()
-        values = settings.columns() | {"version_id": version.version_id, "updated_unix_us": now}
+        values = settings.columns() | {"version_id": version.version_id, "source": source, "updated_unix_us": now}
         before, after = None if previous is None else {"version": previous}, {"version": version.version_id}
         tenant = (await connection.execute(select(tenants.c.name).where(tenants.c.tenant_id == tenant_id))).scalar_one()
         await record(connection, "model.publish", f"{tenant}/{name}", tenant_id, before, after)
@@ -279,6 +286,13 @@ class Catalog:
             await connection.execute(update(models).where(*same_model).values(values))
             await _retire(self._database, connection, previous, tenant_id)
             await self._note_replaced(connection, tenant_id, name, previous, version.version_id)
+
+    async def packed_from(self, connection: SqlConnection, tenant_id: str, source: str) -> Version | None:
+        """The version that a model of the tenant has from this source; None if no model has."""
+        query = select(versions.c.description).join_from(models, versions)
+        query = query.where(models.c.tenant_id == tenant_id, models.c.source == source).limit(1)
+        description = (await connection.execute(query)).scalar_one_or_none()
+        return None if description is None else msgspec.json.decode(description, type=Version)
 
     async def _note_replaced(
         self, connection: SqlConnection, tenant_id: str, name: str, previous: str, current: str

@@ -1,7 +1,9 @@
 """Uploads of model files to the param-store, and the commit that publishes them.
 
 The gateway tracks ownership and quota; the param-store tracks bytes, offsets and digests. An upload counts its declared
-size against the tenant's storage quota as long as it is open.
+size against the tenant's storage quota as long as it is open. If a model of the same tenant was published from the same
+files, they count as complete, and the commit gives that model's version a further name. If it is gone by then, the
+store asks for the files as for any others.
 
     open --published--> gone       its row is deleted in the transaction that names the version, then the store is told
      |---refused------> gone       the store keeps its complete files for the tenant's next upload
@@ -14,15 +16,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Select, delete, func, insert, select
+from sqlalchemy import Select, delete, func, insert, select, update
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import (
     Conflict,
     DataCorrupted,
+    InvalidRequest,
     NotFound,
     Overloaded,
     QuotaExceeded,
@@ -36,10 +39,12 @@ from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.auth.tenants import Tenant
 from torchrelay.gateway.catalog.catalog import BaseLost, Catalog, not_allowed
 from torchrelay.gateway.catalog.model_settings import TenantSettings
+from torchrelay.gateway.catalog.source import quantized, source_of
 from torchrelay.gateway.catalog.storage_quota import check_quota, locked_quota
 from torchrelay.gateway.clients.param_store import StoreClient, version_of
 from torchrelay.gateway.core import Principal, Version
 from torchrelay.gateway.sql.database import Database, SqlConnection
+from torchrelay.gateway.sql.table_versions import bump_catalog_of
 from torchrelay.gateway.sql.tables import tenants, uploads
 
 log = get_logger(__name__)
@@ -63,6 +68,7 @@ class Upload:
     tenant: str
     model: str  # without the tenant
     declared_bytes: int
+    source: str
     created_unix_us: int
 
     @property
@@ -82,13 +88,14 @@ class Uploads:
         self.limits = limits or UploadLimits()
 
     async def begin(
-        self, tenant: Tenant, model: str, files: Sequence[param_store_pb2.DeclaredFile]
+        self, tenant: Tenant, model: str, files: Sequence[param_store_pb2.DeclaredFile], quantize: str = ""
     ) -> tuple[Upload, Files]:
-        """Opens an upload. Raises ``QuotaExceeded`` if the declared sizes do not fit, ``Overloaded`` if the tenant has
-        too much open, and the store's errors.
+        """Opens an upload, whose weights become ``quantize``: "int8", or empty. Raises ``QuotaExceeded`` if the sizes
+        do not fit, ``Overloaded`` if the tenant has too much open, and the store's errors.
         """
         declared_bytes = sum(file.num_bytes for file in files)
-        upload = Upload(new_id("upl"), tenant.tenant_id, tenant.name, model, declared_bytes, now_unix_us())
+        upload_id, source = new_id("upl"), source_of(files, quantize)
+        upload = Upload(upload_id, tenant.tenant_id, tenant.name, model, declared_bytes, source, now_unix_us())
         async with self._database.write() as connection:
             quota = await locked_quota(connection, tenant.tenant_id)
             if tenant.is_deleted:
@@ -102,15 +109,39 @@ class Uploads:
                     tenant_id=tenant.tenant_id,
                     model=model,
                     declared_bytes=declared_bytes,
+                    source=source,
                     created_unix_us=upload.created_unix_us,
                 )
             )
         try:
             # The quota is checked here, over all of the tenant's models; the store only limits this upload's own size.
-            return upload, await self._store.begin(upload.upload_id, tenant.tenant_id, files, declared_bytes)
+            begun = await self._store.begin(upload.upload_id, tenant.tenant_id, files, declared_bytes)
         except TorchrelayError:
             await self._forget(upload)
             raise
+        return upload, await self._received(upload, begun)
+
+    async def files(self, upload: Upload) -> Files:
+        """The state of each file."""
+        return await self._received(upload, (await self._store.describe(upload.upload_id)).files)
+
+    async def _received(self, upload: Upload, files: Files) -> Files:
+        if not await self._is_known(upload):
+            return files
+        return [
+            param_store_pb2.FileState(
+                path=file.path,
+                num_bytes=file.num_bytes,
+                num_bytes_received=file.num_bytes,
+                complete=True,
+                sha256=file.sha256,
+            )
+            for file in files
+        ]
+
+    async def _is_known(self, upload: Upload) -> bool:
+        async with self._database.read() as connection:
+            return await self._catalog.packed_from(connection, upload.tenant_id, upload.source) is not None
 
     async def _check_open(self, connection: SqlConnection, tenant_id: str, more_bytes: int) -> None:
         query = select(func.count(), func.coalesce(func.sum(uploads.c.declared_bytes), 0))
@@ -146,7 +177,15 @@ class Uploads:
         async with self._database.read() as connection:
             rows = await connection.execute(query)
         return [
-            Upload(row.upload_id, row.tenant_id, row.tenant, row.model, row.declared_bytes, row.created_unix_us)
+            Upload(
+                row.upload_id,
+                row.tenant_id,
+                row.tenant,
+                row.model,
+                row.declared_bytes,
+                row.source,
+                row.created_unix_us,
+            )
             for row in rows
         ]
 
@@ -165,6 +204,15 @@ class Uploads:
         model; none: they are not known. ``quantize``: "int8", or empty.
         Raises ``UploadRefused`` if the model cannot be published; that ends the upload.
         """
+        upload = await self._with_quantize(upload, quantize)
+        if (
+            not base_version_id
+            and await self._is_known(upload)
+            and await self._publish(upload, None, settings, engines)
+        ):
+            num_bytes = upload.declared_bytes
+            yield param_store_pb2.CommitProgress(stage="publish", num_bytes_done=num_bytes, num_bytes_total=num_bytes)
+            return
         version: Version | None = None
         try:
             commit = self._store.commit(upload.upload_id, largest_slot_bytes, base_version_id, engines, quantize)
@@ -172,9 +220,7 @@ class Uploads:
                 async for progress in steps:
                     if progress.HasField("version"):
                         version = version_of(progress.version)
-                        # Shielded: a client that disconnects now must not leave an unreferenced version behind.
-                        publishing = asyncio.ensure_future(self._publish(upload, version, settings))
-                        await asyncio.shield(self._database.own(publishing))
+                        await self._publish(upload, version, settings)
                     yield progress
         except UploadRefused as refused:
             await self._forget(upload)
@@ -183,23 +229,53 @@ class Uploads:
         if version is None:
             raise DataCorrupted("the param-store ended the commit without a version")
 
-    async def _publish(self, upload: Upload, version: Version, settings: TenantSettings) -> None:
+    async def _with_quantize(self, upload: Upload, quantize: str) -> Upload:
+        """The upload with the source that is committed, which may differ from the one that it began with."""
+        source = quantized(upload.source, quantize)
+        if source != upload.source:
+            change = update(uploads).where(uploads.c.upload_id == upload.upload_id).values(source=source)
+            async with self._database.write() as connection:
+                await connection.execute(change)
+        return replace(upload, source=source)
+
+    async def _publish(
+        self, upload: Upload, version: Version | None, settings: TenantSettings, engines: Sequence[str] = ()
+    ) -> bool:
+        """Publishes the version of the upload, or (None) the one that a model of the tenant has from its source; False:
+        no model has.
+        """
+        # Shielded: a client that disconnects now must not leave an unreferenced version behind.
+        publishing = asyncio.ensure_future(self._publish_whole(upload, version, settings, engines))
+        return await asyncio.shield(self._database.own(publishing))
+
+    async def _publish_whole(
+        self, upload: Upload, version: Version | None, settings: TenantSettings, engines: Sequence[str]
+    ) -> bool:
         try:
             async with self._database.write() as connection:
                 quota = await locked_quota(connection, upload.tenant_id)
                 is_deleted = select(tenants.c.deleted_unix_us).where(tenants.c.tenant_id == upload.tenant_id)
                 if (await connection.execute(is_deleted)).scalar_one() is not None:
                     raise BaseLost(f"the tenant {upload.tenant} is deleted", field="model")
+                if version is None:
+                    await bump_catalog_of(connection, upload.tenant_id)  # first: see publish_in
+                    version = await self._catalog.packed_from(connection, upload.tenant_id, upload.source)
+                    if version is None:
+                        return False
+                    _check_engine(version, engines)
                 await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
-                await self._catalog.publish_in(connection, upload.tenant_id, upload.model, version, settings)
+                source = "" if version.base_version_id else upload.source  # an adapter also depends on its base
+                await self._catalog.publish_in(connection, upload.tenant_id, upload.model, version, settings, source)
                 if quota is not None:
                     await check_quota(connection, upload.tenant_id, quota, 0)
         except (QuotaExceeded, BaseLost):  # a repeated commit would publish the same version
-            await self._retire(upload, version)
+            if version is not None:
+                await self._retire(upload, version)
             raise
         finally:
             await self._confirm(upload)
         self._catalog.published()
+        return True
 
     async def _retire(self, upload: Upload, version: Version) -> None:
         """Ends an upload whose version becomes no model's; retires the version unless another model uses it."""
@@ -234,6 +310,13 @@ class Uploads:
     async def _forget(self, upload: Upload) -> None:
         async with self._database.write() as connection:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
+
+
+def _check_engine(version: Version, engines: Sequence[str]) -> None:
+    if version.needed_engine and engines and version.needed_engine not in engines:
+        offered = " and ".join(engines)
+        message = f"only the engine {version.needed_engine} computes these weights; this model may run with {offered}"
+        raise InvalidRequest(message, field="engine")
 
 
 def _all_uploads() -> Select[Any]:

@@ -16,7 +16,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.sql.database import Database, SqlConnection
 
 log = get_logger(__name__)
-HEAD = "0017"  # revisions increase, so that an older gateway recognizes a newer schema
+HEAD = "0018"  # revisions increase, so that an older gateway recognizes a newer schema
 MIGRATIONS = Path(__file__).with_name("migrations")
 
 

@@ -139,6 +139,7 @@ models = Table(
     Column("threads", Integer, nullable=False, server_default="0"),
     Column("kv_share", Float, nullable=False, server_default="1"),
     Column("hosts", Text, nullable=False, server_default="[]"),  # a JSON array of labels
+    Column("source", String, nullable=False, server_default=""),  # of its version (catalog/source.py); empty: not known
     Column("created_unix_us", BigInteger, nullable=False),
     Column("updated_unix_us", BigInteger, nullable=False),
     Index("ix_models_version_tenant", "version_id", "tenant_id"),
@@ -194,6 +195,7 @@ uploads = Table(
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False, index=True),
     Column("model", String, nullable=False),
     Column("declared_bytes", BigInteger, nullable=False),
+    Column("source", String, nullable=False, server_default=""),
     Column("created_unix_us", BigInteger, nullable=False),
 )
 

@@ -11,6 +11,7 @@ const PART_S = 1; // parts grow and shrink towards it: a part is as much as a br
 const MAX_FAILURES = 5; // without progress while the gateway answers: another tab sends the file, or it has changed on disk
 const MAX_PAUSE_S = 10;
 const NUM_WORKERS = Math.min(4, navigator.hardwareConcurrency);
+const NUM_SENDERS = 3; // of the six connections that a browser has to a host; live figures take one of each tab
 const DECLARED = ["path", "size", "sha256"];
 
 const isLost = ({ name, status }) => name === "TypeError" || [502, 503, 504].includes(status); // fetch throws a TypeError
@@ -18,6 +19,15 @@ const isOf = (fullName, name) => fullName === name || fullName.endsWith(`/${name
 const isOfFiles = (upload, files, fields) =>
   upload.files.length === files.length &&
   files.every((file) => upload.files.some((state) => fields.every((field) => state[field] === file[field])));
+
+// The work for each of the files, a number of them at once.
+function inParallel(number, files, work) {
+  const left = [...files];
+  const next = async () => {
+    for (let file; (file = left.shift());) await work(file);
+  };
+  return Promise.all(Array.from({ length: number }, next));
+}
 
 function digest(file, signal, onDone) {
   return new Promise((resolve, reject) => {
@@ -121,7 +131,7 @@ export class ModelUpload {
       const before = await this._version();
       await this._begin();
       this._set("send");
-      for (const file of this.files) await this._send(file);
+      await inParallel(NUM_SENDERS, this.files, (file) => this._send(file));
       this.published = await this._commit(before);
       this._set("published");
     } catch (failure) {
@@ -165,16 +175,13 @@ export class ModelUpload {
   async _digest() {
     this._set("digest");
     const left = this.files.filter(({ sha256 }) => !sha256);
-    const work = async () => {
-      for (let file; (file = left.pop());) {
-        const tell = (done) => {
-          file.digested = done;
-          this._onChange();
-        };
-        file.sha256 = await digest(file.file, this._stopped.signal, tell);
-      }
-    };
-    await Promise.all(Array.from({ length: NUM_WORKERS }, work));
+    await inParallel(NUM_WORKERS, left, async (file) => {
+      const tell = (done) => {
+        file.digested = done;
+        this._onChange();
+      };
+      file.sha256 = await digest(file.file, this._stopped.signal, tell);
+    });
   }
 
   // The version that the model has, of the list: the browser would show a 404 for a new model as an error.
@@ -186,17 +193,20 @@ export class ModelUpload {
   async _begin() {
     const declared = this.files.map(({ path, size, sha256 }) => ({ path, size, sha256 }));
     const open = await openUploads(declared, DECLARED, this._stopped.signal);
-    const create = { method: "POST", body: { model: this.model, files: declared } };
+    const create = {
+      method: "POST",
+      body: { model: this.model, files: declared, quantize: this.quantize || undefined },
+    };
     const upload =
       open.find(({ model }) => isOf(model, this.model)) ?? (await (await this._call("/v1/uploads", create)).json());
     this.id = upload.id;
     sessionStorage.setItem(this.id, this.quantize);
     this.model = upload.model;
-    this._received(upload);
+    this._received(upload, this.files);
   }
 
-  _received(upload) {
-    for (const file of this.files) {
+  _received(upload, files) {
+    for (const file of files) {
       const state = upload.files.find(({ path }) => path === file.path);
       [file.sent, file.isComplete] = [state.received, state.complete];
     }
@@ -217,7 +227,7 @@ export class ModelUpload {
         if (++numFailures > MAX_FAILURES)
           throw new Error(`${file.path} cannot be sent: ${failure.message}. Drop the folder again.`);
         await this._wait(failure);
-        this._received(await this._persist(() => this._state()));
+        this._received(await this._persist(() => this._state()), [file]);
       }
       if (file.sent > before) numFailures = 0;
       this._onChange();
@@ -225,7 +235,8 @@ export class ModelUpload {
   }
 
   _measured(numBytes, tookS) {
-    this.bytesPerS = this.bytesPerS * 0.7 + (numBytes / tookS) * 0.3;
+    const numSending = Math.min(this.files.filter(({ isComplete }) => !isComplete).length || 1, NUM_SENDERS);
+    this.bytesPerS = this.bytesPerS * 0.7 + (numBytes / tookS) * numSending * 0.3;
     if (numBytes < this._partBytes) return; // the last part of a file
     this._partBytes = Math.min(
       Math.max(

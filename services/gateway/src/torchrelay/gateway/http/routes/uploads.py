@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -28,6 +28,7 @@ from torchrelay.gateway.whole_number import WholeNumber
 log = get_logger(__name__)
 router = APIRouter(prefix="/v1/uploads")
 NDJSON = "application/x-ndjson"
+Quantize: TypeAlias = Literal["int8"]
 
 
 class FileBody(BaseModel):
@@ -38,12 +39,15 @@ class FileBody(BaseModel):
 
 
 class NewUpload(BaseModel):
-    """``engine``: the one that the model needs; the upload is refused if no worker has it. None: any."""
+    """``engine``: the one that the model needs; the upload is refused if no worker has it. None: any. ``quantize``: as
+    the commit will have it.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     files: list[FileBody] = Field(min_length=1, max_length=MAX_FILES)
     engine: Engine | None = None
+    quantize: Quantize | None = None
 
 
 class CommitBody(TenantSettings):
@@ -52,7 +56,7 @@ class CommitBody(TenantSettings):
     """
 
     base: str | None = Field(default=None, max_length=200)
-    quantize: Literal["int8"] | None = None
+    quantize: Quantize | None = None
 
 
 @router.post("", status_code=201)
@@ -69,7 +73,7 @@ async def begin(services: ServicesOf, caller: Changer, body: NewUpload) -> dict[
         param_store_pb2.DeclaredFile(path=file.path, num_bytes=file.size, sha256=file.sha256.lower())
         for file in body.files
     ]
-    return _shown(*await services.uploads.begin(tenant, model, files))
+    return _shown(*await services.uploads.begin(tenant, model, files, body.quantize or ""))
 
 
 @router.get("")
@@ -93,7 +97,7 @@ async def open_uploads(services: ServicesOf, caller: Caller) -> dict[str, Any]:
 @router.get("/{upload_id}")
 async def state(services: ServicesOf, caller: Caller, upload_id: str) -> dict[str, Any]:
     upload = await services.uploads.find(caller, upload_id)
-    return _shown(upload, (await services.store.describe(upload_id)).files)
+    return _shown(upload, await services.uploads.files(upload))
 
 
 @router.put("/{upload_id}/files/{path:path}")
