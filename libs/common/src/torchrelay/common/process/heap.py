@@ -7,8 +7,8 @@ import ctypes
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-# Setting it stops glibc from raising it. Above the pieces of an upload: each would be mapped and cleared anew, which took
-# 40 % of the gateway's time for it.
+# Setting it stops glibc from raising it. It is above the pieces of an upload: each would be mapped and cleared anew,
+# which took 40 % of the gateway's time.
 _LARGE_BYTES = 1 << 20
 
 
