@@ -229,15 +229,15 @@ class _Answering(BaseHTTPRequestHandler):
         return self._json(state)
 
     def _commit(self) -> None:
-        if not all(state["complete"] for state in self.gateway.file_states()):
-            return self._error(409, "config.json: the file is not complete", "conflict")
         last: Any = {"model": MODEL | ({"notes": self.gateway.notes} if self.gateway.notes else {})}
-        if self.gateway.refuse_commit:
+        if not all(state["complete"] for state in self.gateway.file_states()):
+            error = {"message": "the file is not complete", "param": "config.json", "code": "conflict"}
+            last = {"error": error, "status": 409}
+        elif self.gateway.refuse_commit:
             message, self.gateway.declared = "config.json: no such architecture", {}  # the upload has ended
-            last = {"error": {"message": message, "param": "config.json", "code": "upload_refused"}}
+            last = {"error": {"message": message, "param": "config.json", "code": "upload_refused"}, "status": 422}
         lines = [{"stage": "validate", "done": 1, "total": 1}, {"stage": "pack", "done": 5, "total": 10}, last]
         self._send(200, b"".join(json.dumps(line).encode() + b"\n" for line in lines), "application/x-ndjson")
-        return None
 
     def _chat(self, body: Any) -> None:
         self.send_response(200)

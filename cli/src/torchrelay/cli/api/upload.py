@@ -77,10 +77,11 @@ class ModelUpload:
         gateway, to be resumed; what is refused has ended there.
         """
         files = model_files(self._source, self._progress, is_adapter="base" in settings)
-        fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
+        quantize = str(settings.get("quantize", ""))
+        fingerprint = json.dumps([self._client.url, self._model, quantize, [asdict(file) for file in files]])
         chosen = settings.get("engine")
         engine = needed_engine if chosen in (None, "auto") else str(chosen)
-        upload = self._begin(fingerprint, files, engine, str(settings.get("quantize", "")))
+        upload = self._begin(fingerprint, files, engine, quantize)
         upload_id, knew_all = str(upload["id"]), all(state["complete"] for state in upload["files"])
         try:
             self._send_all(upload, files)
@@ -173,7 +174,7 @@ class ModelUpload:
             for line in lines:
                 event = json.loads(line)
                 if "error" in event:
-                    error = api_error(line, 422)
+                    error = api_error(line, int(event.get("status", 422)))
                     if error.code in ENDING_CODES:
                         self._forget(fingerprint)
                     raise error

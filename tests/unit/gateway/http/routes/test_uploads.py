@@ -7,13 +7,14 @@ from typing import Any, TypeAlias
 
 import httpx
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, func, select, update
 
 from tests.unit.gateway.http.conftest import RestRig
 from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.catalog.garbage_collection import free_retired_versions
-from torchrelay.gateway.catalog.model_settings import ModelSettings
+from torchrelay.gateway.catalog.model_settings import ModelSettings, TenantSettings
+from torchrelay.gateway.catalog.uploads import Upload
 from torchrelay.gateway.sql.tables import models, retired_versions, uploads
 
 Files: TypeAlias = dict[str, bytes]
@@ -440,3 +441,35 @@ async def test_known_weights_for_an_engine_that_no_worker_has_are_refused(rig: R
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "engine")
     assert "only the engine vllm computes these weights" in reply.json()["error"]["message"]
+
+
+async def test_an_upload_of_an_earlier_release_has_no_known_source(rig: RestRig) -> None:
+    """Its rows have an empty source, which is that of no model."""
+    await published(rig.acme)
+    upload = await begun(rig.acme, "again")
+    async with rig.parts.database.write() as connection:
+        await connection.execute(update(uploads).values(source=""))
+        await connection.execute(update(models).values(source=""))
+    assert await completes(rig.acme, upload) == [False]
+
+
+async def test_a_version_that_an_earlier_release_published_is_not_taken_for_the_files_before_it(rig: RestRig) -> None:
+    """It changes the version of a model and leaves the source."""
+    await published(rig.acme)
+    async with rig.parts.database.write() as connection:
+        await connection.execute(update(models).values(source=func.replace(models.c.source, "@", "@of-another-")))
+    assert await completes(rig.acme, await begun(rig.acme, "again")) == [False]
+
+
+async def test_an_aborted_upload_of_known_files_publishes_nothing(rig: RestRig) -> None:
+    """The abort comes between the look at the upload and the publication."""
+    await published(rig.acme)
+    upload = await begun(rig.acme, "again")
+    async with rig.parts.database.write() as connection:
+        (row,) = (await connection.execute(select(uploads).where(uploads.c.upload_id == upload["id"]))).all()
+        await connection.execute(delete(uploads))
+    known = Upload(row.upload_id, row.tenant_id, "acme", row.model, row.declared_bytes, row.source, 0)
+    with pytest.raises(NotFound):
+        async for _ in rig.services.uploads.commit(known, TenantSettings(), 0):
+            pass
+    assert (await rig.acme.get("/v1/models/again")).status_code == 404

@@ -10,7 +10,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, func, insert, or_, select, true, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Row,
+    Select,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    true,
+    tuple_,
+    update,
+)
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, ModelNotFound, NotFound, PermissionDenied
@@ -273,6 +288,8 @@ class Catalog:
         await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
         same_model = (models.c.tenant_id == tenant_id, models.c.name == name)
         previous = (await connection.execute(select(models.c.version_id).where(*same_model))).scalar_one_or_none()
+        # With the version: an earlier release changes the version alone.
+        source = source and _source_of_version(source, version.version_id)
         values = settings.columns() | {"version_id": version.version_id, "source": source, "updated_unix_us": now}
         before, after = None if previous is None else {"version": previous}, {"version": version.version_id}
         tenant = (await connection.execute(select(tenants.c.name).where(tenants.c.tenant_id == tenant_id))).scalar_one()
@@ -288,9 +305,12 @@ class Catalog:
             await self._note_replaced(connection, tenant_id, name, previous, version.version_id)
 
     async def packed_from(self, connection: SqlConnection, tenant_id: str, source: str) -> Version | None:
-        """The version that a model of the tenant has from this source; None if no model has."""
+        """The version that a model of the tenant has from this source; None if no model has, or no source is given."""
+        if not source:
+            return None
         query = select(versions.c.description).join_from(models, versions)
-        query = query.where(models.c.tenant_id == tenant_id, models.c.source == source).limit(1)
+        is_from = models.c.source == literal(_source_of_version(source, "")) + models.c.version_id
+        query = query.where(models.c.tenant_id == tenant_id, is_from).limit(1)
         description = (await connection.execute(query)).scalar_one_or_none()
         return None if description is None else msgspec.json.decode(description, type=Version)
 
@@ -458,3 +478,7 @@ def not_allowed(principal: Principal, name: str) -> PermissionDenied:
     """The refusal of a model that the key may neither call nor publish."""
     allowed = ", ".join(sorted(principal.models or ()))
     return PermissionDenied(f"this key may not use {name}; its models: {allowed}", field="model")
+
+
+def _source_of_version(source: str, version_id: str) -> str:
+    return f"{source}@{version_id}"

@@ -21,5 +21,7 @@ def source_of(files: Iterable[param_store_pb2.DeclaredFile], quantize: str) -> s
 
 
 def quantized(source: str, quantize: str) -> str:
-    """The source of the same files whose weights become ``quantize``: "int8", or empty."""
-    return f"{source.partition('+')[0]}+{quantize}"
+    """The source of the same files whose weights become ``quantize``: "int8", or empty. An upload that an earlier
+    release began has none.
+    """
+    return source and f"{source.partition('+')[0]}+{quantize}"

@@ -208,7 +208,7 @@ class Uploads:
         if (
             not base_version_id
             and await self._is_known(upload)
-            and await self._publish(upload, None, settings, engines)
+            and await self._publish(upload, None, settings, engines, largest_slot_bytes)
         ):
             num_bytes = upload.declared_bytes
             yield param_store_pb2.CommitProgress(stage="publish", num_bytes_done=num_bytes, num_bytes_total=num_bytes)
@@ -239,18 +239,30 @@ class Uploads:
         return replace(upload, source=source)
 
     async def _publish(
-        self, upload: Upload, version: Version | None, settings: TenantSettings, engines: Sequence[str] = ()
+        self,
+        upload: Upload,
+        version: Version | None,
+        settings: TenantSettings,
+        engines: Sequence[str] = (),
+        largest_slot_bytes: int = 0,
     ) -> bool:
         """Publishes the version of the upload, or (None) the one that a model of the tenant has from its source; False:
         no model has.
         """
         # Shielded: a client that disconnects now must not leave an unreferenced version behind.
-        publishing = asyncio.ensure_future(self._publish_whole(upload, version, settings, engines))
+        whole = self._publish_whole(upload, version, settings, engines, largest_slot_bytes)
+        publishing = asyncio.ensure_future(whole)
         return await asyncio.shield(self._database.own(publishing))
 
     async def _publish_whole(
-        self, upload: Upload, version: Version | None, settings: TenantSettings, engines: Sequence[str]
+        self,
+        upload: Upload,
+        version: Version | None,
+        settings: TenantSettings,
+        engines: Sequence[str],
+        largest_slot_bytes: int,
     ) -> bool:
+        is_known = version is None
         try:
             async with self._database.write() as connection:
                 quota = await locked_quota(connection, upload.tenant_id)
@@ -262,8 +274,10 @@ class Uploads:
                     version = await self._catalog.packed_from(connection, upload.tenant_id, upload.source)
                     if version is None:
                         return False
-                    _check_engine(version, engines)
-                await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
+                    _check_runs(version, engines, largest_slot_bytes)
+                ended = await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
+                if is_known and not ended.rowcount:  # aborted, or committed by another call; else the store refuses
+                    raise NotFound(f"open upload {upload.upload_id!r} not found", field="upload_id")
                 source = "" if version.base_version_id else upload.source  # an adapter also depends on its base
                 await self._catalog.publish_in(connection, upload.tenant_id, upload.model, version, settings, source)
                 if quota is not None:
@@ -312,11 +326,15 @@ class Uploads:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
 
 
-def _check_engine(version: Version, engines: Sequence[str]) -> None:
+def _check_runs(version: Version, engines: Sequence[str], largest_slot_bytes: int) -> None:
+    """Raises ``InvalidRequest`` for weights that no present worker can load, as the packer refuses them."""
     if version.needed_engine and engines and version.needed_engine not in engines:
         offered = " and ".join(engines)
         message = f"only the engine {version.needed_engine} computes these weights; this model may run with {offered}"
         raise InvalidRequest(message, field="engine")
+    if 0 < largest_slot_bytes < version.pack_bytes:
+        needed, held = format_bytes(version.pack_bytes), format_bytes(largest_slot_bytes)
+        raise InvalidRequest(f"the weights need {needed}, and the largest slot has {held}", field="files")
 
 
 def _all_uploads() -> Select[Any]:
