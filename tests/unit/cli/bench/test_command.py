@@ -74,6 +74,12 @@ def test_table_names_load_targets_and_what_was_not_measured(run: Run, gateway: F
     ("options", "message"),
     [
         (("--scenario", "single", "--rate", "2"), "--rate has no effect with --scenario single"),
+        (("--scenario", "offline", "--duration", "9"), "--duration has no effect with --scenario offline"),
+        (("--rate", "1000", "--duration", "86400"), "--rate and --duration give more than 1,000,000 requests"),
+        (
+            ("--scenario", "burst", "--at-once", "9999", "--every", "0.1", "--duration", "99"),
+            "--at-once and --duration give more than 1,000,000 requests",
+        ),
         (("--scenario", "trace"), "--scenario trace needs --trace"),
         (("--prompt", "512", "--answer", "1"), "a prompt of 512 and an answer of 1 tokens exceed the model's context"),
         (("--shared-prefix", "9"), "--shared-prefix 9 exceeds a prompt of 8"),
