@@ -9,6 +9,8 @@ import pytest
 
 from tests.unit.cli.conftest import Run, refusal
 from tests.unit.cli.fake_gateway import MODEL, TENANT_KEY, FakeGateway
+from torchrelay.cli.bench.devices import DeviceWatch
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 
 SHORT = ("--prompt", "8", "--answer", "4", "--key", TENANT_KEY)
@@ -99,3 +101,25 @@ def test_model_that_stays_loaded_is_never_cold(run: Run, gateway: FakeGateway, m
     error = refusal(run("bench", "tiny", "--scenario", "cold", *SHORT))
     assert error.message == "acme/tiny is never at zero: min_instances is 1"
     assert error.hint == "torchrelay models set acme/tiny --min-instances 0"
+    monkeypatch.setitem(MODEL, "min_instances", 0)
+    monkeypatch.setitem(MODEL, "schedule", ["Mon-Fri 08:00-18:00 UTC 1"])
+    error = refusal(run("bench", "tiny", "--scenario", "cold", *SHORT))
+    assert error.message == "acme/tiny has a schedule, which may keep it loaded"
+
+
+def test_figures_of_a_cold_load_are_printed_before_its_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_waits = 0
+
+    async def zero(self: DeviceWatch) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits > 3:  # before the load, and before each request
+            raise CliError("the model did not go to zero")
+
+    monkeypatch.setattr(DeviceWatch, "zero", zero)
+    result = run("bench", "tiny", "--scenario", "cold", "--wait", "0", *SHORT, "--json")
+    figures = json.loads(result.stdout)
+    assert (figures["num_completed"], figures["is_complete"]) == (2, False)
+    assert refusal(result).message == "the model did not go to zero"
+    num_waits = 3
+    assert not run("bench", "tiny", "--scenario", "cold", *SHORT).stdout

@@ -136,10 +136,12 @@ def bench(
     access = tenant_access(home, url, key, model)
     access.require_tenant("a load, whose requests are billed,")
     _check_folder(output)
-    result = _measured(
+    result, error = _measured(
         access, _admin_access(access, admin_key), model, load, read_targets(target), device_price, warm_up
     )
     _print(result, as_json, output)
+    if error is not None:
+        raise error
     if not result.is_complete:
         raise typer.Exit(128 + signal.SIGINT)
     if result.figures.num_failed:
@@ -187,8 +189,8 @@ def _measured(
     targets: Targets,
     device_price: float | None,
     has_warm_up: bool,
-) -> Result:
-    """Runs the load. Raises ``CliError``, also if no request has ended."""
+) -> tuple[Result, CliError | None]:
+    """Runs the load, and says why it ended before its time. Raises ``CliError``, also if no request has ended."""
     from torchrelay.cli.bench.bodies import Prompts
     from torchrelay.cli.bench.devices import DeviceWatch
     from torchrelay.cli.bench.load_client import LoadClient
@@ -210,7 +212,8 @@ def _measured(
             _check_admin(watch)
         measurement = Measurement(load_client, load, arrivals, watch)
         is_complete = measurement.run(has_warm_up)
-        return _result(measurement, is_complete, explainer, model["id"], price, targets, device_price)
+        result = _result(measurement, is_complete, explainer, model["id"], price, targets, device_price)
+        return result, measurement.error
 
 
 def _check_admin(watch: DeviceWatch) -> None:
@@ -248,6 +251,9 @@ def _check_zero(load: Workload, model: dict[str, Any], admin: Access | None) -> 
     if model["min_instances"]:
         hint = f"torchrelay models set {model['id']} --min-instances 0"
         raise CliError(f"{model['id']} is never at zero: min_instances is {model['min_instances']}", hint)
+    if model["schedule"]:
+        hint = f"torchrelay models set {model['id']} --schedule ''"
+        raise CliError(f"{model['id']} has a schedule, which may keep it loaded", hint)
 
 
 def _result(
