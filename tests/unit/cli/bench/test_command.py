@@ -61,6 +61,16 @@ def test_failed_requests_are_shown_and_give_status_1(run: Run, gateway: FakeGate
     assert "2 requests failed: the queue is full" in result.stdout
 
 
+@pytest.mark.parametrize("options", [("single",), ("multi", "--at-once", "2"), ("cold", "--wait", "0")])
+def test_load_does_not_spin_on_requests_that_fail_at_once(
+    run: Run, gateway: FakeGateway, options: tuple[str, ...]
+) -> None:
+    gateway.is_full = True
+    result = run("bench", "tiny", "--scenario", *options, "--duration", "0.6", *SHORT, "--json")
+    assert result.exit_code == 1, result.output
+    assert 1 <= json.loads(result.stdout)["num_failed"] <= 4
+
+
 def test_table_names_load_targets_and_what_was_not_measured(run: Run, gateway: FakeGateway, home: Home) -> None:
     home.endpoints_file.unlink()  # no local platform, hence no admin key
     command = ("bench", "tiny", "--scenario", "single", "--requests", "2", "--target", "9,9", *SHORT)
