@@ -115,6 +115,7 @@ def test_model_that_stays_loaded_is_never_cold(run: Run, gateway: FakeGateway, m
     monkeypatch.setitem(MODEL, "schedule", ["Mon-Fri 08:00-18:00 UTC 1"])
     error = refusal(run("bench", "tiny", "--scenario", "cold", *SHORT))
     assert error.message == "acme/tiny has a schedule, which may keep it loaded"
+    assert error.hint == "torchrelay models set acme/tiny --schedule none"
 
 
 def test_figures_of_a_cold_load_are_printed_before_its_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def _check_zero(load: Workload, model: dict[str, Any], admin: Access | None) -> 
         hint = f"torchrelay models set {model['id']} --min-instances 0"
         raise CliError(f"{model['id']} is never at zero: min_instances is {model['min_instances']}", hint)
     if model["schedule"]:
-        hint = f"torchrelay models set {model['id']} --schedule ''"
+        hint = f"torchrelay models set {model['id']} --schedule none"
         raise CliError(f"{model['id']} has a schedule, which may keep it loaded", hint)
 
 
