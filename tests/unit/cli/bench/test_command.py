@@ -9,6 +9,8 @@ import pytest
 
 from tests.unit.cli.conftest import Run, refusal
 from tests.unit.cli.fake_gateway import MODEL, TENANT_KEY, FakeGateway
+from torchrelay.cli.bench.devices import DeviceWatch
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 
 SHORT = ("--prompt", "8", "--answer", "4", "--key", TENANT_KEY)
@@ -59,6 +61,16 @@ def test_failed_requests_are_shown_and_give_status_1(run: Run, gateway: FakeGate
     assert "2 requests failed: the queue is full" in result.stdout
 
 
+@pytest.mark.parametrize("options", [("single",), ("multi", "--at-once", "2"), ("cold", "--wait", "0")])
+def test_load_does_not_spin_on_requests_that_fail_at_once(
+    run: Run, gateway: FakeGateway, options: tuple[str, ...]
+) -> None:
+    gateway.is_full = True
+    result = run("bench", "tiny", "--scenario", *options, "--duration", "0.6", *SHORT, "--json")
+    assert result.exit_code == 1, result.output
+    assert 1 <= json.loads(result.stdout)["num_failed"] <= 4
+
+
 def test_table_names_load_targets_and_what_was_not_measured(run: Run, gateway: FakeGateway, home: Home) -> None:
     home.endpoints_file.unlink()  # no local platform, hence no admin key
     command = ("bench", "tiny", "--scenario", "single", "--requests", "2", "--target", "9,9", *SHORT)
@@ -74,6 +86,12 @@ def test_table_names_load_targets_and_what_was_not_measured(run: Run, gateway: F
     ("options", "message"),
     [
         (("--scenario", "single", "--rate", "2"), "--rate has no effect with --scenario single"),
+        (("--scenario", "offline", "--duration", "9"), "--duration has no effect with --scenario offline"),
+        (("--rate", "1000", "--duration", "86400"), "--rate and --duration give more than 1,000,000 requests"),
+        (
+            ("--scenario", "burst", "--at-once", "9999", "--every", "0.1", "--duration", "99"),
+            "--at-once and --duration give more than 1,000,000 requests",
+        ),
         (("--scenario", "trace"), "--scenario trace needs --trace"),
         (("--prompt", "512", "--answer", "1"), "a prompt of 512 and an answer of 1 tokens exceed the model's context"),
         (("--shared-prefix", "9"), "--shared-prefix 9 exceeds a prompt of 8"),
@@ -93,3 +111,26 @@ def test_model_that_stays_loaded_is_never_cold(run: Run, gateway: FakeGateway, m
     error = refusal(run("bench", "tiny", "--scenario", "cold", *SHORT))
     assert error.message == "acme/tiny is never at zero: min_instances is 1"
     assert error.hint == "torchrelay models set acme/tiny --min-instances 0"
+    monkeypatch.setitem(MODEL, "min_instances", 0)
+    monkeypatch.setitem(MODEL, "schedule", ["Mon-Fri 08:00-18:00 UTC 1"])
+    error = refusal(run("bench", "tiny", "--scenario", "cold", *SHORT))
+    assert error.message == "acme/tiny has a schedule, which may keep it loaded"
+    assert error.hint == "torchrelay models set acme/tiny --schedule none"
+
+
+def test_figures_of_a_cold_load_are_printed_before_its_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_waits = 0
+
+    async def zero(self: DeviceWatch) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits > 3:  # before the load, and before each request
+            raise CliError("the model did not go to zero")
+
+    monkeypatch.setattr(DeviceWatch, "zero", zero)
+    result = run("bench", "tiny", "--scenario", "cold", "--wait", "0", *SHORT, "--json")
+    figures = json.loads(result.stdout)
+    assert (figures["num_completed"], figures["is_complete"]) == (2, False)
+    assert refusal(result).message == "the model did not go to zero"
+    num_waits = 3
+    assert not run("bench", "tiny", "--scenario", "cold", *SHORT).stdout

@@ -47,3 +47,14 @@ def test_tokens_count_while_a_worker_holds_the_version() -> None:
         DeviceSample(2.0, 0, {"b": 11, "c": 6}, frozenset()),
     ]
     assert computed_tokens(samples) == 30 + 5 + 1
+
+
+def test_tokens_of_a_worker_that_a_view_lacks_count_once() -> None:
+    held = frozenset({"a"})
+    samples = [
+        DeviceSample(0.0, 1, {"a": 1000}, held),
+        DeviceSample(0.5, 0, {}, frozenset()),
+        DeviceSample(1.0, 1, {"a": 1020}, held),
+    ]
+    assert computed_tokens(samples) == 20
+    assert computed_tokens([]) == 0

@@ -42,9 +42,11 @@ _TARGET = (
     "llama3.1-405b or deepseek-r1, each with -server or -interactive."
 )
 _MAX_TOKENS = 10_000_000
+_MAX_REQUESTS = 1_000_000
 _PROMPT, _ANSWER = 512, 128
 # Options that only some scenarios use.
 _USED_BY = {
+    "duration": tuple(each for each in Scenario if each != Scenario.OFFLINE),
     "rate": (Scenario.SERVER,),
     "at-once": (Scenario.MULTI, Scenario.BURST),
     "every": (Scenario.BURST,),
@@ -69,7 +71,9 @@ def bench(
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(min=1, max=1_000_000, help="Most requests; default: 100 of offline, 5 of cold, otherwise any."),
+        typer.Option(
+            min=1, max=_MAX_REQUESTS, help="Most requests; default: 100 of offline, 5 of cold, otherwise any."
+        ),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(min=0.001, max=1000, help="Of server: requests per second; default: 4.")
@@ -121,20 +125,23 @@ def bench(
     The requests are billed. Prompts are random tokens, so that no cache of prefixes helps; answers have the asked
     length. Ctrl-C prints what was measured so far. Exit status 1 if a request failed.
     """
-    options = {"rate": rate, "at-once": at_once, "every": every, "wait": wait, "trace": trace}
+    options = {"duration": duration, "rate": rate, "at-once": at_once, "every": every, "wait": wait, "trace": trace}
     check_options(scenario, {name: value for name, value in options.items() if value is not None})
     seconds, num_requests = bounds_of(scenario, duration, requests)
     lengths = (prompt or 0, answer or 0) if trace else (prompt or _PROMPT, answer or _ANSWER)
     load = Workload(scenario, seconds, num_requests, *lengths, num_shared=shared_prefix, seed=seed, trace=trace)
     chosen: dict[str, Any] = {"rate": rate, "at_once": at_once, "every_s": every, "wait_s": wait}
     load = replace(load, **{name: value for name, value in chosen.items() if value is not None})
+    check_number(load)
     access = tenant_access(home, url, key, model)
     access.require_tenant("a load, whose requests are billed,")
     _check_folder(output)
-    result = _measured(
+    result, error = _measured(
         access, _admin_access(access, admin_key), model, load, read_targets(target), device_price, warm_up
     )
     _print(result, as_json, output)
+    if error is not None:
+        raise error
     if not result.is_complete:
         raise typer.Exit(128 + signal.SIGINT)
     if result.figures.num_failed:
@@ -145,10 +152,21 @@ def check_options(scenario: Scenario, given: dict[str, Any]) -> None:
     """Raises ``CliError`` for an option that the scenario does not use, or for the one that it lacks."""
     for name in given:
         if scenario not in _USED_BY[name]:
-            users = " or ".join(f"--scenario {each}" for each in _USED_BY[name])
+            users = f"--scenario {' or '.join(_USED_BY[name])}"
             raise CliError(f"--{name} has no effect with --scenario {scenario}", f"leave it out, or use {users}")
     if scenario == Scenario.TRACE and "trace" not in given:
         raise CliError("--scenario trace needs --trace", "give a CSV file: --trace arrivals.csv")
+
+
+def check_number(load: Workload) -> None:
+    """Raises ``CliError`` for a load whose requests are too many to be prepared."""
+    if load.seconds is None or load.num_requests is not None:
+        return
+    options = {Scenario.SERVER: ("--rate", load.rate), Scenario.BURST: ("--at-once", load.at_once / load.every_s)}
+    option, per_s = options.get(load.scenario, ("", 0.0))
+    if per_s * load.seconds > _MAX_REQUESTS:
+        message = f"{option} and --duration give more than {_MAX_REQUESTS:,} requests"
+        raise CliError(message, f"lower {option} or --duration, or set --requests")
 
 
 def check_lengths(arrivals: list[Arrival], num_shared: int, context: int) -> None:
@@ -171,8 +189,8 @@ def _measured(
     targets: Targets,
     device_price: float | None,
     has_warm_up: bool,
-) -> Result:
-    """Runs the load. Raises ``CliError``, also if no request has ended."""
+) -> tuple[Result, CliError | None]:
+    """Runs the load, and says why it ended before its time. Raises ``CliError``, also if no request has ended."""
     from torchrelay.cli.bench.bodies import Prompts
     from torchrelay.cli.bench.devices import DeviceWatch
     from torchrelay.cli.bench.load_client import LoadClient
@@ -194,7 +212,8 @@ def _measured(
             _check_admin(watch)
         measurement = Measurement(load_client, load, arrivals, watch)
         is_complete = measurement.run(has_warm_up)
-        return _result(measurement, is_complete, explainer, model["id"], price, targets, device_price)
+        result = _result(measurement, is_complete, explainer, model["id"], price, targets, device_price)
+        return result, measurement.error
 
 
 def _check_admin(watch: DeviceWatch) -> None:
@@ -232,6 +251,9 @@ def _check_zero(load: Workload, model: dict[str, Any], admin: Access | None) -> 
     if model["min_instances"]:
         hint = f"torchrelay models set {model['id']} --min-instances 0"
         raise CliError(f"{model['id']} is never at zero: min_instances is {model['min_instances']}", hint)
+    if model["schedule"]:
+        hint = f"torchrelay models set {model['id']} --schedule none"
+        raise CliError(f"{model['id']} has a schedule, which may keep it loaded", hint)
 
 
 def _result(

@@ -49,13 +49,19 @@ def device_seconds(samples: Sequence[DeviceSample], end_s: float) -> float:
 
 
 def computed_tokens(samples: Sequence[DeviceSample]) -> int:
-    """Positions computed by workers while they held the version, for whomever."""
-    return sum(
-        number - earlier.num_computed.get(worker, 0)
-        for earlier, later in pairwise(samples)
-        for worker, number in later.num_computed.items()
-        if worker in earlier.holders | later.holders
-    )
+    """Positions computed by workers while they held the version, for whomever. A view may lack a worker for a time, as
+    after the scheduler has begun again.
+    """
+    last_known = dict(samples[0].num_computed) if samples else {}
+    total = 0
+    for earlier, later in pairwise(samples):
+        total += sum(
+            number - last_known.get(worker, 0)
+            for worker, number in later.num_computed.items()
+            if worker in earlier.holders | later.holders
+        )
+        last_known |= later.num_computed
+    return total
 
 
 @dataclass(slots=True)

@@ -59,8 +59,8 @@ class LoadClient:
     async def sleep_until(self, at_s: float) -> None:
         await asyncio.sleep(max(at_s - self.now_s, 0.0))
 
-    async def send(self, num_prompt: int, num_answer: int, due_s: float | None = None) -> None:
-        """Sends one request and keeps its times; what goes wrong is kept, not raised."""
+    async def send(self, num_prompt: int, num_answer: int, due_s: float | None = None) -> Answered:
+        """Sends one request, keeps and returns its times; what goes wrong is kept, not raised."""
         body = completion_body(self.model, self.prompts.prompt(num_prompt), num_answer)
         body |= {"stream_options": {"include_usage": True}}
         stream, request_id, sent_s = AnswerStream(), "", self.now_s
@@ -80,18 +80,18 @@ class LoadClient:
         finally:
             self.num_running -= 1
         usage = stream.usage
-        self.answered.append(
-            Answered(
-                due_s=sent_s if due_s is None else due_s,
-                sent_s=sent_s,
-                ended_s=self.now_s,
-                first_s=stream.first_s,
-                last_s=stream.last_s,
-                gaps_s=tuple(stream.gaps_s),
-                num_prompt_tokens=usage.get("prompt_tokens", 0),
-                num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-                num_output_tokens=stream.num_tokens,
-                request_id=request_id,
-                error=error,
-            )
+        answered = Answered(
+            due_s=sent_s if due_s is None else due_s,
+            sent_s=sent_s,
+            ended_s=self.now_s,
+            first_s=stream.first_s,
+            last_s=stream.last_s,
+            gaps_s=tuple(stream.gaps_s),
+            num_prompt_tokens=usage.get("prompt_tokens", 0),
+            num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            num_output_tokens=stream.num_tokens,
+            request_id=request_id,
+            error=error,
         )
+        self.answered.append(answered)
+        return answered

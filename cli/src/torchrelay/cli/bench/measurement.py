@@ -17,7 +17,7 @@ from torchrelay.cli.bench.figures import Figures, Held
 from torchrelay.cli.bench.load_client import LoadClient
 from torchrelay.cli.bench.run import run_closed, run_cold, run_open
 from torchrelay.cli.bench.workload import Scenario, Workload
-from torchrelay.cli.errors import Unreachable
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.sim.traces import Arrival
 
@@ -27,20 +27,25 @@ _REPORTS_S = 3.0  # until the workers' last reports have arrived
 
 @dataclass(slots=True)
 class Measurement:
-    """``watch``: None without the admin key, which only the scenario cold needs. ``arrivals``: of an open load."""
+    """``watch``: None without the admin key, which only the scenario cold needs. ``arrivals``: of an open load.
+    ``error``: why the load ended before its time, with answers.
+    """
 
     client: LoadClient
     load: Workload
     arrivals: Sequence[Arrival]
     watch: DeviceWatch | None
+    error: CliError | None = None
 
     def run(self, has_warm_up: bool) -> bool:
-        """Returns whether the load came to its end; Ctrl-C stops it and cancels what runs. Raises ``CliError``."""
+        """Returns whether the load came to its end; Ctrl-C stops it and cancels what runs. Raises ``CliError`` if
+        nothing was answered before it.
+        """
         try:
             asyncio.run(self._run(has_warm_up))
         except KeyboardInterrupt:
             return False
-        return True
+        return self.error is None
 
     async def _run(self, has_warm_up: bool) -> None:
         try:
@@ -53,7 +58,12 @@ class Measurement:
             if self.watch is not None:
                 self.watch.samples.clear()
             async with _beside(self._show_progress(), *([self.watch.run()] if self.watch else [])):
-                await self._load()
+                try:
+                    await self._load()
+                except CliError as error:
+                    if not self.client.answered:
+                        raise
+                    self.error = error
         finally:
             await self.client.close()
 
@@ -86,7 +96,7 @@ class Measurement:
 def held_by(watch: DeviceWatch, figures: Figures) -> Held | None:
     """The devices held until the last answer, and what they computed; None without samples."""
     end_s = watch.now_s() + _REPORTS_S
-    with suppress(Unreachable):
+    with suppress(CliError):
         watch.sample()
         is_seen = any(sample.holders for sample in watch.samples)
         while is_seen and computed_tokens(watch.samples) < figures.num_needed and watch.now_s() < end_s:

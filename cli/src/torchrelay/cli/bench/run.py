@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from torchrelay.cli.bench.load_client import LoadClient
 from torchrelay.cli.bench.workload import Scenario, Workload
 
 if TYPE_CHECKING:
     from torchrelay.sim.traces import Arrival
+
+_AFTER_FAILURE_S: Final = 0.5
 
 
 async def run_open(client: LoadClient, arrivals: Sequence[Arrival]) -> None:
@@ -28,7 +30,7 @@ async def run_closed(client: LoadClient, load: Workload) -> None:
     while number := min(at_once, _num_left(client, load)):
         async with asyncio.TaskGroup() as group:
             for _ in range(number):
-                group.create_task(client.send(load.num_prompt, load.num_answer))
+                group.create_task(_send(client, load))
 
 
 async def run_cold(client: LoadClient, load: Workload, zero: Callable[[], Awaitable[None]]) -> None:
@@ -37,7 +39,14 @@ async def run_cold(client: LoadClient, load: Workload, zero: Callable[[], Awaita
     while _num_left(client, load):
         await zero()
         await asyncio.sleep(random_.uniform(0, load.wait_s))
-        await client.send(load.num_prompt, load.num_answer)
+        await _send(client, load)
+
+
+async def _send(client: LoadClient, load: Workload) -> None:
+    """Sends a request, and waits after a failure: the next might fail at once, too."""
+    answered = await client.send(load.num_prompt, load.num_answer)
+    if answered.error:
+        await asyncio.sleep(_AFTER_FAILURE_S)
 
 
 def _num_left(client: LoadClient, load: Workload) -> int:

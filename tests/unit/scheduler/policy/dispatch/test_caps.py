@@ -13,7 +13,9 @@ from tests.unit.scheduler.policy.paper_cluster import (
     an_admission,
     one_host,
 )
+from torchrelay.scheduler.policy.cluster.instance import ReturningPrompt
 from torchrelay.scheduler.policy.cluster.open_attempts import ModelWork
+from torchrelay.scheduler.policy.dispatch.placement import is_within
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -283,6 +285,16 @@ def test_labels_of_a_tenant_are_unknown_to_others() -> None:
         "with the labels gpu=l4, rack=1; no worker is there",
         "that the platform's operator chose; no worker is there",
     ]
+
+
+def test_limit_counts_returning_prompts_of_its_own_model() -> None:
+    caps, admission = Caps(1, 1.0), an_admission(BASE, "r")
+    (instance,) = one_worker(BASE).policy.state.instances.of_version(BASE.version_id)
+    instance.returning["other"] = ReturningPrompt(ADAPTER.name, 1.0, 60.0)
+    assert is_within(instance, admission, caps, 0)
+    instance.returning["own"] = ReturningPrompt(BASE.name, 1.0, 60.0)
+    assert not is_within(instance, admission, caps, 0)
+    assert is_within(instance, an_admission(BASE, "own"), caps, 0), "its place is kept for it"
 
 
 def test_limits_count_what_is_open() -> None:

@@ -25,6 +25,7 @@ class ReturningPrompt:
     on for ``left_s``.
     """
 
+    model: str  # that the request names
     left_s: float
     until: float
     admission: Admission | None = None  # once its gateway has asked again

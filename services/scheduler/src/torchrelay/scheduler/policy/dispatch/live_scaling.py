@@ -188,7 +188,7 @@ def _left_s(attempt: OpenAttempt, source: Instance, at: float) -> float:
 def _recall(state: State, attempt: OpenAttempt, source: Instance, target: Instance, left_s: float, now: float) -> None:
     key, worker_id = attempt.admission.key, target.worker_ref.worker_id
     attempt.returns_to = target.instance_id
-    target.returning[key.request_id] = ReturningPrompt(left_s + MOVE_S, now + _RETURN_S)
+    target.returning[key.request_id] = ReturningPrompt(attempt.admission.model, left_s + MOVE_S, now + _RETURN_S)
     number, saved_s = source.prompt_moves.get(worker_id, (0, 0.0))
     source.prompt_moves[worker_id] = number + 1, saved_s + attempt.placement.predicted.prefill_s - left_s
     reason = (

@@ -85,10 +85,11 @@ def place(
 
 
 def is_within(instance: Instance, admission: types.Admission, caps: types.Caps, kv_bytes: int) -> bool:
-    """Whether the limits of the request's model allow it there, beside recalled prompts that return first."""
+    """Whether the limits of the request's model allow it there, beside its recalled prompts that return first."""
     own = instance.work.of_model.get(admission.model, NO_WORK)
     if instance.returning and admission.key.request_id not in instance.returning:
-        own = ModelWork(own.num_open + len(instance.returning), own.kv_bytes)
+        num_returning = sum(prompt.model == admission.model for prompt in instance.returning.values())
+        own = ModelWork(own.num_open + num_returning, own.kv_bytes)
     return own.is_within(caps, kv_bytes, instance.kv_pool_bytes)
 
 
