@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchrelay.sim.advice.workload import Day
 
 EXAMPLE = "Example:  torchrelay advise\n\nOf a log: torchrelay advise --replay inputs.jsonl --device-price 1.2"
-_SIMULATION_S = 3.0  # of CPU time, for each change
+_SIMULATION_S = 3.0  # of CPU time, for each change, and at most as much for its warm-up
 
 ReplayOption = Annotated[
     Path | None,

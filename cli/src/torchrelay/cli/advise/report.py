@@ -35,11 +35,11 @@ class Report:
     def weaknesses(self) -> list[str]:
         """Why the advice is weak."""
         off = [f"{check.name} off by {check.off:.0%}" for check in self.checks if check.is_weak]
-        few = len(self.stretch.requests) < _FEW_REQUESTS
+        few = len(self.stretch.counted) < _FEW_REQUESTS
         return [
             *off,
             *([] if self.checks else ["nothing was measured to compare the simulation with"]),
-            *([f"it rests on {len(self.stretch.requests):,} requests"] if few else []),
+            *([f"it rests on {len(self.stretch.counted):,} requests"] if few else []),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Report:
         ]
         return {
             "num_requests": len(self.day.requests),
-            "num_simulated": len(self.stretch.requests),
+            "num_simulated": len(self.stretch.counted),
             "checks": checks,
             "weak_because": self.weaknesses,
             "notes": list(self.notes),
@@ -67,13 +67,13 @@ class Report:
         }
 
     def basis(self, saving: Saving) -> str:
-        number = f"simulated, {len(self.stretch.requests):,} requests"
+        number = f"simulated, {len(self.stretch.counted):,} requests"
         return f"{number}; estimated: {saving.change.estimate}" if saving.change.estimate else number
 
     @property
     def _basis_line(self) -> str:
-        simulated, number = f"{len(self.stretch.requests):,} requests", len(self.day.requests)
-        if len(self.stretch.requests) < number:
+        simulated, number = f"{len(self.stretch.counted):,} requests", len(self.day.requests)
+        if len(self.stretch.counted) < number:
             length = format_duration(self.stretch.arrivals_s)
             simulated = f"the busiest {length} of {number:,} requests: {simulated}"
         return f"simulated: {simulated}"
