@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from tests.unit.cli.fake_gateway import MODEL
-from torchrelay.cli.advise.ledger_day import ledger_day
+from torchrelay.cli.advise.ledger_day import hours_since_oldest, ledger_day
 from torchrelay.cli.errors import CliError
 from torchrelay.control.v1.reports_pb2 import (
     LatencyModel,
@@ -97,6 +98,11 @@ def test_requests_models_and_cluster_become_a_workload() -> None:
     assert load.requests_per_day == 2 and not load.quantized
     int8 = [MODELS[0] | {"dtype": "I8"}]
     assert ledger_day(rows, VIEW, int8, 24.0).workload.quantized == {"acme/tiny"}
+
+
+def test_rows_that_were_cut_off_span_the_time_since_the_oldest_ended() -> None:
+    now = datetime.fromtimestamp(BEGIN_US / 1e6 + 7200.0, UTC)
+    assert hours_since_oldest([row("b", 3598.0), row("a", 1798.0)], now) == pytest.approx(1.5)
 
 
 def test_day_without_requests_or_latencies_is_refused() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,28 +32,35 @@ def read_ledger_day(client: GatewayClient, hours: float) -> Day:
     from torchrelay.cli.api.polling import look
     from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
-    begin = datetime.now(UTC) - timedelta(hours=hours)
-    rows = list(_requests(client, begin))
+    now = datetime.now(UTC)
+    rows, is_whole = _requests(client, now - timedelta(hours=hours))
     view = ClusterView.FromString(look(client, "/v1/cluster", "application/x-protobuf"))
     models = client.call("GET", "/v1/models")["data"]
-    day = ledger_day(rows, view, models, hours)
-    if len(rows) < _MOST_REQUESTS:
-        return day
-    note = f"only the last {_MOST_REQUESTS:,} requests of the {hours:g} hours were read"
-    return Day(day.workload, day.measured, (*day.notes, note))
+    if is_whole or not rows:
+        return ledger_day(rows, view, models, hours)
+    day = ledger_day(rows, view, models, hours_since_oldest(rows, now))
+    note = f"only the last {len(rows):,} requests of the {hours:g} hours were read"
+    return replace(day, notes=(*day.notes, note))
 
 
-def _requests(client: GatewayClient, begin: datetime) -> Iterator[Mapping[str, Any]]:
-    """Rows of /v1/requests that have ended, the newest first."""
+def hours_since_oldest(rows: Collection[Mapping[str, Any]], now: datetime) -> float:
+    """Hours in which the rows ended: /v1/requests lists them by their ends."""
+    return (now.timestamp() - min(row["ended_unix_us"] for row in rows) / 1e6) / 3600
+
+
+def _requests(client: GatewayClient, begin: datetime) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    """Rows of /v1/requests that have ended, the newest first, and whether they are all."""
+    rows: list[Mapping[str, Any]] = []
     after: dict[str, str] = {}
     for _ in range(_MOST_REQUESTS // _PAGE):
         params = {"from": begin.isoformat(), "limit": _PAGE, **after}
         page = client.call("GET", "/v1/requests", params=params)
-        yield from (row for row in page["data"] if row["status"] != "running")
+        rows += (row for row in page["data"] if row["status"] != "running")
         if not page["has_more"]:
-            return
+            return rows, True
         last = page["data"][-1]
         after = {"after_id": last["id"], "after_status": last["status"]}
+    return rows, False
 
 
 def ledger_day(
