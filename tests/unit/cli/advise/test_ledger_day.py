@@ -19,8 +19,9 @@ from torchrelay.control.v1.reports_pb2 import (
     StoreReport,
     WorkerReport,
 )
-from torchrelay.control.v1.scheduler_pb2 import ClusterView, VersionView
+from torchrelay.control.v1.scheduler_pb2 import ClusterView, MinimumView, VersionView
 from torchrelay.control.v1.types_pb2 import Phase
+from torchrelay.sim.advice.changes import changes_of
 from torchrelay.sim.scenario import Request
 
 LATENCY = LatencyModel(
@@ -98,6 +99,21 @@ def test_requests_models_and_cluster_become_a_workload() -> None:
     assert load.requests_per_day == 2 and not load.quantized
     int8 = [MODELS[0] | {"dtype": "I8"}]
     assert ledger_day(rows, VIEW, int8, 24.0).workload.quantized == {"acme/tiny"}
+
+
+def test_minimums_are_those_in_force_and_only_known_settings_are_changed() -> None:
+    view = ClusterView.FromString(VIEW.SerializeToString())
+    view.minimums.append(MinimumView(model="acme/tiny", num_instances=2))
+    models = [MODELS[0] | {"idle_timeout_s": 0, "effective_idle_timeout_s": None}]
+    scheduled, constant = (ledger_day([row("a", 0.0)], each, models, 24.0).workload for each in (view, VIEW))
+    assert (scheduled.models[0].min_instances, constant.models[0].min_instances) == (2, 1)
+    titles = [[change.title for change in changes_of(each, {})] for each in (scheduled, constant)]
+    assert "no minimum for acme/tiny" not in titles[0] and "no minimum for acme/tiny" in titles[1]
+    assert not any("idle" in title for title in titles[0] + titles[1])
+    fixed = [models[0] | {"effective_idle_timeout_s": 30.0}]
+    assert "longer idle timeouts" in [
+        change.title for change in changes_of(ledger_day([row("a", 0.0)], view, fixed, 24.0).workload, {})
+    ]
 
 
 def test_rows_that_were_cut_off_span_the_time_since_the_oldest_ended() -> None:

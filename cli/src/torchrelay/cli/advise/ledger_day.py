@@ -79,8 +79,13 @@ def ledger_day(
         if version.latency.prefill.num_steps and version.latency.decode.num_steps
     }
     called = sorted({row["model"] for row in rows} & settings.keys())
+    in_force = {each.model: each.num_instances for each in view.minimums}
+    minimums = {name: max(settings[name]["min_instances"], in_force.get(name, 0)) for name in called}
     served = {
-        name: _served(settings[name], latencies[pack_of[name]], _slot_of(pack_of[name], workers))
+        name: replace(
+            _served(settings[name], latencies[pack_of[name]], _slot_of(pack_of[name], workers)),
+            min_instances=minimums[name],
+        )
         for name in called
         if workers and pack_of.get(name) in latencies
     }
@@ -99,7 +104,16 @@ def ledger_day(
     config = PolicyConfig(idle_timeout_s=_default_idle_s(settings.values()))
     fleet = _fleet(workers, stores, list(served.values()), packs, config)
     quantized = frozenset(name for name in served if settings[name]["dtype"] not in _WIDE)
-    workload = Workload(list(served.values()), fleet, requests, config, hours * 3600, quantized)
+    workload = Workload(
+        list(served.values()),
+        fleet,
+        requests,
+        config,
+        hours * 3600,
+        quantized,
+        scheduled=frozenset(name for name in served if minimums[name] > settings[name]["min_instances"]),
+        knows_late_cost=False,
+    )
     notes = [*left_out([name for name in called if name not in served]), "KV bytes per token are estimated"]
     return Day(workload, Measured(durations_s=durations), notes)
 
@@ -122,7 +136,6 @@ def _served(settings: Mapping[str, Any], latency: LatencyModel, worker: WorkerSt
         prefill_tokens_per_s=1 / max(latency.prefill.per_position_s, 1e-9),
         tpot_target_s=settings["tbt_target_s"] or config.tbt_target_s,
         ttft_prompt_factor=0.0,
-        min_instances=settings["min_instances"],
         idle_timeout_s=settings["idle_timeout_s"],
         max_instances=settings["max_instances"],
     )

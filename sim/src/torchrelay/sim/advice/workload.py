@@ -19,7 +19,8 @@ _PER_SECOND, _PER_SECOND_AND_NODE, _PER_REQUEST = 150e-6, 30e-6, 4e-3
 class Workload:
     """``requests``: in order of arrival, the first at 0. ``span_s``: the time over which they came, at least until the
     last arrival of those that count. ``quantized``: models whose weights cannot be quantized once more. ``warm_up_s``:
-    of the first requests, which are simulated and do not count.
+    of the first requests, which are simulated and do not count. ``scheduled``: models whose minimum is not their
+    constant one. ``knows_late_cost``: the configuration's ``late_cost_s`` is the platform's, not a default.
     """
 
     models: Sequence[ServedModel]
@@ -29,6 +30,8 @@ class Workload:
     span_s: float
     quantized: frozenset[str] = frozenset()
     warm_up_s: float = 0.0
+    scheduled: frozenset[str] = frozenset()
+    knows_late_cost: bool = True
 
     @property
     def counted(self) -> Sequence[Request]:
