@@ -26,7 +26,7 @@ from torchrelay.sim.summary import Summary, summarize
 class RecordedDay:
     """``measured``: what came of the requests on the recorded cluster. ``without_latency``: models that were left out
     with their requests, as no worker had learned how long their steps take. ``held``: times of arrivals, and the device
-    seconds that instances had held until then.
+    seconds that instances had held until then. ``span_s``: from the first arrival to the log's end.
     """
 
     models: Sequence[ServedModel]
@@ -37,6 +37,7 @@ class RecordedDay:
     without_latency: Sequence[str]
     outcomes: Sequence[RequestOutcome]
     held: Sequence[tuple[float, float]]
+    span_s: float
 
 
 @dataclass
@@ -140,7 +141,9 @@ def read_recorded_day(path: Path) -> RecordedDay:
     ordered = sorted(requests.values(), key=lambda request: (request.arrives_at, request.request_id))
     fleet = _fleet(day, state, list(models.values()))
     held = [(at - begin, device_s) for at, device_s in day.held]
-    return RecordedDay(list(models.values()), fleet, ordered, state.config, measured, without, outcomes, held)
+    return RecordedDay(
+        list(models.values()), fleet, ordered, state.config, measured, without, outcomes, held, day.at - begin
+    )
 
 
 def _served(model: Model, latency: LatencyModel, num_layers: int, config: PolicyConfig) -> ServedModel:

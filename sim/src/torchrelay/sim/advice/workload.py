@@ -84,8 +84,7 @@ class Day:
 
 def day_of_log(recorded: RecordedDay) -> Day:
     config = replace(recorded.config, scaling=ScalingMode.ACT, pool_mode=PoolMode.OFF)
-    span_s = recorded.requests[-1].arrives_at
-    workload = Workload(recorded.models, recorded.fleet, recorded.requests, config, span_s)
+    workload = Workload(recorded.models, recorded.fleet, recorded.requests, config, recorded.span_s)
     served = {model.name: model for model in recorded.models}
     attained = {each.request.request_id: each.attains(served[each.request.model]) for each in recorded.outcomes}
     return Day(workload, Measured(attained, held=recorded.held), left_out(recorded.without_latency))
