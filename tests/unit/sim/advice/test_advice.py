@@ -154,6 +154,15 @@ def test_long_day_is_sampled_where_most_requests_came() -> None:
     assert stretch.requests_per_day == len(stretch.counted) * 86_400 / stretch.span_s
 
 
+def test_second_with_too_many_requests_is_cut() -> None:
+    requests = [
+        Request(f"r{number}", number // 500 + number % 500 / 1000, "t/small", 500, 50) for number in range(2000)
+    ]
+    day = Workload([SMALL], HOST, requests, PolicyConfig(), 4.0)
+    begin, stretch = stretch_of(day, 0.4)
+    assert begin == 0.0 and len(stretch.requests) == 100
+
+
 def test_minimum_saves_nothing_where_instances_are_warm_before_the_stretch() -> None:
     requests = [Request(f"r{number}", 2.0 * number, "t/small", 500, 50) for number in range(60)]
     day = Workload([SMALL], HOST, requests, PolicyConfig(), 120.0)

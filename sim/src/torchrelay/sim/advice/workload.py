@@ -98,8 +98,9 @@ def left_out(without_latency: Sequence[str]) -> list[str]:
 
 def stretch_of(workload: Workload, limit_s: float) -> tuple[float, Workload]:
     """The longest stretch with most requests whose simulation takes about ``limit_s``, and its begin in the day; the
-    whole day if it takes no longer. The requests before it, as far as they take no longer either, are its warm-up. Its
-    ``requests_per_day`` are its own; see ``Workload.span_s``.
+    whole day if it takes no longer. Where a second takes longer, its first requests. The requests before the stretch,
+    as far as they take no longer either, are its warm-up. Its ``requests_per_day`` are its own: see
+    ``Workload.span_s``.
     """
     if workload.simulation_s <= limit_s:
         return 0.0, workload
@@ -110,7 +111,9 @@ def stretch_of(workload: Workload, limit_s: float) -> tuple[float, Workload]:
         first, end = _busiest(arrivals, middle_s)
         fits = _simulation_s(workload.fleet, middle_s, end - first) <= limit_s
         shortest_s, longest_s = (middle_s, longest_s) if fits else (shortest_s, middle_s)
-    first, end = _busiest(arrivals, shortest_s)
+    first, end = _busiest(arrivals, shortest_s or 1.0)
+    if not shortest_s:
+        end = min(end, first + max(int(limit_s / _PER_REQUEST), 1))
     begin = arrivals[first]
     earliest = next(
         number
