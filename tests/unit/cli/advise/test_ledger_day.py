@@ -116,6 +116,17 @@ def test_minimums_are_those_in_force_and_only_known_settings_are_changed() -> No
     ]
 
 
+def test_hosts_that_differ_make_the_advice_weak() -> None:
+    assert not ledger_day([row("a", 0.0)], VIEW, MODELS, 24.0).weaknesses
+    view = ClusterView.FromString(VIEW.SerializeToString())
+    view.workers.append(WorkerReport(worker_id="w2", host_id="h1", kv_pool_bytes=1 << 20))
+    (said,) = ledger_day([row("a", 0.0)], view, MODELS, 24.0).weaknesses
+    assert said.startswith("hosts differ: simulated as 2 hosts with slots of 1 and 1 devices and ")
+    alike = ClusterView.FromString(VIEW.SerializeToString())
+    alike.stores.append(StoreReport(store_id="s1", host_id="h1", arena_target_bytes=1 << 31))
+    assert ledger_day([row("a", 0.0)], alike, MODELS, 24.0).weaknesses
+
+
 def test_rows_that_were_cut_off_span_the_time_since_the_oldest_ended() -> None:
     now = datetime.fromtimestamp(BEGIN_US / 1e6 + 7200.0, UTC)
     assert hours_since_oldest([row("b", 3598.0), row("a", 1798.0)], now) == pytest.approx(1.5)

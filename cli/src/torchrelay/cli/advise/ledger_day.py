@@ -14,7 +14,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import InstancePhase, StoreStatus, WorkerStatus
 from torchrelay.scheduler.service.converters import latency_from_proto, store_from_proto, worker_from_proto
 from torchrelay.sim.advice.workload import Day, Measured, Workload, left_out
-from torchrelay.sim.recorded_day import equal_hosts
+from torchrelay.sim.recorded_day import differences_of, equal_hosts
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def ledger_day(
         knows_late_cost=False,
     )
     notes = [*left_out([name for name in called if name not in served]), "KV bytes per token are estimated"]
-    return Day(workload, Measured(durations_s=durations), notes)
+    return Day(workload, Measured(durations_s=durations), notes, differences_of(workers, stores, fleet))
 
 
 def _slot_of(pack_id: str, workers: Sequence[WorkerStatus]) -> WorkerStatus:

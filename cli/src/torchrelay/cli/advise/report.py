@@ -11,7 +11,7 @@ from rich.text import Text
 from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_duration
 from torchrelay.sim.advice.advice import ATTAINED, DEVICE_S, DURATION, Check, Saving
-from torchrelay.sim.advice.workload import Workload
+from torchrelay.sim.advice.workload import Day, Workload
 
 _FEW_REQUESTS = 100
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -25,11 +25,10 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 class Report:
     """``stretch``: what was simulated of ``day``."""
 
-    day: Workload
+    day: Day
     stretch: Workload
     checks: Sequence[Check]
     savings: Sequence[Saving]
-    notes: Sequence[str]
 
     @property
     def weaknesses(self) -> list[str]:
@@ -37,6 +36,7 @@ class Report:
         off = [f"{check.name} off by {check.off:.0%}" for check in self.checks if check.is_weak]
         few = len(self.stretch.counted) < _FEW_REQUESTS
         return [
+            *self.day.weaknesses,
             *off,
             *([] if self.checks else ["nothing was measured to compare the simulation with"]),
             *([f"it rests on {len(self.stretch.counted):,} requests"] if few else []),
@@ -58,11 +58,11 @@ class Report:
             {"figure": check.name, "measured": check.measured, "simulated": check.simulated} for check in self.checks
         ]
         return {
-            "num_requests": len(self.day.requests),
+            "num_requests": len(self.day.workload.requests),
             "num_simulated": len(self.stretch.counted),
             "checks": checks,
             "weak_because": self.weaknesses,
-            "notes": list(self.notes),
+            "notes": list(self.day.notes),
             "advice": rows,
         }
 
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def _basis_line(self) -> str:
-        simulated, number = f"{len(self.stretch.counted):,} requests", len(self.day.requests)
+        simulated, number = f"{len(self.stretch.counted):,} requests", len(self.day.workload.requests)
         if len(self.stretch.counted) < number:
             length = format_duration(self.stretch.arrivals_s)
             simulated = f"the busiest {length} of {number:,} requests: {simulated}"
@@ -80,7 +80,7 @@ class Report:
 
     def show(self) -> None:
         out = console.out()
-        for line in (self._basis_line, *map(_comparison, self.checks), *self.notes):
+        for line in (self._basis_line, *map(_comparison, self.checks), *self.day.notes):
             out.print(console.printable(line), markup=False)
         if self.weaknesses:
             out.print(f"weak advice: {'; '.join(self.weaknesses)}", style="bold", markup=False)

@@ -75,11 +75,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Day:
-    """``notes``: what was left out, or cut off."""
+    """``notes``: what was left out, or cut off. ``weaknesses``: why advice is weak, whatever is simulated."""
 
     workload: Workload
     measured: Measured
     notes: Sequence[str] = ()
+    weaknesses: Sequence[str] = ()
 
 
 def day_of_log(recorded: RecordedDay) -> Day:
@@ -87,7 +88,9 @@ def day_of_log(recorded: RecordedDay) -> Day:
     workload = Workload(recorded.models, recorded.fleet, recorded.requests, config, recorded.span_s)
     served = {model.name: model for model in recorded.models}
     attained = {each.request.request_id: each.attains(served[each.request.model]) for each in recorded.outcomes}
-    return Day(workload, Measured(attained, held=recorded.held), left_out(recorded.without_latency))
+    return Day(
+        workload, Measured(attained, held=recorded.held), left_out(recorded.without_latency), recorded.differences
+    )
 
 
 def left_out(without_latency: Sequence[str]) -> list[str]:
