@@ -71,7 +71,7 @@ def advise(
     prices = DayPrices(device_price, ram_price, late_price, pays_held)
     savings = best_savings((stretch, base), changed, day.workload.requests_per_day, prices)
     checks = checks_of(day.measured, begin, stretch, base)
-    report = Report(day, stretch, checks, savings)
+    report = Report(day, stretch, checks, savings, pays_held)
     if as_json:
         console.print_json(report.as_json())
     else:

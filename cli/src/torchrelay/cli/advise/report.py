@@ -29,6 +29,13 @@ class Report:
     stretch: Workload
     checks: Sequence[Check]
     savings: Sequence[Saving]
+    pays_held: bool
+
+    @property
+    def notes(self) -> list[str]:
+        is_part = len(self.stretch.counted) < len(self.day.workload.requests)
+        busiest = "with --pay-held, devices are paid all day as in the busiest stretch: an upper bound"
+        return [*self.day.notes, *([busiest] if self.pays_held and is_part else [])]
 
     @property
     def weaknesses(self) -> list[str]:
@@ -62,7 +69,7 @@ class Report:
             "num_simulated": len(self.stretch.counted),
             "checks": checks,
             "weak_because": self.weaknesses,
-            "notes": list(self.day.notes),
+            "notes": self.notes,
             "advice": rows,
         }
 
@@ -80,7 +87,7 @@ class Report:
 
     def show(self) -> None:
         out = console.out()
-        for line in (self._basis_line, *map(_comparison, self.checks), *self.day.notes):
+        for line in (self._basis_line, *map(_comparison, self.checks), *self.notes):
             out.print(console.printable(line), markup=False)
         if self.weaknesses:
             out.print(f"weak advice: {'; '.join(self.weaknesses)}", style="bold", markup=False)
