@@ -73,6 +73,8 @@ def test_log_gives_models_cluster_and_requests(plant_and_log: tuple[Plant, Path]
     )
     assert (day.fleet.num_hosts, day.fleet.groups, day.fleet.arena_bytes) == (2, (2, 1, 1), FLEET.arena_bytes)
     assert day.config.idle_timeout_s == 7.0
+    assert day.span_s == pytest.approx(plant.events.now - plant.outcomes[0].arrived_at, abs=1.0)
+    assert day.span_s > day.requests[-1].arrives_at
     truth = summarize(plant.outcomes, plant.served, plant.at_last_arrival)
     assert day.measured.attainment == truth.attainment and day.measured.num_refused == 0
     assert day.measured.ttft_p95_s == pytest.approx(truth.ttft_p95_s, abs=0.01)

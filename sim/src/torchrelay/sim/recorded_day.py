@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from torchrelay.common.latency.latency_model import LatencyModel
+from torchrelay.common.quantities import format_bytes
 from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.state import State
@@ -21,12 +22,15 @@ from torchrelay.sim.scenario import Fleet, Request, RequestOutcome, ServedModel
 from torchrelay.sim.spent import Spent
 from torchrelay.sim.summary import Summary, summarize
 
+_ALIKE = 1.1  # most memory of a host, times the least, of hosts that are called alike
+
 
 @dataclass(frozen=True)
 class RecordedDay:
     """``measured``: what came of the requests on the recorded cluster. ``without_latency``: models that were left out
     with their requests, as no worker had learned how long their steps take. ``held``: times of arrivals, and the device
-    seconds that instances had held until then.
+    seconds that instances had held until then. ``span_s``: from the first arrival to the log's end.
+    ``differences``: of the hosts, that the fleet does not show.
     """
 
     models: Sequence[ServedModel]
@@ -37,6 +41,8 @@ class RecordedDay:
     without_latency: Sequence[str]
     outcomes: Sequence[RequestOutcome]
     held: Sequence[tuple[float, float]]
+    span_s: float
+    differences: Sequence[str]
 
 
 @dataclass
@@ -140,7 +146,19 @@ def read_recorded_day(path: Path) -> RecordedDay:
     ordered = sorted(requests.values(), key=lambda request: (request.arrives_at, request.request_id))
     fleet = _fleet(day, state, list(models.values()))
     held = [(at - begin, device_s) for at, device_s in day.held]
-    return RecordedDay(list(models.values()), fleet, ordered, state.config, measured, without, outcomes, held)
+    differences = differences_of(list(day.workers.values()), list(state.membership.stores_by_host.values()), fleet)
+    return RecordedDay(
+        list(models.values()),
+        fleet,
+        ordered,
+        state.config,
+        measured,
+        without,
+        outcomes,
+        held,
+        day.at - begin,
+        differences,
+    )
 
 
 def _served(model: Model, latency: LatencyModel, num_layers: int, config: PolicyConfig) -> ServedModel:
@@ -218,10 +236,8 @@ def equal_hosts(
     disk_bytes_per_s: float,
 ) -> Fleet:
     """A cluster of as many hosts as there were, each with the slots of most of them."""
-    groups_of: dict[str, list[int]] = {}
-    for worker in workers:
-        groups_of.setdefault(worker.host_id, []).append(worker.num_devices)
-    groups = Counter(tuple(sorted(sizes, reverse=True)) for sizes in groups_of.values()).most_common(1)[0][0]
+    groups_of = _groups_by_host(workers)
+    groups = Counter(groups_of.values()).most_common(1)[0][0]
     pool_bytes = max(worker.kv_pool_bytes / worker.num_devices for worker in workers)
     return Fleet(
         num_hosts=len(groups_of),
@@ -232,3 +248,21 @@ def equal_hosts(
         arena_bytes=max((store.arena_target_bytes for store in stores), default=4 * largest.pack_bytes),
         device_memory_bytes=math.ceil((pool_bytes + largest.pack_bytes / largest.num_devices) / 0.9),
     )
+
+
+def differences_of(workers: Sequence[WorkerStatus], stores: Sequence[StoreStatus], fleet: Fleet) -> list[str]:
+    """What ``fleet``, of ``equal_hosts``, does not show of hosts that differ."""
+    arenas = [store.arena_target_bytes for store in stores]
+    if len(set(_groups_by_host(workers).values())) < 2 and max(arenas, default=0) <= _ALIKE * min(arenas, default=0):
+        return []
+    slots = " and ".join(map(str, fleet.groups))
+    memory = format_bytes(fleet.arena_bytes)
+    return [f"hosts differ: simulated as {fleet.num_hosts} hosts with slots of {slots} devices and {memory} of memory"]
+
+
+def _groups_by_host(workers: Sequence[WorkerStatus]) -> Mapping[str, tuple[int, ...]]:
+    """Devices of each slot, the largest first."""
+    sizes: dict[str, list[int]] = {}
+    for worker in workers:
+        sizes.setdefault(worker.host_id, []).append(worker.num_devices)
+    return {host_id: tuple(sorted(each, reverse=True)) for host_id, each in sizes.items()}

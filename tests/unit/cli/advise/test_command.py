@@ -12,6 +12,7 @@ import pytest
 from tests.unit.cli.advise.test_ledger_day import VIEW, row
 from tests.unit.cli.conftest import Run, refusal
 from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
+from torchrelay.cli.advise import ledger_day
 from torchrelay.cli.home import Home
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Effects
@@ -74,6 +75,20 @@ def test_ledger_gives_advice(run: Run, home: Home, gateway: FakeGateway) -> None
     assert said["advice"][0]["change"] == "one slot fewer per host"
     assert said["advice"][0]["command"] == "torchrelay up --prefill-workers 0 --decode-workers 0 --both-workers 1"
     assert [check["figure"] for check in said["checks"]] == ["time of an answer, P50"]
+
+
+def test_note_says_that_the_ledger_was_cut_off(
+    run: Run, home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_day, "_PAGE", 10)
+    monkeypatch.setattr(ledger_day, "_MOST_REQUESTS", 20)
+    gateway.view = VIEW
+    gateway.requests = [row(f"r{number}", 0.1 * number) for number in range(21)]
+    gateway.requests[0]["status"] = "running"
+    note = "only the last 19 requests of the 24 hours were read"
+    assert note in json.loads(run("advise", "--json").stdout)["notes"]
+    gateway.requests.pop()
+    assert note not in json.loads(run("advise", "--json").stdout)["notes"]
 
 
 def test_wrong_logs_and_keys_are_refused(run: Run, home: Home, tmp_path: Path) -> None:

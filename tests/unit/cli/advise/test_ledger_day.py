@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from tests.unit.cli.fake_gateway import MODEL
-from torchrelay.cli.advise.ledger_day import ledger_day
+from torchrelay.cli.advise.ledger_day import hours_since_oldest, ledger_day
 from torchrelay.cli.errors import CliError
 from torchrelay.control.v1.reports_pb2 import (
     LatencyModel,
@@ -18,8 +19,9 @@ from torchrelay.control.v1.reports_pb2 import (
     StoreReport,
     WorkerReport,
 )
-from torchrelay.control.v1.scheduler_pb2 import ClusterView, VersionView
+from torchrelay.control.v1.scheduler_pb2 import ClusterView, MinimumView, VersionView
 from torchrelay.control.v1.types_pb2 import Phase
+from torchrelay.sim.advice.changes import changes_of
 from torchrelay.sim.scenario import Request
 
 LATENCY = LatencyModel(
@@ -97,6 +99,37 @@ def test_requests_models_and_cluster_become_a_workload() -> None:
     assert load.requests_per_day == 2 and not load.quantized
     int8 = [MODELS[0] | {"dtype": "I8"}]
     assert ledger_day(rows, VIEW, int8, 24.0).workload.quantized == {"acme/tiny"}
+
+
+def test_minimums_are_those_in_force_and_only_known_settings_are_changed() -> None:
+    view = ClusterView.FromString(VIEW.SerializeToString())
+    view.minimums.append(MinimumView(model="acme/tiny", num_instances=2))
+    models = [MODELS[0] | {"idle_timeout_s": 0, "effective_idle_timeout_s": None}]
+    scheduled, constant = (ledger_day([row("a", 0.0)], each, models, 24.0).workload for each in (view, VIEW))
+    assert (scheduled.models[0].min_instances, constant.models[0].min_instances) == (2, 1)
+    titles = [[change.title for change in changes_of(each, {})] for each in (scheduled, constant)]
+    assert "no minimum for acme/tiny" not in titles[0] and "no minimum for acme/tiny" in titles[1]
+    assert not any("idle" in title for title in titles[0] + titles[1])
+    fixed = [models[0] | {"effective_idle_timeout_s": 30.0}]
+    assert "longer idle timeouts" in [
+        change.title for change in changes_of(ledger_day([row("a", 0.0)], view, fixed, 24.0).workload, {})
+    ]
+
+
+def test_hosts_that_differ_make_the_advice_weak() -> None:
+    assert not ledger_day([row("a", 0.0)], VIEW, MODELS, 24.0).weaknesses
+    view = ClusterView.FromString(VIEW.SerializeToString())
+    view.workers.append(WorkerReport(worker_id="w2", host_id="h1", kv_pool_bytes=1 << 20))
+    (said,) = ledger_day([row("a", 0.0)], view, MODELS, 24.0).weaknesses
+    assert said.startswith("hosts differ: simulated as 2 hosts with slots of 1 and 1 devices and ")
+    alike = ClusterView.FromString(VIEW.SerializeToString())
+    alike.stores.append(StoreReport(store_id="s1", host_id="h1", arena_target_bytes=1 << 31))
+    assert ledger_day([row("a", 0.0)], alike, MODELS, 24.0).weaknesses
+
+
+def test_rows_that_were_cut_off_span_the_time_since_the_oldest_ended() -> None:
+    now = datetime.fromtimestamp(BEGIN_US / 1e6 + 7200.0, UTC)
+    assert hours_since_oldest([row("b", 3598.0), row("a", 1798.0)], now) == pytest.approx(1.5)
 
 
 def test_day_without_requests_or_latencies_is_refused() -> None:

@@ -147,6 +147,27 @@ def test_long_day_is_sampled_where_most_requests_came() -> None:
     day = Workload([SMALL], HOST, requests, PolicyConfig(), 5000.0)
     assert stretch_of(day, day.simulation_s) == (0.0, day)
     begin, stretch = stretch_of(day, 0.35)
-    assert begin <= 3000.5 and stretch.simulation_s <= 0.36
+    assert begin <= 3000.5 and stretch.simulation_s <= 0.71, "0.35 s each for the warm-up and what counts"
     assert {request.request_id for request in busy} <= {request.request_id for request in stretch.requests}
     assert stretch.requests[0].arrives_at == 0.0
+    assert 0 < stretch.warm_up_s < begin and len(stretch.requests) > len(stretch.counted) >= 60
+    assert stretch.requests_per_day == len(stretch.counted) * 86_400 / stretch.span_s
+
+
+def test_second_with_too_many_requests_is_cut() -> None:
+    requests = [
+        Request(f"r{number}", number // 500 + number % 500 / 1000, "t/small", 500, 50) for number in range(2000)
+    ]
+    day = Workload([SMALL], HOST, requests, PolicyConfig(), 4.0)
+    begin, stretch = stretch_of(day, 0.4)
+    assert begin == 0.0 and len(stretch.requests) == 100
+
+
+def test_minimum_saves_nothing_where_instances_are_warm_before_the_stretch() -> None:
+    requests = [Request(f"r{number}", 2.0 * number, "t/small", 500, 50) for number in range(60)]
+    day = Workload([SMALL], HOST, requests, PolicyConfig(), 120.0)
+    assert simulate(day).late, "the first requests come before an instance"
+    stretch = replace(day, warm_up_s=60.0, span_s=60.0)
+    result = simulate(stretch)
+    assert not result.late and result.summary.num_requests == len(stretch.counted) == 30
+    assert result.summary.device_s == pytest.approx(stretch.arrivals_s, abs=0.1)

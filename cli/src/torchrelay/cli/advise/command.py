@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchrelay.sim.advice.workload import Day
 
 EXAMPLE = "Example:  torchrelay advise\n\nOf a log: torchrelay advise --replay inputs.jsonl --device-price 1.2"
-_SIMULATION_S = 3.0  # of CPU time, for each change
+_SIMULATION_S = 3.0  # of CPU time, for each change, and at most as much for its warm-up
 
 ReplayOption = Annotated[
     Path | None,
@@ -71,7 +71,7 @@ def advise(
     prices = DayPrices(device_price, ram_price, late_price, pays_held)
     savings = best_savings((stretch, base), changed, day.workload.requests_per_day, prices)
     checks = checks_of(day.measured, begin, stretch, base)
-    report = Report(day.workload, stretch, checks, savings, day.notes)
+    report = Report(day, stretch, checks, savings, pays_held)
     if as_json:
         console.print_json(report.as_json())
     else:

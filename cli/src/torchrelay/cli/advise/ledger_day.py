@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.types import InstancePhase, StoreStatus, WorkerStatus
 from torchrelay.scheduler.service.converters import latency_from_proto, store_from_proto, worker_from_proto
 from torchrelay.sim.advice.workload import Day, Measured, Workload, left_out
-from torchrelay.sim.recorded_day import equal_hosts
+from torchrelay.sim.recorded_day import differences_of, equal_hosts
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 if TYPE_CHECKING:
@@ -31,28 +32,35 @@ def read_ledger_day(client: GatewayClient, hours: float) -> Day:
     from torchrelay.cli.api.polling import look
     from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
-    begin = datetime.now(UTC) - timedelta(hours=hours)
-    rows = list(_requests(client, begin))
+    now = datetime.now(UTC)
+    rows, is_whole = _requests(client, now - timedelta(hours=hours))
     view = ClusterView.FromString(look(client, "/v1/cluster", "application/x-protobuf"))
     models = client.call("GET", "/v1/models")["data"]
-    day = ledger_day(rows, view, models, hours)
-    if len(rows) < _MOST_REQUESTS:
-        return day
-    note = f"only the last {_MOST_REQUESTS:,} requests of the {hours:g} hours were read"
-    return Day(day.workload, day.measured, (*day.notes, note))
+    if is_whole or not rows:
+        return ledger_day(rows, view, models, hours)
+    day = ledger_day(rows, view, models, hours_since_oldest(rows, now))
+    note = f"only the last {len(rows):,} requests of the {hours:g} hours were read"
+    return replace(day, notes=(*day.notes, note))
 
 
-def _requests(client: GatewayClient, begin: datetime) -> Iterator[Mapping[str, Any]]:
-    """Rows of /v1/requests that have ended, the newest first."""
+def hours_since_oldest(rows: Collection[Mapping[str, Any]], now: datetime) -> float:
+    """Hours in which the rows ended: /v1/requests lists them by their ends."""
+    return (now.timestamp() - min(row["ended_unix_us"] for row in rows) / 1e6) / 3600
+
+
+def _requests(client: GatewayClient, begin: datetime) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    """Rows of /v1/requests that have ended, the newest first, and whether they are all."""
+    rows: list[Mapping[str, Any]] = []
     after: dict[str, str] = {}
     for _ in range(_MOST_REQUESTS // _PAGE):
         params = {"from": begin.isoformat(), "limit": _PAGE, **after}
         page = client.call("GET", "/v1/requests", params=params)
-        yield from (row for row in page["data"] if row["status"] != "running")
+        rows += (row for row in page["data"] if row["status"] != "running")
         if not page["has_more"]:
-            return
+            return rows, True
         last = page["data"][-1]
         after = {"after_id": last["id"], "after_status": last["status"]}
+    return rows, False
 
 
 def ledger_day(
@@ -71,8 +79,13 @@ def ledger_day(
         if version.latency.prefill.num_steps and version.latency.decode.num_steps
     }
     called = sorted({row["model"] for row in rows} & settings.keys())
+    in_force = {each.model: each.num_instances for each in view.minimums}
+    minimums = {name: max(settings[name]["min_instances"], in_force.get(name, 0)) for name in called}
     served = {
-        name: _served(settings[name], latencies[pack_of[name]], _slot_of(pack_of[name], workers))
+        name: replace(
+            _served(settings[name], latencies[pack_of[name]], _slot_of(pack_of[name], workers)),
+            min_instances=minimums[name],
+        )
         for name in called
         if workers and pack_of.get(name) in latencies
     }
@@ -91,9 +104,18 @@ def ledger_day(
     config = PolicyConfig(idle_timeout_s=_default_idle_s(settings.values()))
     fleet = _fleet(workers, stores, list(served.values()), packs, config)
     quantized = frozenset(name for name in served if settings[name]["dtype"] not in _WIDE)
-    workload = Workload(list(served.values()), fleet, requests, config, hours * 3600, quantized)
+    workload = Workload(
+        list(served.values()),
+        fleet,
+        requests,
+        config,
+        hours * 3600,
+        quantized,
+        scheduled=frozenset(name for name in served if minimums[name] > settings[name]["min_instances"]),
+        knows_late_cost=False,
+    )
     notes = [*left_out([name for name in called if name not in served]), "KV bytes per token are estimated"]
-    return Day(workload, Measured(durations_s=durations), notes)
+    return Day(workload, Measured(durations_s=durations), notes, differences_of(workers, stores, fleet))
 
 
 def _slot_of(pack_id: str, workers: Sequence[WorkerStatus]) -> WorkerStatus:
@@ -114,7 +136,6 @@ def _served(settings: Mapping[str, Any], latency: LatencyModel, worker: WorkerSt
         prefill_tokens_per_s=1 / max(latency.prefill.per_position_s, 1e-9),
         tpot_target_s=settings["tbt_target_s"] or config.tbt_target_s,
         ttft_prompt_factor=0.0,
-        min_instances=settings["min_instances"],
         idle_timeout_s=settings["idle_timeout_s"],
         max_instances=settings["max_instances"],
     )

@@ -11,7 +11,7 @@ from rich.text import Text
 from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_duration
 from torchrelay.sim.advice.advice import ATTAINED, DEVICE_S, DURATION, Check, Saving
-from torchrelay.sim.advice.workload import Workload
+from torchrelay.sim.advice.workload import Day, Workload
 
 _FEW_REQUESTS = 100
 _FORMATS: dict[str, Callable[[float], str]] = {
@@ -25,21 +25,28 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 class Report:
     """``stretch``: what was simulated of ``day``."""
 
-    day: Workload
+    day: Day
     stretch: Workload
     checks: Sequence[Check]
     savings: Sequence[Saving]
-    notes: Sequence[str]
+    pays_held: bool
+
+    @property
+    def notes(self) -> list[str]:
+        is_part = len(self.stretch.counted) < len(self.day.workload.requests)
+        busiest = "with --pay-held, devices are paid all day as in the busiest stretch: an upper bound"
+        return [*self.day.notes, *([busiest] if self.pays_held and is_part else [])]
 
     @property
     def weaknesses(self) -> list[str]:
         """Why the advice is weak."""
         off = [f"{check.name} off by {check.off:.0%}" for check in self.checks if check.is_weak]
-        few = len(self.stretch.requests) < _FEW_REQUESTS
+        few = len(self.stretch.counted) < _FEW_REQUESTS
         return [
+            *self.day.weaknesses,
             *off,
             *([] if self.checks else ["nothing was measured to compare the simulation with"]),
-            *([f"it rests on {len(self.stretch.requests):,} requests"] if few else []),
+            *([f"it rests on {len(self.stretch.counted):,} requests"] if few else []),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -58,22 +65,22 @@ class Report:
             {"figure": check.name, "measured": check.measured, "simulated": check.simulated} for check in self.checks
         ]
         return {
-            "num_requests": len(self.day.requests),
-            "num_simulated": len(self.stretch.requests),
+            "num_requests": len(self.day.workload.requests),
+            "num_simulated": len(self.stretch.counted),
             "checks": checks,
             "weak_because": self.weaknesses,
-            "notes": list(self.notes),
+            "notes": self.notes,
             "advice": rows,
         }
 
     def basis(self, saving: Saving) -> str:
-        number = f"simulated, {len(self.stretch.requests):,} requests"
+        number = f"simulated, {len(self.stretch.counted):,} requests"
         return f"{number}; estimated: {saving.change.estimate}" if saving.change.estimate else number
 
     @property
     def _basis_line(self) -> str:
-        simulated, number = f"{len(self.stretch.requests):,} requests", len(self.day.requests)
-        if len(self.stretch.requests) < number:
+        simulated, number = f"{len(self.stretch.counted):,} requests", len(self.day.workload.requests)
+        if len(self.stretch.counted) < number:
             length = format_duration(self.stretch.arrivals_s)
             simulated = f"the busiest {length} of {number:,} requests: {simulated}"
         return f"simulated: {simulated}"

@@ -85,7 +85,7 @@ def simulate(workload: Workload) -> Result:
     policy = Policy(workload.config, lambda: f"instance-{next(ids)}", START_S)
     held = one_copy_each(workload.fleet, workload.models)
     plant = Plant(policy, workload.fleet, workload.models, held=held, is_coarse=True)
-    outcomes = plant.run(workload.requests, _SETTLE_S)
+    outcomes = plant.run(workload.requests, _SETTLE_S, warm_up_s=workload.warm_up_s)
     late = Counter(
         outcome.request.model
         for outcome in outcomes
@@ -98,11 +98,11 @@ def simulate(workload: Workload) -> Result:
 
 def checks_of(measured: Measured, begin: float, workload: Workload, simulated: Result) -> list[Check]:
     """The figures of a stretch that were measured. ``begin``: of the stretch in the day."""
-    names, checks = [request.request_id for request in workload.requests], []
+    names, checks = [request.request_id for request in workload.counted], []
     if attained := [measured.attained[name] for name in names if name in measured.attained]:
         checks.append(Check(ATTAINED, sum(attained) / len(attained), simulated.summary.attainment))
     if measured.held:
-        held_s = measured.held_s(begin, begin + workload.requests[-1].arrives_at)
+        held_s = measured.held_s(begin, begin - workload.warm_up_s + workload.requests[-1].arrives_at)
         checks.append(Check(DEVICE_S, held_s, simulated.summary.device_s))
     if durations := [measured.durations_s[name] for name in names if name in measured.durations_s]:
         checks.append(Check(DURATION, percentile(durations, 50), simulated.duration_p50_s))

@@ -71,11 +71,12 @@ def _slots(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]:
 
 
 def _minimums(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]:
-    """A minimum for the models with most late first tokens; none for models that have one."""
+    """A minimum for the models with most late first tokens; none for models that always have one."""
     without = [model for model in workload.models if not model.min_instances and late.get(model.name)]
     for model in sorted(without, key=lambda model: (-late[model.name], model.name))[:_MOST_MODELS]:
         yield _minimum(workload, model.name, 1)
-    for model in [model for model in workload.models if model.min_instances][:_MOST_MODELS]:
+    constant = [model for model in workload.models if model.min_instances and model.name not in workload.scheduled]
+    for model in constant[:_MOST_MODELS]:
         yield _minimum(workload, model.name, 0)
 
 
@@ -86,8 +87,10 @@ def _minimum(workload: Workload, name: str, number: int) -> Change:
 
 
 def _idle_times(workload: Workload, late: Mapping[str, int]) -> Iterator[Change]:
-    """Where idle timeouts are computed, the cost of a late request that they are computed from."""
+    """Where idle timeouts are computed, the cost of a late request that they are computed from, if it is known."""
     config = workload.config
+    if not config.idle_timeout_s and not workload.knows_late_cost:
+        return
     for factor, how in ((0.5, "shorter"), (2.0, "longer")):
         if config.idle_timeout_s:
             idle_s = config.idle_timeout_s * factor
