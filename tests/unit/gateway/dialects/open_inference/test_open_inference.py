@@ -87,7 +87,13 @@ async def test_answer_and_parameters_are_those_of_completions(
 
 async def test_stream_has_the_pieces_and_goes_on_after_an_error(rig: TokenPathRig, stub: Any) -> None:
     made = [request(TEXT, infer_tensor("stream", True), n=2), request(temperature=3), request(stream=True), request()]
-    responses = [response async for response in stub.ModelStreamInfer(iter(made), metadata=METADATA)]
+    responses = []
+    for worker in rig.workers:
+        worker.pause_at = 6
+    async for response in stub.ModelStreamInfer(iter(made), metadata=METADATA):
+        responses.append(response)
+        for worker in rig.workers:  # after the first piece, which a slow gateway may have made of all tokens before
+            worker.resume()
     answers: list[list[pb.ModelInferResponse]] = [[]]
     for response in responses:
         answers[-1].append(response.infer_response)
@@ -101,7 +107,7 @@ async def test_stream_has_the_pieces_and_goes_on_after_an_error(rig: TokenPathRi
     assert len(failed) == len(whole) == 1 and not failed[0].outputs and nothing == []
     reply = await completion(rig, n=2)
     pieces = [outputs_of(response)["text_output"] for response in several]
-    assert len(pieces) > 2
+    assert len(pieces) > 1
     assert ["".join(column) for column in zip(*pieces, strict=True)] == [each["text"] for each in reply["choices"]]
     text = "".join(outputs_of(response)["text_output"][0] for response in streamed)
     assert outputs_of(whole[0])["text_output"] == [text] == [reply["choices"][0]["text"]]
