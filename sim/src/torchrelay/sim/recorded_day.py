@@ -251,7 +251,7 @@ def equal_hosts(
 
 
 def differences_of(workers: Sequence[WorkerStatus], stores: Sequence[StoreStatus], fleet: Fleet) -> list[str]:
-    """What ``fleet``, of ``equal_hosts``, does not show of hosts that differ."""
+    """Says what ``fleet``, of ``equal_hosts``, does not show of hosts that differ."""
     arenas = [store.arena_target_bytes for store in stores]
     if len(set(_groups_by_host(workers).values())) < 2 and max(arenas, default=0) <= _ALIKE * min(arenas, default=0):
         return []

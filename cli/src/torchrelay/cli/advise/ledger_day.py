@@ -45,7 +45,8 @@ def read_ledger_day(client: GatewayClient, hours: float) -> Day:
 
 def hours_since_oldest(rows: Collection[Mapping[str, Any]], now: datetime) -> float:
     """Hours in which the rows ended: /v1/requests lists them by their ends."""
-    return (now.timestamp() - min(row["ended_unix_us"] for row in rows) / 1e6) / 3600
+    oldest_unix_us: int = min(row["ended_unix_us"] for row in rows)
+    return (now.timestamp() - oldest_unix_us / 1e6) / 3600
 
 
 def _requests(client: GatewayClient, begin: datetime) -> tuple[Sequence[Mapping[str, Any]], bool]:

@@ -34,7 +34,7 @@ class Report:
     @property
     def notes(self) -> list[str]:
         is_part = len(self.stretch.counted) < len(self.day.workload.requests)
-        busiest = "with --pay-held, devices are paid all day as in the busiest stretch: an upper bound"
+        busiest = "with --pay-held, devices are paid all day as in the busiest stretch, which overrates their cost"
         return [*self.day.notes, *([busiest] if self.pays_held and is_part else [])]
 
     @property
