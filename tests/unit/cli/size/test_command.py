@@ -51,6 +51,11 @@ def test_a_folder_needs_no_platform_and_no_weights(run: Run, folder: Path) -> No
     assert len(sized["offers"]) == 2
 
 
+def test_lengths_that_are_not_given_fit_the_context(run: Run, folder: Path) -> None:
+    result = run("size", str(folder))
+    assert result.exit_code == 0 and "requests/s of 384 + 128 tokens" in result.stdout
+
+
 def test_an_index_alone_gives_the_size(run: Run, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 4321}}')
     sized = json.loads(run("size", str(folder), *SMALL, "--device", "t4", "--json").stdout)

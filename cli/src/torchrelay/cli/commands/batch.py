@@ -24,7 +24,7 @@ EXAMPLE = (
     "Then:     torchrelay batch results ID --output results.jsonl"
 )
 _ENDED = ("completed", "failed", "expired", "cancelled")
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, help="Create, show, list and cancel batches of requests; print their results.")
 BatchArgument = Annotated[str, typer.Argument(metavar="ID", help="As `torchrelay batch list` shows it.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Show the progress until the batch has ended.")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -33,13 +34,20 @@ EXAMPLE = (
     "Check it:  torchrelay size glossary --rate 2 --prompt 128 --answer 64 --validate"
 )
 MAX_TOKENS = 10_000_000
+_PROMPT, _ANSWER = 1024, 256
 
 
 def size(
     model: Annotated[str, typer.Argument(help="A folder, OWNER/NAME of the hub, or a model of the platform.")],
     rate: Annotated[float, typer.Option(min=0.001, max=1e6, help="Requests per second.")] = 5.0,
-    prompt: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Tokens of a prompt.")] = 1024,
-    answer: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Tokens of an answer.")] = 256,
+    prompt: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_TOKENS, help="Tokens of a prompt; default: 1024, or what fits."),
+    ] = None,
+    answer: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_TOKENS, help="Tokens of an answer; default: 256, or what fits."),
+    ] = None,
     ttft: Annotated[float, typer.Option(min=0.001, max=86400, help="Target: seconds to the first token.")] = 0.5,
     tbt: Annotated[float, typer.Option(min=0.001, max=86400, help="Target: seconds between tokens.")] = 0.03,
     device: Annotated[
@@ -66,7 +74,7 @@ def size(
     Devices are listed with the cheapest that meets the targets first. No weights are read, and no GPU or platform is
     needed for a folder or a model of the hub. For a model of the platform, times that its workers have measured count.
     """
-    work = Workload(rate, prompt, answer, ttft, tbt)
+    work = Workload(rate, prompt or _PROMPT, answer or _ANSWER, ttft, tbt)
     devices = _devices(devices_file, device)
 
     def of_platform(name: str) -> Subject | None:
@@ -74,8 +82,10 @@ def size(
 
     subject = subject_of(model, revision, quantize is not None, of_platform)
     if (longest := subject.footprint.max_context_tokens) < work.num_tokens:
-        fault = f"--prompt {prompt} and --answer {answer} exceed the model's context of {longest:,} tokens"
-        raise CliError(fault, "give fewer tokens")
+        if prompt or answer or longest < 2:
+            fault = f"--prompt {work.num_prompt} and --answer {work.num_answer} exceed the model's context of"
+            raise CliError(f"{fault} {longest:,} tokens", "give fewer tokens of both")
+        work = replace(work, num_prompt=longest - longest // 4, num_answer=longest // 4)
     if validate and not subject.vocab_size:
         raise CliError("--validate needs a model of the platform", "give its name: torchrelay models")
     made = [*_learned_offers(subject, work, device), *offers(subject.footprint, devices, work)]
@@ -100,8 +110,9 @@ def _devices(file: Path | None, name: str | None) -> Sequence[Device]:
     except UnicodeDecodeError as error:
         raise CliError(f"{file} is not valid UTF-8", "write it as TOML") from error
     except DeviceFault as error:
-        option = "--" if error.field == "device" else f"--devices-file: {file}: "
-        raise CliError(f"{option}{error}", "see docs/sizing.md for the fields") from error
+        if error.field == "device":
+            raise CliError(f"--{error}, and {THIS_MACHINE}", "choose one, or leave --device out for all") from error
+        raise CliError(f"--devices-file: {file}: {error}", "see docs/sizing.md for the fields") from error
 
 
 def _subject_of_platform(
