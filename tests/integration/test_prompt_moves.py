@@ -222,14 +222,19 @@ class History:
             await self.end(main)
 
     async def until_moment(self, main: Answer) -> None:
+        task = main.task
+        assert task is not None
+
+        def has_gone_on() -> bool:
+            return any(main.tokens.values()) or task.done()
+
         if self.moment == "queued":
             await eventually(instance_of(self.cluster.next).groups, "the prompt at the next worker")
         elif self.moment == "handed over":
-            assert main.task is not None
-            task = main.task
-            await eventually(lambda: any(main.tokens.values()) or task.done(), "the first token")
+            await eventually(has_gone_on, "the first token")
         else:
-            await self.hold.reached.wait()
+            # On a busy machine the short limits of a move that fails may end it before its moment.
+            await eventually(lambda: self.hold.reached.is_set() or has_gone_on(), "the moment")
             if self.moment == "exporting" and self.faults == ("cancel",):  # without a stream, the limit ends the export
                 receivers = self.cluster.role(self.cluster.next)._receivers
                 await eventually(lambda: any(map(has_begun, receivers.values())), "the stream of the prompt")

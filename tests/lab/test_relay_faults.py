@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,11 @@ class Scene:
             place = next(hold)
         return MappedSlab(place.arena_path, place.slab_offset, place.slab_bytes)
 
-    def catch_half(self, name: str, targets: Sequence[str], begin: Callable[[], None]) -> None:
-        """Begins relays to ``targets``, until more than half of the pack is at ``name`` and less than all of it.
+    def catch_half(
+        self, name: str, targets: Sequence[str], begin: Callable[[], None], interrupt: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begins relays to ``targets``, until more than half of the pack is at ``name`` and less than all of it, also
+        after ``interrupt``.
 
         On a busy machine all of it may be there before the look; then they begin again.
         """
@@ -66,6 +69,7 @@ class Scene:
             with closing(self.slab(name)) as slab:
                 while slab.num_verified < slab.num_chunks // 2:
                     time.sleep(0.002)  # shared memory gives no notice
+                interrupt()
                 if slab.num_verified < slab.num_chunks:
                     return
             self.stores.await_whole(targets, self.pack)
@@ -186,9 +190,15 @@ def test_refused_tickets_open_nothing_and_the_next_source_is_used(scene: Scene) 
 
 
 def test_store_restarted_during_a_fill_resumes_under_its_reader(scene: Scene) -> None:
-    scene.catch_half("h1", ["h1"], lambda: scene.begin("h1", [_SOURCE]))
-    with closing(scene.slab("h1")) as reader:  # a worker's view, which outlives the store
-        scene.stores.restart("h1", keep_arena=True)
+    with ExitStack() as stack:
+        readers: list[MappedSlab] = []  # a worker's views, which outlive the store
+
+        def restart() -> None:
+            readers.append(stack.enter_context(closing(scene.slab("h1"))))
+            scene.stores.restart("h1", keep_arena=True)
+
+        scene.catch_half("h1", ["h1"], lambda: scene.begin("h1", [_SOURCE]), restart)
+        reader = readers[-1]
         num_missing = reader.num_chunks - reader.num_verified
         assert 0 < num_missing < reader.num_chunks
         missing_bytes = num_missing * scene.pack.manifest.chunk_bytes

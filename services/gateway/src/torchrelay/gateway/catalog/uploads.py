@@ -334,7 +334,8 @@ def _check_runs(version: Version, engines: Sequence[str], largest_slot_bytes: in
         raise InvalidRequest(message, field="engine")
     if 0 < largest_slot_bytes < version.pack_bytes:
         needed, held = format_bytes(version.pack_bytes), format_bytes(largest_slot_bytes)
-        raise InvalidRequest(f"the weights need {needed}, and the largest slot has {held}", field="files")
+        message = f"the weights need {needed}, and the largest slot has {held}; start a worker with more memory"
+        raise InvalidRequest(message, field="files")
 
 
 def _all_uploads() -> Select[Any]:
